@@ -1,0 +1,60 @@
+"""`train.*`, `optimizer.*` and `valid.*`: how long, how large, how fast."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from mtrain.config.section import Section
+
+
+class TrainSection(Section):
+    """The run's length, batch, precision and schedule options."""
+
+    global_batch_size: int = Field(gt=0)
+    """Samples in one optimizer step, over all data-parallel ranks."""
+    micro_batch_size: int = Field(1, gt=0)
+    """Samples in one forward pass of one data-parallel rank."""
+    num_steps: int = Field(gt=0)
+    """Optimizer steps of the whole run, resumed ones included."""
+    seed: int = Field(1234, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """bf16 and fp16 keep fp32 main weights."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, the core attention, or every layer."""
+    distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    process_group_timeout_s: int = Field(600, gt=0)
+    initial_loss_scale: float = Field(2.0**16, gt=0)
+    """fp16 only; dynamic from there."""
+
+
+class OptimizerSection(Section):
+    """AdamW with decoupled weight decay, and the learning rate as a pure function of the step."""
+
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    decay_norms_and_biases: bool = False
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global norm of the normalised gradient; 0 turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, gt=0)
+    """linear, cosine: the step at which min_lr is reached (by default train.num_steps). wsd: length of the final decay
+    (by default a tenth of train.num_steps)."""
+
+
+class ValidSection(Section):
+    """Validation over exactly the samples of the set."""
+
+    interval_steps: int = Field(0, ge=0)
+    """0: only as asked for by at_start and at_end."""
+    at_start: bool = False
+    at_end: bool = False
+    max_samples: int | None = Field(None, gt=0)
+    """Only the first so many samples of the set."""

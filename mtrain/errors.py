@@ -1,0 +1,47 @@
+"""What can go wrong for a user, one class for each exit code.
+
+A message says what was given, what is needed and what to change. `__main__` prints it without a traceback, on one
+rank only, and leaves with `exit_code`.
+"""
+
+
+class MtrainError(Exception):
+    """A fault that the user can act on."""
+
+    exit_code = 1
+
+
+class ConfigError(MtrainError):
+    """The configuration is wrong; found before a rank starts."""
+
+    exit_code = 2
+
+
+class DataError(MtrainError):
+    """A corpus, a tokenizer or a checkpoint is missing, damaged or does not fit the configuration."""
+
+    exit_code = 3
+
+
+class NumericError(MtrainError):
+    """Training stopped because a number can no longer be trusted (non-finite loss, wrong denominator)."""
+
+    exit_code = 4
+
+
+class RankLostError(MtrainError):
+    """A rank died or no longer answers."""
+
+    exit_code = 5
+
+
+class RunFolderError(MtrainError):
+    """Another process uses the run folder, or it holds a run of another configuration."""
+
+    exit_code = 6
+
+
+class MachineError(MtrainError):
+    """Disk, permissions, limits or devices of this machine do not allow the run."""
+
+    exit_code = 7
