@@ -6,10 +6,11 @@ division happens once, in `mtrain/mcore/finalize.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -45,3 +46,25 @@ class TermInputs:
 
 
 LossFunction = Callable[[TermInputs], LossPair]
+
+
+def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
+    """Sums weight x loss and the shares; how nearly every loss function ends.
+
+    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even where the loss is inf or nan. The numerator
+    keeps its graph when all tokens are masked.
+
+    Args:
+        token_losses: [batch, seq], of float32 or wider, one loss a token.
+        inputs: The microbatch whose weights and shares count.
+    """
+    kept = torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0)
+    return LossPair(kept.sum().float(), inputs.shares.sum(dtype=torch.float64))
+
+
+def sum_pairs(pairs: Iterable[LossPair]) -> LossPair:
+    """Adds pairs, over microbatches for example; the sum of none is (0, 0)."""
+    numerator, denominator = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float64)
+    for pair in pairs:
+        numerator, denominator = numerator + pair.numerator, denominator + pair.denominator
+    return LossPair(numerator, denominator)

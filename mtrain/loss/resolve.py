@@ -1,0 +1,79 @@
+"""Finds a loss function by the name that the configuration gives."""
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from mtrain.errors import ConfigError
+from mtrain.loss.pair import LossFunction
+
+
+def load_loss_function(path: str, options: Mapping[str, Any]) -> LossFunction:
+    """Imports a loss function and binds its options.
+
+    Args:
+        path: `package.module:name`.
+        options: Keyword arguments of the function beside its first, the `TermInputs`.
+
+    Returns:
+        The function of `TermInputs` alone.
+
+    Raises:
+        ConfigError: Nothing can be imported under this name, what is there cannot be called, or its signature does
+            not take the options.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name.isidentifier()):
+        raise ConfigError(f"loss.function={path!r} is not a name; it needs the form package.module:name")
+    module = _import(module_name, path)
+    if not hasattr(module, name):
+        raise ConfigError(f"loss.function={path!r}: {module_name} has no {name!r}; {_nearest(name, module)}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError(f"loss.function={path!r} is a {type(function).__name__}, but has to be a function")
+    _check_options(function, path, options)
+    return functools.partial(function, **options)
+
+
+def _import(module_name: str, path: str) -> ModuleType:
+    """Imports, and tells a module that is not there from one that fails."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name
+        if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
+            raise ConfigError(
+                f"loss.function={path!r}: there is no module {missing!r} on the import path; correct the name, install "
+                "the package, or add the folder that holds it to PYTHONPATH"
+            ) from error
+        raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
+
+
+def _nearest(name: str, module: ModuleType) -> str:
+    """What could have been meant."""
+    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4)
+    return (
+        f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(functions)) or 'no functions'}"
+    )
+
+
+def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that the signature does not take, and missing ones that it needs."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(f"loss.function={path!r} has no Python signature to call it by; wrap it in a def") from error
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss.function={path!r} has the signature {signature} and is called with the microbatch first and the "
+            f"options {', '.join(options) or 'none'}, but {error}; change loss.options"
+        ) from error

@@ -1,0 +1,154 @@
+"""The objective: sum over terms of coefficient x numerator / denominator, in one backward pass.
+
+The main term stays un-normalised and is divided once, when gradients are finalised, by its denominator D_main. A side
+term therefore enters multiplied by coefficient x D_main / D_k, with denominators that are known before the forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrain.config.loss import LossSection
+from mtrain.errors import ConfigError
+from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
+from mtrain.loss.resolve import load_loss_function
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss functions of a run and how they are added."""
+
+    functions: dict[str, LossFunction]
+    """By term; the main one first."""
+    coefficients: dict[str, float]
+    """By term; 1 for the main one."""
+    names: dict[str, str]
+    """By term, the function's name in the configuration, for messages."""
+
+    @classmethod
+    def from_config(cls, section: LossSection) -> Objective:
+        """Loads every term's function.
+
+        Raises:
+            ConfigError: A function cannot be loaded, or the terms cannot be combined.
+        """
+        if MAIN_TERM in section.side_terms:
+            raise ConfigError(f"loss.side_terms has a term {MAIN_TERM!r}, the main term's own name; rename it")
+        if section.denominator == "measured" and section.side_terms:
+            raise ConfigError(
+                f"loss.side_terms={list(section.side_terms)} need loss.denominator=planned, but it is measured: their "
+                "factors hold the main denominator, which is then unknown before the forward pass; remove the side "
+                "terms or plan the denominator"
+            )
+        terms = {MAIN_TERM: section, **section.side_terms}
+        return cls(
+            functions={name: load_loss_function(term.function, term.options) for name, term in terms.items()},
+            coefficients={MAIN_TERM: 1.0} | {name: side.coefficient for name, side in section.side_terms.items()},
+            names={name: term.function for name, term in terms.items()},
+        )
+
+    def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
+        """Evaluates every term on one microbatch.
+
+        Raises:
+            ConfigError: A function did not return a pair.
+        """
+        return {
+            term: _checked(function(inputs_by_term[term]), self.names[term], inputs_by_term[term])
+            for term, function in self.functions.items()
+        }
+
+    def scalar(
+        self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], premultiplier: float = 1.0
+    ) -> Tensor:
+        """What a microbatch back-propagates: (N_main + sum_k factor_k N_k) x premultiplier.
+
+        Args:
+            pairs: One a term.
+            factors: One a side term, from `side_term_factors`.
+            premultiplier: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
+                sums; the caller takes it out again when it divides by D_main.
+        """
+        total = pairs[MAIN_TERM].numerator
+        for term in self.coefficients:
+            if term != MAIN_TERM:
+                total = total + pairs[term].numerator * factors[term]
+        return total * premultiplier
+
+    def reported(self, numerators: Mapping[str, float], denominators: Mapping[str, float]) -> float:
+        """The value of the objective over a global batch: sum_k c_k N_k / D_k, a term of denominator 0 adding 0."""
+        means = term_means(numerators, denominators)
+        return math.fsum(coefficient * means[term] for term, coefficient in self.coefficients.items())
+
+
+def term_means(numerators: Mapping[str, float], denominators: Mapping[str, float]) -> dict[str, float]:
+    """N_k / D_k of each term over a global batch; 0 where there was nothing to learn (D_k = 0)."""
+    return {term: numerators[term] / denominators[term] if denominators[term] != 0 else 0.0 for term in numerators}
+
+
+def side_term_factors(planned: Mapping[str, float], coefficients: Mapping[str, float]) -> dict[str, float]:
+    """What each side term's numerator is multiplied by before backward: c_k x D_main / D_k.
+
+    Args:
+        planned: Denominators of all terms over the global batch, the main one included.
+        coefficients: c_k by term; an entry for the main term is passed over.
+
+    Returns:
+        One factor a side term; 0 where D_k is 0.
+    """
+    main = planned[MAIN_TERM]
+    return {
+        term: coefficient * (main / planned[term]) if planned[term] != 0 else 0.0
+        for term, coefficient in coefficients.items()
+        if term != MAIN_TERM
+    }
+
+
+def power_of_two_near(x: float) -> float:
+    """The exact power of two 2^round(log2 x).
+
+    Multiplying by it only moves exponents, so it can be taken out again without rounding.
+
+    Raises:
+        ValueError: `x` is not a positive finite number.
+    """
+    if not (math.isfinite(x) and x > 0):
+        raise ValueError(f"`x` must be positive and finite, but is {x} instead.")
+    return math.ldexp(1.0, round(math.log2(x)))
+
+
+def _checked(pair: object, name: str, inputs: TermInputs) -> LossPair:
+    """Returns what a loss function returned, if it is a pair."""
+    if not isinstance(pair, LossPair):
+        raise ConfigError(
+            f"loss.function={name!r} returned a {type(pair).__name__}, but has to return a "
+            "mtrain.loss.pair.LossPair(numerator, denominator)"
+        )
+    _check_part(pair.numerator, "numerator", torch.float32, name)
+    _check_part(pair.denominator, "denominator", torch.float64, name)
+    if pair.denominator.requires_grad:
+        raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
+    if torch.is_grad_enabled() and inputs.logits.local.requires_grad and not pair.numerator.requires_grad:
+        raise ConfigError(
+            f"loss.function={name!r} returned a numerator without a graph; compute it from inputs.logits even where "
+            "every weight is 0, as mtrain.loss.pair.weigh does"
+        )
+    return pair
+
+
+def _check_part(part: object, role: str, dtype: torch.dtype, name: str) -> None:
+    """One field of the pair: a scalar tensor of its dtype."""
+    if not isinstance(part, Tensor):
+        found = type(part).__name__
+    elif part.ndim != 0 or part.dtype != dtype:
+        found = f"{part.dtype} tensor of shape {list(part.shape)}"
+    else:
+        return
+    raise ConfigError(
+        f"loss.function={name!r} returned a {role} that is a {found}; it has to be a {dtype} scalar tensor"
+    )

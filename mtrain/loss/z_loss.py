@@ -1,0 +1,13 @@
+"""z-loss: keeps the logarithm of the softmax's denominator near 0, so that logits do not drift."""
+
+from mtrain.loss.pair import LossPair, TermInputs, weigh
+
+
+def z_loss(inputs: TermInputs) -> LossPair:
+    """Weighs and sums the squared log-sum-exp of each token's logits, in nats squared.
+
+    No collective beside a next-token loss of the same logits, else two all-reduces over the tensor-parallel group.
+
+    Source: PaLM (Chowdhery et al. 2022), section 5, where the coefficient is 1e-4.
+    """
+    return weigh(inputs.logits.logsumexp().square(), inputs)
