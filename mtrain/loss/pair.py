@@ -6,7 +6,7 @@ division happens once, in `mtrain/mcore/finalize.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,11 +60,3 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
     """
     kept = torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0)
     return LossPair(kept.sum().float(), inputs.shares.sum(dtype=torch.float64))
-
-
-def sum_pairs(pairs: Iterable[LossPair]) -> LossPair:
-    """Adds pairs, over microbatches for example; the sum of none is (0, 0)."""
-    numerator, denominator = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float64)
-    for pair in pairs:
-        numerator, denominator = numerator + pair.numerator, denominator + pair.denominator
-    return LossPair(numerator, denominator)

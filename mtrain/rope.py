@@ -1,0 +1,79 @@
+"""Frequencies of the rotary position embedding, with the scalings that extend a model's context.
+
+They agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model has to
+see the very angles it was trained with; the order of operations below is part of that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mtrain.config.model import RopeSection
+
+
+def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
+    """Angle of each dimension pair per position, and what cos and sin are multiplied by.
+
+    Args:
+        rope: The `model.rope` section.
+        head_dim: Dimensions of an attention head, all of which rotate; even.
+
+    Returns:
+        [head_dim / 2] float32 on the CPU in radians, and the attention factor (1 except for yarn).
+    """
+    periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    match rope.scaling:
+        case "none":
+            return 1.0 / periods, 1.0
+        case "linear":
+            return 1.0 / periods / rope.factor, 1.0
+        case "llama3":
+            return _llama3(rope, 1.0 / periods), 1.0
+        case "yarn":
+            return _yarn(rope, periods, head_dim), _yarn_attention_factor(rope)
+
+
+def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
+    """Divides slow rotations by the factor, keeps fast ones and goes over smoothly between the two.
+
+    Source: Llama 3.1 (Grattafiori et al. 2024), as released.
+    """
+    slow, fast = rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    is_slow = wavelengths > rope.original_max_positions / slow
+    is_fast = wavelengths < rope.original_max_positions / fast
+    share = (rope.original_max_positions / wavelengths - slow) / (fast - slow)
+    between = (1 - share) * frequencies / rope.factor + share * frequencies
+    return torch.where(is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, between))
+
+
+def _yarn(rope: RopeSection, periods: Tensor, head_dim: int) -> Tensor:
+    """Mixes unscaled and scaled frequencies by a ramp over the dimensions.
+
+    Source: YaRN (Peng et al. 2023), section 3.2.
+    """
+    low, high = (_dimension_of(rotations, rope, head_dim) for rotations in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by 0
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    unscaled_share = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - unscaled_share) + 1.0 / periods * unscaled_share
+
+
+def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
+    """The (fractional) dimension pair that turns so many times over the original context."""
+    positions_per_radian = rope.original_max_positions / (rotations * 2 * math.pi)
+    return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.base))
+
+
+def _yarn_attention_factor(rope: RopeSection) -> float:
+    """The configured factor, else the paper's fit: 0.1 ln(factor) + 1."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
