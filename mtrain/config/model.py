@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mtrain.config.section import Section
+from mtrain.config import megatron_fields
+from mtrain.config.section import Section, rule
 
 
 class RopeSection(Section):
@@ -28,6 +29,27 @@ class RopeSection(Section):
     """yarn only: multiplies cos and sin; by default 0.1 ln(factor) + 1."""
     truncate: bool = True
     """yarn only: round the correction range to whole dimensions."""
+
+    @rule
+    def a_factor_needs_a_scaling(self) -> str | None:
+        if self.factor == 1 or self.scaling != "none":
+            return None
+        return f"factor={self.factor} has no effect with scaling=none; choose a scaling or remove the factor"
+
+    @rule
+    def llama3_bands_are_ordered(self) -> str | None:
+        if self.scaling != "llama3" or self.low_freq_factor < self.high_freq_factor:
+            return None
+        return (
+            f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}; "
+            "lower the one or raise the other"
+        )
+
+    @rule
+    def yarn_bands_are_ordered(self) -> str | None:
+        if self.scaling != "yarn" or self.beta_slow < self.beta_fast:
+            return None
+        return f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}; lower the one or raise the other"
 
 
 class ModelSection(Section):
@@ -63,7 +85,7 @@ class ModelSection(Section):
     backend: Literal["auto", "torch", "te"] = "auto"
     """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it is importable and a GPU
     is present."""
-    megatron: dict[str, Any] = {}
+    megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of megatron.core.transformer.TransformerConfig, passed through unchanged."""
 
     @property
@@ -75,3 +97,40 @@ class ModelSection(Section):
     def head_size(self) -> int:
         """Dimensions of one attention head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @rule
+    def heads_divide_the_hidden_size(self) -> str | None:
+        if self.head_dim is not None or self.hidden_size % self.num_attention_heads == 0:
+            return None
+        return (
+            f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+            "change one of them or set head_dim"
+        )
+
+    @rule
+    def rotary_heads_are_even(self) -> str | None:
+        if self.head_size % 2 == 0:
+            return None
+        return f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
+
+    @rule
+    def query_groups_divide_the_heads(self) -> str | None:
+        if self.num_attention_heads % self.query_groups == 0:
+            return None
+        return (
+            f"num_query_groups={self.query_groups} must divide num_attention_heads={self.num_attention_heads}; "
+            "change one of them"
+        )
+
+    @rule
+    def global_layers_need_a_window(self) -> str | None:
+        if self.global_attention_every is None or self.sliding_window is not None:
+            return None
+        return (
+            f"global_attention_every={self.global_attention_every} has no effect without a window; set sliding_window "
+            "or remove it"
+        )
+
+    @rule
+    def passed_fields_are_megatrons_and_not_ours(self) -> str | None:
+        return "\n".join(megatron_fields.broken_rules(self.megatron)) or None

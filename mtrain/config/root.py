@@ -1,11 +1,14 @@
 """The whole configuration of a run."""
 
+from collections.abc import Iterable
+
+from mtrain.config import rules
 from mtrain.config.data import DataSection
 from mtrain.config.layout import LayoutSection
 from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
 from mtrain.config.run import CheckpointSection, MetricsSection, RunSection
-from mtrain.config.section import Section
+from mtrain.config.section import Section, rule
 from mtrain.config.train import OptimizerSection, TrainSection, ValidSection
 
 
@@ -22,3 +25,27 @@ class Config(Section):
     valid: ValidSection = ValidSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+
+    @rule
+    def the_steps_fit_the_schedule(self) -> str | None:
+        return _lines(rules.steps(self.train, self.optimizer))
+
+    @rule
+    def validation_has_samples(self) -> str | None:
+        return _lines(rules.validation(self.valid, self.data))
+
+    @rule
+    def the_model_divides_over_tensor_ranks(self) -> str | None:
+        return _lines(rules.tensor_parallel(self.model, self.layout))
+
+    @rule
+    def the_layers_divide_over_stages(self) -> str | None:
+        return _lines(rules.pipeline(self.model, self.layout))
+
+    @rule
+    def the_sequence_divides_over_ranks(self) -> str | None:
+        return _lines(rules.sequence(self.layout, self.data))
+
+
+def _lines(messages: Iterable[str]) -> str | None:
+    return "\n".join(messages) or None

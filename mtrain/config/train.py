@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mtrain.config.section import Section
+from mtrain.config.section import Section, rule
 
 
 class TrainSection(Section):
@@ -29,6 +29,16 @@ class TrainSection(Section):
     initial_loss_scale: float = Field(2.0**16, gt=0)
     """fp16 only; dynamic from there."""
 
+    @rule
+    def gathering_parameters_needs_its_conditions(self) -> str | None:
+        missing = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(self, name)]
+        if not self.overlap_param_gather or not missing:
+            return None
+        return (
+            f"overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; turn on what is missing"
+        )
+
 
 class OptimizerSection(Section):
     """AdamW with decoupled weight decay, and the learning rate as a pure function of the step."""
@@ -47,6 +57,23 @@ class OptimizerSection(Section):
     decay_steps: int | None = Field(None, gt=0)
     """linear, cosine: the step at which min_lr is reached (by default train.num_steps). wsd: length of the final decay
     (by default a tenth of train.num_steps)."""
+
+    @rule
+    def the_rate_falls(self) -> str | None:
+        if self.min_lr <= self.lr:
+            return None
+        return f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
+
+    @rule
+    def decay_follows_warmup(self) -> str | None:
+        if self.schedule not in ("linear", "cosine") or self.decay_steps is None:
+            return None
+        if self.decay_steps > self.warmup_steps:
+            return None
+        return (
+            f"decay_steps={self.decay_steps} is the step at which min_lr is reached and must be above "
+            f"warmup_steps={self.warmup_steps}; raise it or shorten the warm-up"
+        )
 
 
 class ValidSection(Section):

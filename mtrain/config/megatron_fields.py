@@ -1,0 +1,159 @@
+"""Which fields of megatron-core's TransformerConfig may pass through `model.megatron`.
+
+The names are read from the source of the installed package: importing it would load torch.
+"""
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+_CLASSES = {
+    "core/model_parallel_config.py": "ModelParallelConfig",
+    "core/transformer/transformer_config.py": "TransformerConfig",
+}
+
+TYPED_KNOBS = {
+    "num_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "ffn_hidden_size": "model.ffn_hidden_size",
+    "num_attention_heads": "model.num_attention_heads",
+    "num_query_groups": "model.num_query_groups",
+    "kv_channels": "model.head_dim",
+    "normalization": "model.norm",
+    "layernorm_epsilon": "model.norm_epsilon",
+    "gated_linear_unit": "model.activation",
+    "activation_func": "model.activation",
+    "add_bias_linear": "model.linear_bias",
+    "add_qkv_bias": "model.qkv_bias",
+    "qk_layernorm": "model.qk_norm",
+    "window_size": "model.sliding_window",
+    "window_attn_skip_freq": "model.global_attention_every",
+    "attention_dropout": "model.attention_dropout",
+    "hidden_dropout": "model.hidden_dropout",
+    "init_method_std": "model.init_std",
+    "embedding_init_method_std": "model.init_std",
+    "transformer_impl": "model.backend",
+    "tensor_model_parallel_size": "layout.tp",
+    "sequence_parallel": "layout.sp",
+    "pipeline_model_parallel_size": "layout.pp",
+    "virtual_pipeline_model_parallel_size": "layout.vpp",
+    "pipeline_model_parallel_layout": "layout.stage_layers",
+    "num_layers_in_first_pipeline_stage": "layout.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "layout.last_stage_layers",
+    "account_for_embedding_in_pipeline_split": "layout.first_stage_layers",
+    "account_for_loss_in_pipeline_split": "layout.last_stage_layers",
+    "context_parallel_size": "layout.cp",
+    "cp_comm_type": "layout.cp_comm",
+    "expert_model_parallel_size": "layout.ep",
+    "expert_tensor_parallel_size": "layout.etp",
+    "fp16": "train.precision",
+    "bf16": "train.precision",
+    "params_dtype": "train.precision",
+    "pipeline_dtype": "train.precision",
+    "enable_autocast": "train.precision",
+    "autocast_dtype": "train.precision",
+    "recompute_granularity": "train.recompute",
+    "recompute_method": "train.recompute",
+    "recompute_num_layers": "train.recompute",
+    "recompute_modules": "train.recompute",
+}
+"""Field of megatron-core -> the knob that sets it."""
+
+OURS = {
+    "calculate_per_token_loss": "losses are sums here, divided once",
+    "finalize_model_grads_func": "gradients are divided once, after they are summed",
+    "grad_scale_func": "the optimizer scales the gradients",
+    "no_sync_func": "set with train.overlap_grad_reduce",
+    "grad_sync_func": "set with train.overlap_grad_reduce",
+    "param_sync_func": "set with train.overlap_param_gather",
+    "gradient_accumulation_fusion": "gradients are accumulated by our own finalisation",
+    "cross_entropy_loss_fusion": "loss.function computes the loss",
+    "cross_entropy_fusion_impl": "loss.function computes the loss",
+    "timers": "not readable from a file",
+    "init_method": "initial weights are drawn by global parameter name",
+    "output_layer_init_method": "initial weights are drawn by global parameter name",
+    "embedding_init_method": "initial weights are drawn by global parameter name",
+    "perform_initialization": "initial weights are drawn by global parameter name",
+    "use_cpu_initialization": "initial weights are drawn by global parameter name",
+    "init_model_with_meta_device": "initial weights are drawn by global parameter name",
+    "softmax_scale": "computed from model.head_dim and model.rope",
+    "variable_seq_lengths": "every sample has data.seq_length tokens",
+    "deallocate_pipeline_outputs": "set for the schedules",
+}
+"""Fields that belong to this program -> why."""
+
+_OTHER_FAMILIES = (
+    "num_moe_experts",
+    "moe_",
+    "mtp_",
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "dsa_",
+    "linear_",
+    "is_hybrid_model",
+    "mamba_",
+    "heterogeneous_block_specs",
+    "hybrid_context_parallel",
+    "hierarchical_context_parallel_sizes",
+)
+"""How the fields of models and schedules begin that this version cannot build."""
+
+
+def broken_rules(given: Collection[str]) -> Iterator[str]:
+    """Yields a message for every field that may not pass through, each starting with `megatron.<field>`."""
+    if not given:
+        return
+    known = field_names()
+    for name in given:
+        if name in TYPED_KNOBS:
+            yield f"megatron.{name} is set by {TYPED_KNOBS[name]}; use that key instead"
+        elif name in OURS:
+            yield f"megatron.{name} is not free ({OURS[name]}); remove it"
+        elif name not in known:
+            yield f"megatron.{name} is not a field of megatron-core's TransformerConfig; {_nearest(name, known)}"
+        elif name.startswith(_OTHER_FAMILIES):
+            yield f"megatron.{name} belongs to a family of models that this version cannot build; remove it"
+
+
+@cache
+def field_names() -> frozenset[str]:
+    """The public fields of the installed TransformerConfig, inherited ones included; parsed, not imported.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
+    folder = _package_folder()
+    return frozenset(
+        name
+        for path, class_name in _CLASSES.items()
+        for name in _annotated_names(folder / path, class_name)
+        if not name.startswith("_")
+    )
+
+
+def _package_folder() -> Path:
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if all((Path(folder) / path).is_file() for path in _CLASSES):
+            return Path(folder)
+    raise ValueError("megatron cannot be checked, since megatron-core is not installed; install it or remove the key")
+
+
+def _annotated_names(path: Path, class_name: str) -> Iterator[str]:
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    yield statement.target.id
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    candidates = difflib.get_close_matches(name, sorted(known | TYPED_KNOBS.keys()), n=1)
+    if not candidates:
+        return "remove it"
+    if candidates[0] in TYPED_KNOBS:
+        return f"did you mean {TYPED_KNOBS[candidates[0]]}?"
+    return f"did you mean megatron.{candidates[0]}?"

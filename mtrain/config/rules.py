@@ -1,0 +1,91 @@
+"""Rules that span sections and hold for every world size; what depends on the world size is in `mtrain/layout.py`.
+
+Each function yields a message for every broken rule: what was given, what is needed, what to change.
+"""
+
+from collections.abc import Iterator
+
+from mtrain.config.data import DataSection
+from mtrain.config.layout import LayoutSection
+from mtrain.config.model import ModelSection
+from mtrain.config.train import OptimizerSection, TrainSection, ValidSection
+
+
+def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
+    """The warm-up, and the decay of wsd, must fit into the run."""
+    if optimizer.warmup_steps >= train.num_steps:
+        yield (
+            f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.num_steps={train.num_steps}; "
+            "shorten the warm-up or lengthen the run"
+        )
+    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + (optimizer.decay_steps or 1) > train.num_steps:
+        yield (
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={optimizer.decay_steps} do not "
+            f"fit into train.num_steps={train.num_steps} together; shorten one of them or lengthen the run"
+        )
+
+
+def validation(valid: ValidSection, data: DataSection) -> Iterator[str]:
+    """Validation that was asked for needs samples."""
+    asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
+    if asked and data.kind != "mock" and not data.valid and (data.split is None or data.split[1] == 0):
+        yield (
+            "valid asks for validation, but there are no samples for it; name data.valid, give data.split a second "
+            "share above 0, or turn valid.interval_steps, valid.at_start and valid.at_end off"
+        )
+
+
+def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
+    """Heads and FFN columns are divided over tp; Ulysses divides a rank's heads again over cp."""
+    divided = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.query_groups,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+    }
+    for key, size in divided.items():
+        if size % layout.tp:
+            yield f"{key}={size} must be a multiple of layout.tp={layout.tp}; change one of them"
+    if layout.cp_comm == "ulysses" and layout.cp > 1 and model.num_attention_heads % (layout.tp * layout.cp):
+        yield (
+            f"model.num_attention_heads={model.num_attention_heads} must be a multiple of layout.tp={layout.tp} x "
+            f"layout.cp={layout.cp} for layout.cp_comm=ulysses; change one of them or set layout.cp_comm to allgather"
+        )
+
+
+def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
+    """Every stage needs a layer, and without a list of stages the layers divide evenly."""
+    if layout.pp == 1:
+        return
+    stages = f"layout.pp={layout.pp} x layout.vpp={layout.vpp} stages"
+    if layout.stage_layers is not None:
+        if sum(layout.stage_layers) != model.num_layers:
+            yield (
+                f"layout.stage_layers={list(layout.stage_layers)} adds up to {sum(layout.stage_layers)}, but "
+                f"model.num_layers={model.num_layers}; mend the list"
+            )
+        return
+    ends = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]
+    num_middle = layout.pp * layout.vpp - len(ends)
+    rest = model.num_layers - sum(ends)
+    if not ends and rest % num_middle:
+        yield (
+            f"model.num_layers={model.num_layers} must be a multiple of the {stages}; change one of them, or set "
+            "layout.first_stage_layers, layout.last_stage_layers or layout.stage_layers"
+        )
+    elif ends and (rest % num_middle or rest <= 0 if num_middle else rest):
+        yield (
+            f"layout.first_stage_layers={layout.first_stage_layers} and layout.last_stage_layers="
+            f"{layout.last_stage_layers} leave {rest} of model.num_layers={model.num_layers} layers for the other "
+            f"{num_middle} of the {stages}, which does not divide evenly; change them or use layout.stage_layers"
+        )
+
+
+def sequence(layout: LayoutSection, data: DataSection) -> Iterator[str]:
+    """Context parallelism cuts a sequence into 2 x cp chunks; sequence parallelism cuts a rank's part over tp."""
+    factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
+    divisor = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
+    if data.seq_length % divisor:
+        yield (
+            f"data.seq_length={data.seq_length} must be a multiple of {divisor} = {' x '.join(filter(None, factors))}; "
+            "change it or the layout"
+        )
