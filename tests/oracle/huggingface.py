@@ -1,0 +1,51 @@
+"""Parameters of Hugging Face's Llama, Mistral and Qwen models under megatron-core's names."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mtrain.config.model import ModelSection
+from tests.oracle.model import Parameters
+
+_UNCHANGED = {
+    "input_layernorm": "input_layernorm",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
+
+
+def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parameters:
+    """Renames and fuses the tensors of a `...ForCausalLM.state_dict()`; dtype and values stay.
+
+    Args:
+        state: Names starting with `model.` and `lm_head.`.
+        model: The same architecture.
+    """
+    parameters = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+    }
+    if not model.tied_embeddings:
+        parameters["output_layer.weight"] = state["lm_head.weight"]
+    for i in range(model.num_layers):
+        theirs, ours = f"model.layers.{i}", f"decoder.layers.{i}"
+        for kind in ("weight", "bias"):
+            for their_name, our_name in _UNCHANGED.items():
+                if f"{theirs}.{their_name}.{kind}" in state:
+                    parameters[f"{ours}.{our_name}.{kind}"] = state[f"{theirs}.{their_name}.{kind}"]
+            if f"{theirs}.self_attn.q_proj.{kind}" in state:
+                q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
+                parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
+        gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+def _by_group(query: Tensor, key: Tensor, value: Tensor, model: ModelSection) -> Tensor:
+    """Rows of one query group after another: its queries, its key, its value."""
+    parts = [part.view(model.query_groups, -1, *part.shape[1:]) for part in (query, key, value)]
+    return torch.cat(parts, dim=1).flatten(0, 1)

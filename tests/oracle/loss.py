@@ -1,0 +1,133 @@
+"""The objective straight from its definitions: means are taken as means, over whole sequences, in float64."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrain.config.loss import LossSection, TermSection
+from mtrain.config.model import ModelSection
+from tests.oracle.model import Parameters, logits_of
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of the global batch, without padding."""
+
+    tokens: Tensor
+    """[length] int64."""
+    labels: Tensor
+    """[length] int64, already shifted; anything where the weight is 0."""
+    weights: Tensor
+    """[length] float64, w_it: 0 where there is no loss."""
+    sample_weight: float = 1.0
+    """v_i."""
+    document_starts: tuple[int, ...] = (0,)
+    """Where positions restart; attention does not reach back over these places."""
+
+    def documents(self) -> list[Tensor]:
+        """The tokens between two starts, each."""
+        ends = (*self.document_starts[1:], len(self.tokens))
+        return [self.tokens[start:end] for start, end in zip(self.document_starts, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class TermValue:
+    """One term over the global batch: numerator / denominator."""
+
+    numerator: Tensor
+    """Scalar float64 with a graph."""
+    denominator: float
+
+    @property
+    def mean(self) -> Tensor:
+        """0 where there is nothing to learn."""
+        return self.numerator / self.denominator if self.denominator != 0 else self.numerator * 0.0
+
+
+def term_values(
+    parameters: Parameters, model: ModelSection, loss: LossSection, batch: list[Sequence]
+) -> dict[str, TermValue]:
+    """Every term of the objective over a global batch; the main one is named "main"."""
+    logits = _logits(parameters, model, batch)
+    values = {}
+    for name, term in {"main": loss, **loss.side_terms}.items():
+        token_loss = _TOKEN_LOSSES[term.function]
+        losses = [_masked(token_loss(each, sequence), sequence) for each, sequence in zip(logits, batch, strict=True)]
+        values[name] = aggregate(losses, batch, term)
+    return values
+
+
+def objective(values: dict[str, TermValue], loss: LossSection) -> Tensor:
+    """Sum of coefficient x numerator / denominator."""
+    side_terms = [side.coefficient * values[name].mean for name, side in loss.side_terms.items()]
+    return torch.stack([values["main"].mean, *side_terms]).sum()
+
+
+def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) -> TermValue:
+    """Puts the token losses of all sequences together as the aggregation's name says.
+
+    Args:
+        losses: [length] token losses of each sequence; finite, anything where the weight is 0.
+        batch: The sequences.
+        term: Aggregation, its constant L, and whether sequences without loss tokens count.
+    """
+    sums = [(sequence.weights * loss).sum() for sequence, loss in zip(batch, losses, strict=True)]
+    counts = [sequence.weights.sum().item() for sequence in batch]
+    v = [sequence.sample_weight for sequence in batch]
+    counted = [count > 0 or term.empty_sequences == "include" for count in counts]
+    num_sequences = math.fsum(v_i for v_i, counts_too in zip(v, counted, strict=True) if counts_too)
+    length = 1.0 if term.norm_length is None else float(term.norm_length)
+    means = [total / count if count > 0 else total * 0.0 for total, count in zip(sums, counts, strict=True)]
+    match term.aggregation:
+        case "token-mean":
+            per_sequence, denominator = sums, math.fsum(v_i * n_i for v_i, n_i in zip(v, counts, strict=True))
+        case "seq-mean-token-sum":
+            per_sequence, denominator = sums, num_sequences
+        case "seq-mean-token-mean":
+            per_sequence, denominator = means, num_sequences
+        case "seq-mean-token-sum-norm":
+            per_sequence, denominator = [total / length for total in sums], num_sequences
+        case "token-sum-norm":
+            per_sequence, denominator = [total / length for total in sums], 1.0
+        case "seq-mean-token-sqrt":
+            per_sequence = [mean * math.sqrt(count) for mean, count in zip(means, counts, strict=True)]
+            denominator = math.fsum(v_i * math.sqrt(n_i) for v_i, n_i in zip(v, counts, strict=True))
+        case "sum":
+            per_sequence, denominator = sums, 1.0
+    numerator = torch.stack([v_i * value for v_i, value in zip(v, per_sequence, strict=True)]).sum()
+    return TermValue(numerator, denominator)
+
+
+def _logits(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:
+    """[length, vocab_size] of each sequence; documents of one length share a call."""
+    documents = [document for sequence in batch for document in sequence.documents()]
+    by_length: dict[int, list[int]] = {}
+    for index, document in enumerate(documents):
+        by_length.setdefault(len(document), []).append(index)
+    found: dict[int, Tensor] = {}
+    for indices in by_length.values():
+        found |= zip(indices, logits_of(parameters, model, torch.stack([documents[i] for i in indices])), strict=True)
+    order = iter(range(len(documents)))
+    return [torch.cat([found[next(order)] for _ in sequence.document_starts]) for sequence in batch]
+
+
+def _masked(losses: Tensor, sequence: Sequence) -> Tensor:
+    return torch.where(sequence.weights > 0, losses, 0.0)
+
+
+def _negative_log_probability(logits: Tensor, sequence: Sequence) -> Tensor:
+    labels = torch.where(sequence.weights > 0, sequence.labels, 0)
+    return -logits.log_softmax(-1)[torch.arange(len(labels)), labels]
+
+
+def _squared_log_partition(logits: Tensor, sequence: Sequence) -> Tensor:
+    return logits.logsumexp(-1) ** 2
+
+
+_TOKEN_LOSSES: dict[str, Callable[[Tensor, Sequence], Tensor]] = {
+    "mtrain.loss.next_token:next_token_loss": _negative_log_probability,
+    "mtrain.loss.z_loss:z_loss": _squared_log_partition,
+}

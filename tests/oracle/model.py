@@ -1,0 +1,208 @@
+"""A decoder-only transformer as plain float64 functions of a dictionary of parameters.
+
+It shares no code with mtrain or megatron-core beside the names and shapes of the parameters, which are those of the
+whole model on one process. One call sees documents of equal length; nothing is padded and nothing is packed.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtrain.config.model import ModelSection, RopeSection
+
+Parameters = dict[str, Tensor]
+
+
+def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model: megatron-core's name -> global shape.
+
+    Args:
+        model: The architecture.
+        padded_vocab_size: Rows of the embedding table; by default as many as there are real tokens.
+    """
+    rows = model.vocab_size if padded_vocab_size is None else padded_vocab_size
+    hidden, head = model.hidden_size, model.head_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (rows, hidden)}
+    for i in range(model.num_layers):
+        layer = f"decoder.layers.{i}"
+        qkv = (model.num_attention_heads + 2 * model.query_groups) * head
+        fc1 = model.ffn_hidden_size * (2 if model.activation == "swiglu" else 1)
+        shapes |= _norm_shapes(f"{layer}.input_layernorm", hidden, model)
+        if model.qk_norm:
+            shapes |= _norm_shapes(f"{layer}.self_attention.q_layernorm", head, model)
+            shapes |= _norm_shapes(f"{layer}.self_attention.k_layernorm", head, model)
+        any_bias = model.linear_bias
+        attention = model.num_attention_heads * head
+        shapes |= _linear_shapes(f"{layer}.self_attention.linear_qkv", qkv, hidden, any_bias or model.qkv_bias)
+        shapes |= _linear_shapes(f"{layer}.self_attention.linear_proj", hidden, attention, any_bias)
+        shapes |= _norm_shapes(f"{layer}.pre_mlp_layernorm", hidden, model)
+        shapes |= _linear_shapes(f"{layer}.mlp.linear_fc1", fc1, hidden, any_bias)
+        shapes |= _linear_shapes(f"{layer}.mlp.linear_fc2", hidden, model.ffn_hidden_size, any_bias)
+    shapes |= _norm_shapes("decoder.final_layernorm", hidden, model)
+    if not model.tied_embeddings:
+        shapes["output_layer.weight"] = (rows, hidden)
+    return shapes
+
+
+def random_parameters(model: ModelSection, seed: int, padded_vocab_size: int | None = None) -> Parameters:
+    """Parameters with every entry drawn, biases and norms too, so that no term of a gradient is 0 by accident."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = parameter_shapes(model, padded_vocab_size)
+    drawn = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: 1 + 0.1 * value if "norm" in name and name.endswith("weight") else 0.2 * value
+        for name, value in drawn.items()
+    }
+
+
+def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Tensor:
+    """Logits of documents of equal length, each on its own.
+
+    Args:
+        parameters: Float64, global shapes; exactly the names of `parameter_shapes`.
+        model: The architecture. Dropout is taken to be off.
+        tokens: [num_documents, length] int64.
+
+    Returns:
+        [num_documents, length, vocab_size] float64; rows of the table beyond the vocabulary are left out.
+    """
+    expected = parameter_shapes(model, padded_vocab_size=parameters["embedding.word_embeddings.weight"].shape[0])
+    given = {name: tuple(value.shape) for name, value in parameters.items()}
+    assert given == expected, f"parameters differ from the model's: {dict(given.items() ^ expected.items())}"
+    hidden = parameters["embedding.word_embeddings.weight"][tokens]
+    for i in range(model.num_layers):
+        layer = f"decoder.layers.{i}"
+        hidden = hidden + _attention(
+            parameters,
+            f"{layer}.self_attention",
+            model,
+            i,
+            _norm(parameters, f"{layer}.input_layernorm", model, hidden),
+        )
+        hidden = hidden + _mlp(
+            parameters, f"{layer}.mlp", model, _norm(parameters, f"{layer}.pre_mlp_layernorm", model, hidden)
+        )
+    hidden = _norm(parameters, "decoder.final_layernorm", model, hidden)
+    table = parameters["embedding.word_embeddings.weight" if model.tied_embeddings else "output_layer.weight"]
+    return hidden @ table[: model.vocab_size].T
+
+
+def _norm_shapes(name: str, size: int, model: ModelSection) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}
+    return weight | {f"{name}.bias": (size,)} if model.norm == "layernorm" else weight
+
+
+def _linear_shapes(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return weight | {f"{name}.bias": (rows,)} if bias else weight
+
+
+def _norm(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+    """RMSNorm or LayerNorm over the last axis."""
+    if model.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    scaled = x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_epsilon) * parameters[f"{name}.weight"]
+    return scaled + parameters[f"{name}.bias"] if model.norm == "layernorm" else scaled
+
+
+def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
+    product = x @ parameters[f"{name}.weight"].T
+    return product + parameters[f"{name}.bias"] if f"{name}.bias" in parameters else product
+
+
+def _attention(parameters: Parameters, name: str, model: ModelSection, layer_index: int, x: Tensor) -> Tensor:
+    """Causal grouped-query attention, written out: [documents, length, hidden] -> the same."""
+    documents, length, _ = x.shape
+    groups, head = model.query_groups, model.head_size
+    queries_per_group = model.num_attention_heads // groups
+    qkv = _linear(parameters, f"{name}.linear_qkv", x).view(documents, length, groups, queries_per_group + 2, head)
+    query, key, value = qkv[..., :-2, :], qkv[..., -2, :].unsqueeze(3), qkv[..., -1, :].unsqueeze(3)
+    if model.qk_norm:
+        query = _norm(parameters, f"{name}.q_layernorm", model, query)
+        key = _norm(parameters, f"{name}.k_layernorm", model, key)
+    query, key = rotate(query, model.rope), rotate(key, model.rope)
+    scores = torch.einsum("dqghe,dkgoe->dghqk", query, key) / math.sqrt(head)
+    visible = _visible(length, None if _sees_everything(model, layer_index) else model.sliding_window)
+    probabilities = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    context = torch.einsum("dghqk,dkgoe->dqghe", probabilities, value)
+    return _linear(parameters, f"{name}.linear_proj", context.reshape(documents, length, -1))
+
+
+def _sees_everything(model: ModelSection, layer_index: int) -> bool:
+    """Whether the layer (counted from 0) is one of every n-th that a sliding window leaves out."""
+    return model.global_attention_every is not None and (layer_index + 1) % model.global_attention_every == 0
+
+
+def _visible(length: int, window: int | None) -> Tensor:
+    """[length, length] bool: query i sees key j where 0 <= i - j < window."""
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length).unsqueeze(0)
+    return (distance >= 0) & (distance < (length if window is None else window))
+
+
+def _mlp(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+    projected = _linear(parameters, f"{name}.linear_fc1", x)
+    match model.activation:
+        case "swiglu":
+            gate, up = projected.chunk(2, dim=-1)
+            active = gate * torch.sigmoid(gate) * up
+        case "gelu":
+            active = 0.5 * projected * (1 + torch.erf(projected / math.sqrt(2)))
+        case "gelu_tanh":
+            active = F.gelu(projected, approximate="tanh")
+    return _linear(parameters, f"{name}.linear_fc2", active)
+
+
+def rotate(x: Tensor, rope: RopeSection) -> Tensor:
+    """Rotates the pairs (i, i + head_dim / 2) by position x frequency, as complex numbers.
+
+    Args:
+        x: [documents, length, groups, heads, head_dim]; positions count from 0.
+        rope: Base and scaling.
+    """
+    length, half = x.shape[1], x.shape[-1] // 2
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), _frequencies(rope, 2 * half)).view(
+        length, 1, 1, half
+    )
+    turns = torch.polar(torch.full_like(angles, _magnitude(rope)), angles)
+    turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turns
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _frequencies(rope: RopeSection, head_dim: int) -> Tensor:
+    """[head_dim / 2] radians a position, one dimension pair at a time from the papers' formulas."""
+    return torch.tensor([_frequency(rope, head_dim, i) for i in range(head_dim // 2)], dtype=torch.float64)
+
+
+def _frequency(rope: RopeSection, head_dim: int, pair: int) -> float:
+    theta = math.pow(rope.base, -2.0 * pair / head_dim)
+    turns = rope.original_max_positions * theta / (2 * math.pi)  # over the original context
+    match rope.scaling:
+        case "none":
+            kept = 1.0
+        case "linear":
+            kept = 0.0
+        case "llama3":
+            kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        case "yarn":
+            # the ramp is straight in the pair's index between the pairs that turn beta_fast and beta_slow times
+            first, last = (_pair_that_turns(beta, rope, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
+            if rope.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            kept = 1.0 - (pair - first) / (last - first if last != first else 0.001)
+    kept = min(max(kept, 0.0), 1.0)
+    return theta * (kept + (1.0 - kept) / rope.factor)
+
+
+def _pair_that_turns(turns: float, rope: RopeSection, head_dim: int) -> float:
+    """Solves original_max_positions x base^(-2 pair / head_dim) = 2 pi turns for the pair."""
+    return head_dim / 2 * math.log(rope.original_max_positions / (2 * math.pi * turns), rope.base)
+
+
+def _magnitude(rope: RopeSection) -> float:
+    """What cos and sin are multiplied by."""
+    if rope.scaling != "yarn":
+        return 1.0
+    return 1.0 + 0.1 * math.log(rope.factor) if rope.attention_factor is None else rope.attention_factor

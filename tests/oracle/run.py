@@ -1,0 +1,85 @@
+"""Training steps as ONE process does them that sees the whole global batch at once."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mtrain.config.loss import LossSection
+from mtrain.config.model import ModelSection
+from mtrain.config.train import OptimizerSection
+from tests.oracle import loss as definitions
+from tests.oracle.model import Parameters
+from tests.oracle.optimizer import AdamW, global_norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step computes; everything float64."""
+
+    loss: float
+    """The main term's mean: its numerator / denominator."""
+    objective: float
+    """Sum of coefficient x mean over all terms: what is differentiated."""
+    means: dict[str, float]
+    """By term, numerator / denominator."""
+    denominators: dict[str, float]
+    """By term."""
+    grad_norm: float
+    """Of the normalised gradient, before clipping."""
+    gradients: Parameters
+    """Of the objective, before clipping."""
+    parameters: Parameters
+    """After the update."""
+
+
+def oracle_steps(
+    parameters: Parameters,
+    model: ModelSection,
+    loss: LossSection,
+    optimizer: OptimizerSection,
+    learning_rates: Sequence[float],
+    batches: Iterable[Sequence[definitions.Sequence]],
+) -> list[StepResult]:
+    """Trains, one step a batch.
+
+    Args:
+        parameters: Initial values by megatron-core's names, global shapes; any float dtype.
+        model: The architecture.
+        loss: The objective.
+        optimizer: AdamW's constants; its learning rate and schedule are not read.
+        learning_rates: One a batch.
+        batches: All sequences of each global batch.
+    """
+    current = {name: value.detach().double() for name, value in parameters.items()}
+    adam = AdamW(optimizer)
+    results = []
+    for lr, batch in zip(learning_rates, batches, strict=True):
+        results.append(_step(current, model, loss, adam, lr, list(batch)))
+        current = results[-1].parameters
+    return results
+
+
+def _step(
+    parameters: Parameters,
+    model: ModelSection,
+    loss: LossSection,
+    adam: AdamW,
+    lr: float,
+    batch: list[definitions.Sequence],
+) -> StepResult:
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    values = definitions.term_values(leaves, model, loss, batch)
+    is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
+    objective = definitions.objective(values, loss)
+    found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()))
+    gradients = dict(zip(leaves, found, strict=True))
+    return StepResult(
+        loss=values["main"].mean.item(),
+        objective=objective.item(),
+        means={name: value.mean.item() for name, value in values.items()},
+        denominators={name: value.denominator for name, value in values.items()},
+        grad_norm=global_norm(gradients),
+        gradients=gradients,
+        parameters=parameters if is_empty else adam.updated(parameters, gradients, lr),
+    )

@@ -1,0 +1,169 @@
+"""The oracle's model and gradients are those of transformers, in float64.
+
+transformers computes norms, rotary angles and the softmax in float32 whatever the model's dtype; here its own code
+runs with every mention of float32 read as float64, so that the comparison can be strict.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mtrain.config.model import ModelSection, RopeSection
+from tests.oracle.huggingface import from_huggingface
+from tests.oracle.model import logits_of
+
+SMALL = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 61,
+    "norm_epsilon": 1e-6,
+}
+
+
+class Float32IsFloat64(TorchFunctionMode):
+    """Reads float32 as float64 wherever a torch function is told a dtype."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        promoted = {key: _promoted(value) for key, value in (kwargs or {}).items()}
+        return func(*(_promoted(value) for value in args), **promoted)
+
+
+def _promoted(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def llama(rope: RopeSection, **parameters: Any) -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, rope=rope)
+    return model, transformers.LlamaConfig(**common(model), rope_parameters=parameters | {"rope_theta": rope.base})
+
+
+def common(model: ModelSection) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "vocab_size": model.vocab_size,
+        "rms_norm_eps": model.norm_epsilon,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attn_implementation": "eager",
+    }
+
+
+def llama3_rope() -> tuple[ModelSection, Any]:
+    rope = RopeSection(base=500.0, scaling="llama3", factor=8.0, original_max_positions=64)
+    return llama(
+        rope,
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+
+
+def linear_rope() -> tuple[ModelSection, Any]:
+    return llama(RopeSection(scaling="linear", factor=2.5), rope_type="linear", factor=2.5)
+
+
+def yarn_rope() -> tuple[ModelSection, Any]:
+    rope = RopeSection(
+        base=300.0, scaling="yarn", factor=4.0, beta_fast=4.0, beta_slow=0.5, original_max_positions=32, truncate=False
+    )
+    return llama(
+        rope,
+        rope_type="yarn",
+        factor=4.0,
+        beta_fast=4.0,
+        beta_slow=0.5,
+        original_max_position_embeddings=32,
+        truncate=False,
+    )
+
+
+def yarn_rope_rounded() -> tuple[ModelSection, Any]:
+    rope = RopeSection(base=50.0, scaling="yarn", factor=3.0, original_max_positions=2048, attention_factor=1.25)
+    return llama(rope, rope_type="yarn", factor=3.0, original_max_position_embeddings=2048, attention_factor=1.25)
+
+
+def qwen2() -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, qkv_bias=True, tied_embeddings=True, rope=RopeSection(base=1000000.0))
+    rope_parameters = {"rope_type": "default", "rope_theta": 1000000.0}
+    return model, transformers.Qwen2Config(**common(model), rope_parameters=rope_parameters)
+
+
+def qwen3() -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, qk_norm=True, head_dim=16, rope=RopeSection(base=1000000.0))
+    rope_parameters = {"rope_type": "default", "rope_theta": 1000000.0}
+    return model, transformers.Qwen3Config(**common(model), head_dim=16, rope_parameters=rope_parameters)
+
+
+def qwen3_with_global_layers() -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, qk_norm=True, sliding_window=5, global_attention_every=2)
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return model, transformers.Qwen3Config(
+        **common(model),
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=layer_types,
+    )
+
+
+def mistral() -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, sliding_window=7)
+    rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    return model, transformers.MistralConfig(**common(model), sliding_window=7, rope_parameters=rope_parameters)
+
+
+FAMILIES = [
+    llama3_rope,
+    linear_rope,
+    yarn_rope,
+    yarn_rope_rounded,
+    qwen2,
+    qwen3,
+    qwen3_with_global_layers,
+    mistral,
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers(family: Callable[[], tuple[ModelSection, Any]]) -> None:
+    model, config = family()
+    torch.manual_seed(7)
+    tokens = torch.randint(model.vocab_size, (2, 40))
+    with Float32IsFloat64():
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        expected = theirs(tokens).logits
+        F.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    parameters = from_huggingface(theirs.state_dict(), model)
+    for value in parameters.values():
+        value.requires_grad_()
+    logits = logits_of(parameters, model, tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected_gradients = from_huggingface(gradients, model)
+    torch.testing.assert_close(
+        {name: value.grad for name, value in parameters.items()}, expected_gradients, rtol=1e-9, atol=1e-10
+    )
