@@ -1,0 +1,37 @@
+"""Context parallelism cuts rows so that causal attention costs every rank the same.
+
+A row is cut into 2*cp chunks; rank r holds chunks r and 2*cp-1-r. Everything with a sequence axis is cut by the same
+index, after labels were shifted and weights computed on whole rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mtrain.data.batch import Microbatch
+
+
+def zigzag_index(seq: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions of a row that a context-parallel rank holds, in its order: [seq / cp_size] int64 on the CPU."""
+    chunk, rest = divmod(seq, 2 * cp_size)
+    assert not rest, f"a row of {seq} tokens cannot be cut into 2 x cp = {2 * cp_size} chunks"
+    first, second = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
+    return torch.cat((torch.arange(first, first + chunk), torch.arange(second, second + chunk)))
+
+
+def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: int) -> Microbatch:
+    """The part of each row that a rank holds; `document_starts` stays whole, attention needs it so."""
+    if cp_size == 1:
+        return microbatch
+    index = zigzag_index(microbatch.tokens.shape[1], cp_size, cp_rank).to(microbatch.tokens.device)
+    return replace(
+        microbatch,
+        tokens=microbatch.tokens[:, index],
+        labels=microbatch.labels[:, index],
+        positions=microbatch.positions[:, index],
+        weights={term: weights[:, index] for term, weights in microbatch.weights.items()},
+        shares={term: shares[:, index] for term, shares in microbatch.shares.items()},
+    )

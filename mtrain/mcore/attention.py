@@ -1,0 +1,206 @@
+"""Core attention of the torch spec: causal attention on scaled_dot_product_attention, exact under context parallelism.
+
+Under context parallelism a rank holds chunks r and 2*cp-1-r of every row (zigzag), so queries come as at most two
+contiguous runs of the row. Keys and values are brought together in one of two ways: `allgather` collects those of the
+whole row on every rank; `ulysses` exchanges sequence for heads, so that each rank sees whole rows of a part of the
+heads. A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents,
+are cut for context parallelism, so packing does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain.data.zigzag import zigzag_index
+
+Run = tuple[int, int]
+"""Positions [start, end) of a row."""
+
+
+class CoreAttention(MegatronModule):
+    """Takes the place of megatron-core's DotProductAttention in a layer spec."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None,
+        softmax_scale: float | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal
+        assert attention_type == "self"
+        self.cp = pg_collection.cp
+        self.ulysses = cp_comm_type == "a2a"
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+    ) -> Tensor:
+        """Causal attention inside documents.
+
+        Args:
+            query: [seq_local, batch, heads_local, head_dim].
+            key: [seq_local, batch, groups_local, head_dim].
+            value: As key.
+            attention_mask: `document_starts` of the batch, [batch, seq] on the CPU, full rows; None where each row is
+                one document.
+            attn_mask_type: Part of megatron-core's protocol; attention is always causal.
+            attention_bias: Must be None.
+            packed_seq_params: Must be None; documents travel in attention_mask.
+
+        Returns:
+            [seq_local, batch, heads_local * head_dim].
+        """
+        assert attention_bias is None
+        assert packed_seq_params is None
+        documents = None if attention_mask is None else _document_runs(attention_mask)
+        if self.cp.size() == 1:
+            output = self._attend(query, key, value, [(0, query.shape[0])], documents)
+        elif self.ulysses:
+            output = self._ulysses(query, key, value, documents)
+        else:
+            output = self._allgather(query, key, value, documents)
+        return output.reshape(*output.shape[:2], -1)
+
+    def _allgather(self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None) -> Tensor:
+        """One all-gather of keys and values over CP; its backward is a reduce-scatter."""
+        head_dim = key.shape[-1]
+        gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp)
+        gathered = gathered.index_select(0, self._row_order(gathered.shape[0], gathered.device)[1])
+        key, value = gathered.split([head_dim, gathered.shape[-1] - head_dim], dim=-1)
+        chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
+        first = self.cp.rank()
+        runs = [(index * chunk, (index + 1) * chunk) for index in (first, last - first)]
+        return self._attend(query, key, value, runs, documents)
+
+    def _ulysses(self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None) -> Tensor:
+        """Three all-to-all over CP before and one after; the same again in backward.
+
+        Key/value heads are repeated where there are fewer than ranks.
+        """
+        cp, groups = self.cp.size(), key.shape[2]
+        if groups % cp:
+            repeats = cp // math.gcd(groups, cp)
+            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        held, natural = self._row_order(query.shape[0] * cp, query.device)
+        query, key, value = (self._to_heads(part).index_select(0, natural) for part in (query, key, value))
+        output = self._attend(query, key, value, [(0, query.shape[0])], documents)
+        return self._to_sequence(output.index_select(0, held))
+
+    def _row_order(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
+        held = torch.cat([zigzag_index(seq, self.cp.size(), rank) for rank in range(self.cp.size())])
+        return held.to(device), torch.argsort(held).to(device)
+
+    def _to_heads(self, part: Tensor) -> Tensor:
+        """[seq_local, batch, heads, dim] -> [seq in rank order, batch, heads / cp, dim]."""
+        cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
+        return all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
+
+    def _to_sequence(self, part: Tensor) -> Tensor:
+        """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""
+        cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        part = all_to_all(self.cp, part.contiguous()).view(cp, seq // cp, batch, heads, dim)
+        return part.permute(1, 2, 0, 3, 4).reshape(seq // cp, batch, cp * heads, dim)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[list[Run]] | None
+    ) -> Tensor:
+        """Queries of the given runs, laid one after the other, against the keys of whole rows."""
+        if documents is None:
+            return self._attend_row(query, key, value, runs, [(0, key.shape[0])])
+        rows = [
+            self._attend_row(query[:, row : row + 1], key[:, row : row + 1], value[:, row : row + 1], runs, row_documents)
+            for row, row_documents in enumerate(documents)
+        ]
+        return torch.cat(rows, dim=1)
+
+    def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[Run]) -> Tensor:
+        outputs, offset = [], 0
+        for run_start, run_end in runs:
+            for document_start, document_end in documents:
+                start, end = max(run_start, document_start), min(run_end, document_end)
+                if start >= end:
+                    continue
+                queries = query[offset + start - run_start : offset + end - run_start]
+                outputs.append(self._causal(queries, key[document_start:end], value[document_start:end]))
+            offset += run_end - run_start
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q."""
+        query_length, key_length = query.shape[0], key.shape[0]
+        is_causal, mask = query_length == key_length, None
+        if self.window is not None and self.window < key_length:
+            is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
+        elif not is_causal:
+            mask = _prefix_mask(query_length, key_length, query.device)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            output = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return output.permute(2, 0, 1, 3)
+
+
+def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:
+    """Causal, with the last query at the last key; on a GPU in the form that keeps flash attention possible."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds that a CPU run saves
+
+        bias: Tensor = causal_lower_right(query_length, key_length)
+        return bias
+    return _window_mask(query_length, key_length, key_length, device)
+
+
+def _window_mask(query_length: int, key_length: int, window: int, device: torch.device) -> Tensor:
+    """[query, key] bool: True where the key is at most `window - 1` positions before the query and not after it."""
+    query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+    distance = query - torch.arange(key_length, device=device)[None]
+    return (distance >= 0) & (distance < window)
+
+
+def _document_runs(document_starts: Tensor) -> list[list[Run]]:
+    """[batch, seq] starts -> for each row, the run of each document."""
+    rows, length = document_starts.numpy(), document_starts.shape[1]
+    runs = []
+    for row in rows:
+        starts = [int(start) for start in np.unique(row)]
+        runs.append(list(zip(starts, [*starts[1:], length])))
+    return runs

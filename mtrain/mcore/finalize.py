@@ -1,0 +1,52 @@
+"""The one division.
+
+After the last backward, megatron-core sums gradients over DP x CP (and over TP for replicated parameters, and between
+tied embeddings); this module sums the loss pairs over all ranks and multiplies the gradients once by 1 / D of the main
+term. No clamp, no epsilon: D = 0 gives gradients of exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.pairs import GlobalTotals, PairAccumulator
+
+
+class Finalizer:
+    """megatron-core's `finalize_model_grads_func` for one step."""
+
+    def __init__(
+        self, pairs: PairAccumulator, planned: Sequence[float], flag: bool, premultiplier: float, groups: Groups
+    ) -> None:
+        """Args:
+        pairs: Filled by the schedule before it calls this.
+        planned: The denominator of each term over this rank's batch.
+        flag: Joined over all ranks on the way, for instance "a stop signal has arrived here".
+        premultiplier: What the objective was multiplied by before backward; compensated here.
+        groups: The process groups.
+        """
+        self._pairs, self._planned, self._flag = pairs, planned, flag
+        self._premultiplier, self._groups = premultiplier, groups
+        self.totals: GlobalTotals | None = None
+
+    def __call__(
+        self,
+        model: list[DistributedDataParallel],
+        num_tokens: Tensor | None = None,
+        pg_collection: object = None,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        """Reduces the gradients and divides them. `num_tokens` is megatron-core's int32 count and plays no role."""
+        self.totals = GlobalTotals(self._pairs, self._planned, self._flag, self._groups)
+        finalize_model_grads(
+            model, None, pg_collection=self._groups.collection, force_all_reduce=bool(force_all_reduce)
+        )
+        denominator = self.totals.main_denominator()
+        factor = torch.where(denominator == 0, 0.0, 1.0 / (denominator * self._premultiplier))
+        for chunk in model:
+            chunk.scale_gradients(factor)

@@ -1,0 +1,88 @@
+"""Process groups: the only module that talks to megatron-core's global parallel state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from mtrain.layout import Layout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank for one layout."""
+
+    layout: Layout
+    device: torch.device
+    collection: ProcessGroupCollection
+    """megatron-core's groups."""
+    world: dist.ProcessGroup
+    """All ranks."""
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    dp_rank: int
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        """Tensor-parallel group."""
+        return self.collection.tp
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        """Context-parallel group."""
+        return self.collection.cp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks over which gradients are summed."""
+        return self.collection.dp_cp
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
+        return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
+
+    @property
+    def owns_plan(self) -> bool:
+        """Whether this rank's planned denominators count: one rank of those that share a batch."""
+        return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Groups:
+    """Opens every group of the layout on an initialised torch.distributed world.
+
+    Collective over the world. Also seeds megatron-core's RNG tracker for model-parallel dropout.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Groups(
+        layout=layout,
+        device=device,
+        collection=ProcessGroupCollection.use_mpu_process_groups(),
+        world=dist.group.WORLD,
+        rank=dist.get_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def close_groups() -> None:
+    """Closes what `open_groups` opened; torch.distributed stays up."""
+    parallel_state.destroy_model_parallel()

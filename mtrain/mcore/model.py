@@ -1,0 +1,108 @@
+"""Builds this rank's part of the model on megatron-core's GPTModel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.layout import Layout
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.initialize import draw_weights
+from mtrain.mcore.rotary import Rotary
+from mtrain.mcore.spec import block_spec, chosen_backend
+from mtrain.mcore.translate import ddp_config, transformer_config
+from mtrain.rope import inverse_frequencies
+
+
+class LanguageModel(GPTModel):
+    """GPTModel that takes positions from the batch and returns logits; the loss is computed outside."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, document_starts: Tensor | None) -> Tensor:
+        """Runs this stage.
+
+        Args:
+            input_ids: [batch, seq_local] int64.
+            position_ids: [batch, seq_local] int64.
+            document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
+
+        Returns:
+            Last stage: logits [seq_local, batch, vocab_local]. Other stages: hidden states.
+        """
+        self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
+        # labels only choose the path that ends in compute_language_model_loss
+        return super().forward(input_ids, position_ids, document_starts, labels=input_ids)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Hands the logits [seq_local, batch, vocab_local] through."""
+        return logits
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
+    """Rows of the embedding table: the next multiple of `multiple` x tp."""
+    step = multiple * tp
+    return -(-vocab_size // step) * step
+
+
+def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
+
+    Raises:
+        ConfigError: The backend is not available, or megatron-core refuses the configuration.
+    """
+    translated = transformer_config(config, groups.layout, groups.device)
+    stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
+    chunks = [_build_chunk(config, translated, groups, stage) for stage in stages]
+    for chunk in chunks:
+        draw_weights(chunk, config, groups)
+    return [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
+
+
+def unwrap(chunk: torch.nn.Module) -> LanguageModel:
+    """The LanguageModel inside DDP and the half-precision wrapper."""
+    inner: Any = chunk
+    while not isinstance(inner, LanguageModel):
+        inner = inner.module
+    return inner
+
+
+def _build_chunk(
+    config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None
+) -> LanguageModel:
+    layout: Layout = groups.layout
+    stage = groups.pp_rank + (vp_stage or 0) * layout.pp
+    backend = chosen_backend(config.model, groups.device)
+    model = LanguageModel(
+        config=translated,
+        transformer_layer_spec=block_spec(translated, config.model, backend, vp_stage),
+        vocab_size=padded_vocab_size(config.model.vocab_size, config.model.vocab_multiple, layout.tp),
+        max_sequence_length=config.data.seq_length,
+        pre_process=stage == 0,
+        post_process=stage == layout.pp * layout.vpp - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.model.tied_embeddings,
+        position_embedding_type="rope",
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+    )
+    model.rotary_pos_emb = Rotary(inverse_frequencies(config.model.rope, config.model.head_size)[0])
+    return model.to(groups.device)
+
+
+def _wrap(
+    config: Config, translated: TransformerConfig, chunk: LanguageModel, groups: Groups, index: int
+) -> DistributedDataParallel:
+    module = chunk if config.train.precision == "fp32" else Float16Module(translated, chunk)
+    return DistributedDataParallel(
+        config=translated,
+        ddp_config=ddp_config(config),
+        module=module,
+        disable_bucketing=index > 0,  # as Megatron-LM: only the first chunk's gradients are reduced in buckets
+        pg_collection=groups.collection,
+    )

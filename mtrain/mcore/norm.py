@@ -1,0 +1,45 @@
+"""RMSNorm and LayerNorm for the torch spec.
+
+megatron-core's own wrapper around the torch norms refuses sequence parallelism (torch_norm.py:26-32); these carry the
+`sequence_parallel` mark by which gradients of norm weights are summed over the tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Norm(nn.Module):
+    """Normalises the last dimension as `config.normalization` says.
+
+    Shapes: [..., size] -> [..., size], any float dtype; statistics are taken in float32 by torch.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.size = (hidden_size,)
+        self.epsilon = eps
+        self.weight = self._parameter(torch.ones(hidden_size, dtype=config.params_dtype), config)
+        if config.normalization == "LayerNorm":
+            self.bias = self._parameter(torch.zeros(hidden_size, dtype=config.params_dtype), config)
+        else:
+            self.register_parameter("bias", None)
+        self.is_layer_norm = config.normalization == "LayerNorm"
+
+    @staticmethod
+    def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = nn.Parameter(value.to(device))
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return parameter
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalises, scales and, for LayerNorm, shifts."""
+        if self.is_layer_norm:
+            return functional.layer_norm(hidden, self.size, self.weight, self.bias, self.epsilon)
+        return functional.rms_norm(hidden, self.size, self.weight, self.epsilon)

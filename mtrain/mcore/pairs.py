@@ -1,0 +1,87 @@
+"""Loss pairs on their way through a step: added over microbatches, then summed over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.loss.pair import LossPair
+from mtrain.mcore.groups import Groups
+
+
+class PairAccumulator:
+    """Sums the pairs of all microbatches of a step on the device, in float64, without a host synchronisation."""
+
+    def __init__(self, terms: Sequence[str], device: torch.device) -> None:
+        self.terms = tuple(terms)
+        self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
+        """[terms, 2]: numerator, denominator."""
+
+    def add(self, pairs: Mapping[str, LossPair]) -> None:
+        """Adds one microbatch."""
+        parts = [part.detach().to(torch.float64) for term in self.terms for part in pairs[term]]
+        self.sums += torch.stack(parts).view_as(self.sums)
+
+
+@dataclass(frozen=True)
+class TermTotals:
+    """One term over the global batch."""
+
+    numerator: float
+    denominator: float
+    planned: float
+
+
+class GlobalTotals:
+    """Every rank's sums added up by one all-reduce over the world, started at once and awaited when read.
+
+    Loss pairs count on the last pipeline stage and planned denominators on the first, once for each replica of the
+    data (`Groups.owns_loss`, `Groups.owns_plan`); all other ranks add zeros. So the same collective sums over DP x CP
+    and spreads the result over TP and PP, and every rank sees the same bits.
+    """
+
+    def __init__(self, pairs: PairAccumulator, planned: Sequence[float], flag: bool, groups: Groups) -> None:
+        """Args:
+        pairs: This rank's sums.
+        planned: The denominator of each term over this rank's batch.
+        flag: Any rank's true makes `flag` true on all.
+        groups: The process groups.
+        """
+        count, device = len(pairs.terms), groups.device
+        host = [*(planned if groups.owns_plan else [0.0] * count), float(flag)]
+        measured = pairs.sums.flatten() if groups.owns_loss else torch.zeros_like(pairs.sums).flatten()
+        self._vector = torch.cat((measured, torch.tensor(host, dtype=torch.float64, device=device)))
+        self._terms = pairs.terms
+        self._work = dist.all_reduce(self._vector, async_op=True) if dist.get_world_size() > 1 else None
+
+    def _wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._vector
+
+    def main_denominator(self) -> Tensor:
+        """The first term's measured denominator: float64 scalar on the device."""
+        return self._wait()[1]
+
+    def read(self) -> tuple[dict[str, TermTotals], bool]:
+        """All totals and the flag, on the host. One device synchronisation."""
+        values = self._wait().tolist()
+        count = len(self._terms)
+        totals = {
+            term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])
+            for index, term in enumerate(self._terms)
+        }
+        return totals, values[-1] > 0
+
+
+def sum_over_world(values: Sequence[float], device: torch.device) -> list[float]:
+    """One all-reduce of a short float64 vector; the result on the host."""
+    vector = torch.tensor(values, dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(vector)
+    return [float(value) for value in vector.tolist()]

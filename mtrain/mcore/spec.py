@@ -1,0 +1,101 @@
+"""Layer specs: which module stands in each place of megatron-core's transformer."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from mtrain.config.model import ModelSection
+from mtrain.errors import ConfigError
+from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.norm import Norm
+
+# Checkpoints carry TransformerEngine's names, where norms are fused into the projection behind them.
+_TE_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def global_name(key: str, layer: tuple[int, ...]) -> str:
+    """The name of a parameter in the whole model, the same for every layout and both backends.
+
+    Args:
+        key: Its checkpoint key: TransformerEngine's names, layers stacked without a number or spelled out.
+        layer: Its index along the stacked axis; empty where the key is complete.
+    """
+    for ours, theirs in _TE_NAMES.items():
+        key = key.replace(theirs, ours)
+    return key.replace(".layers.", f".layers.{layer[0]}.", 1) if layer else key
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported, by megatron-core's own finding."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return bool(gpt_layer_specs.HAVE_TE)
+
+
+def chosen_backend(model: ModelSection, device: torch.device) -> str:
+    """`model.backend` with auto resolved: te where it is importable and a GPU is present, else torch.
+
+    Raises:
+        ConfigError: te was asked for where it cannot run.
+    """
+    usable = device.type == "cuda" and has_transformer_engine()
+    if model.backend == "te" and not usable:
+        reason = "there is no GPU" if device.type != "cuda" else "transformer_engine cannot be imported"
+        raise ConfigError(f"model.backend=te needs TransformerEngine on a GPU, but {reason}; use model.backend=auto")
+    if model.backend == "auto":
+        return "te" if usable else "torch"
+    return model.backend
+
+
+def block_spec(
+    config: TransformerConfig, model: ModelSection, backend: str, vp_stage: int | None
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The spec of this stage's transformer block."""
+    if backend == "te":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+    layer = torch_layer_spec(model)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=Norm
+    )
+
+
+def torch_layer_spec(model: ModelSection) -> ModuleSpec:
+    """A dense layer on torch operations alone: our norms and core attention, megatron-core's parallel linears."""
+    qk_norm = Norm if model.qk_norm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_TE_NAMES,
+        ),
+    )
