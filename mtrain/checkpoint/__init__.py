@@ -1,0 +1,1 @@
+"""Checkpoints as folders: what is published, what is good, what is deleted. What lies inside is written elsewhere."""

@@ -1,0 +1,1 @@
+"""What can befall a running job, seen in time."""

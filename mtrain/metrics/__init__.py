@@ -1,0 +1,1 @@
+"""One record for each step, and the sinks that keep it."""

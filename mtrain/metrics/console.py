@@ -1,0 +1,127 @@
+"""What a person watching the run sees: a progress bar on a terminal, one plain line a step in a job log."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from mtrain.metrics.record import Record, StepRecord, ValidRecord
+
+ETA_WINDOW_STEPS = 50
+"""The remaining time is told from the pace of so many steps, validation and saving between them included."""
+
+
+class ConsoleSink:
+    """Shows steps with loss, gradient norm, tokens per second and remaining time."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        resume_step: int = 0,
+        *,
+        interval_steps: int = 1,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the display.
+
+        Args:
+            num_steps: Steps of the whole run.
+            resume_step: Steps already done.
+            interval_steps: Plain lines come at multiples of this and at the last step; the bar moves at every step.
+            console: Where to write; standard output by default. The bar is drawn where it is a terminal.
+            clock: Seconds from any origin, never going back.
+        """
+        self._num_steps = num_steps
+        self._interval_steps = interval_steps
+        self._console = Console() if console is None else console
+        self._pace = Pace(clock)
+        self._pace.mark(resume_step)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            self._start_bar(resume_step)
+
+    def write(self, record: Record) -> None:
+        """Shows the record."""
+        match record:
+            case StepRecord():
+                self._pace.mark(record.step)
+                self._show_step(record, as_duration(self._pace.remaining_s(self._num_steps)))
+            case ValidRecord():
+                self._print(
+                    f"step {record.step}/{self._num_steps}  valid_loss {record.valid_loss:.4f}  "
+                    f"samples {record.samples}  {record.seconds:.1f} s"
+                )
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and gives the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _start_bar(self, resume_step: int) -> None:
+        columns = (
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+        )
+        self._bar = Progress(*columns, console=self._console)
+        self._task = self._bar.add_task("", total=self._num_steps, completed=resume_step)
+        self._bar.start()
+
+    def _show_step(self, record: StepRecord, eta: str) -> None:
+        text = f"{_numbers(record)}  eta {eta}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, description=text)
+        elif record.step % self._interval_steps == 0 or record.step == self._num_steps:
+            self._print(f"step {record.step}/{self._num_steps}  {text}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Pace:
+    """How fast steps go by, from the moments of the last ones."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Remembers nothing yet; `clock` gives seconds."""
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW_STEPS + 1)
+
+    def mark(self, step: int) -> None:
+        """`step` steps are done now."""
+        self._marks.append((step, self._clock()))
+
+    def remaining_s(self, num_steps: int) -> float | None:
+        """Seconds until `num_steps` steps are done; None before the first step."""
+        (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
+        if last_step == first_step:
+            return None
+        return (last_time - first_time) / (last_step - first_step) * (num_steps - last_step)
+
+
+def as_duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, as 1:02:03."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def _numbers(record: StepRecord) -> str:
+    parts = [
+        "loss -" if record.empty else f"loss {record.loss:.4f}",
+        f"grad_norm {record.grad_norm:.3f}",
+        f"lr {record.lr:.2e}",
+        f"{record.tokens_per_second:,.0f} tokens/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu {record.mfu:.1%}")
+    if record.empty:
+        parts.append("empty batch")
+    if record.skipped is not None:
+        parts.append(f"skipped: {record.skipped}")
+    return "  ".join(parts)

@@ -1,0 +1,123 @@
+"""What is known about one step or one validation pass, and its line of JSON.
+
+metrics.jsonl holds one object a line. Floats are written with the digits that give back the same float64. JSON has no
+word for the numbers that are none, so they stand there as the strings "NaN", "Infinity" and "-Infinity", which
+`float()` reads.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mtrain.errors import DataError
+
+Json = Any
+"""What json.loads gives back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermRecord:
+    """One term of the objective over one global batch."""
+
+    loss: float
+    """numerator / denominator, without the term's coefficient."""
+    numerator: float
+    denominator: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int
+    """Optimizer updates completed, this one included: the first record has step 1."""
+    loss: float
+    """Main term over the global batch, in nats: the quantity that was differentiated. Means nothing where `empty`."""
+    denominator: float
+    """What the main term was divided by."""
+    grad_norm: float
+    """Global L2 norm of the normalised gradient, before clipping."""
+    lr: float
+    tokens: int
+    """Positions that the model processed in the global batch, masked ones included."""
+    loss_tokens: int | None = None
+    """Positions of weight above 0, where they were counted."""
+    seconds: float
+    """Wall time of the step."""
+    tokens_per_second: float
+    """tokens / seconds, over all ranks."""
+    terms: Mapping[str, TermRecord] = field(default_factory=dict)
+    """Every term of the objective by name."""
+    empty: bool = False
+    """No token of the global batch was to be learnt; weights and optimizer state stayed as they were."""
+    skipped: str | None = None
+    """Why the update was not applied, e.g. "fp16 overflow"."""
+    loss_scale: float | None = None
+    """fp16 only."""
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1, where the device's peak is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidRecord:
+    """One pass over the validation set."""
+
+    step: int
+    """Optimizer updates completed before the pass."""
+    valid_loss: float
+    """Sum over sum over exactly the samples of the set, in nats."""
+    denominator: float
+    samples: int
+    seconds: float
+
+
+Record = StepRecord | ValidRecord
+
+
+def to_json_line(record: Record) -> str:
+    """One line, newline included, that `from_json_line` turns back into an equal record."""
+    kind = "step" if isinstance(record, StepRecord) else "valid"
+    return json.dumps({"kind": kind} | _plain_fields(record), allow_nan=False) + "\n"
+
+
+def from_json_line(line: str) -> Record:
+    """Reads one line of metrics.jsonl.
+
+    Raises:
+        DataError: the line is not a record.
+    """
+    try:
+        values = json.loads(line)
+        match values.pop("kind"):
+            case "step":
+                terms = {name: TermRecord(**_numbers(term)) for name, term in values.pop("terms").items()}
+                return StepRecord(**_numbers(values), terms=terms)
+            case "valid":
+                return ValidRecord(**_numbers(values))
+            case other:
+                raise ValueError(f"kind is {other!r}")
+    except (ValueError, TypeError, AttributeError, KeyError) as fault:
+        raise DataError(f"not a record of this program's metrics ({fault}): {line[:80]!r}") from fault
+
+
+def _plain_fields(record: Record | TermRecord) -> dict[str, Json]:
+    return {each.name: _plain(getattr(record, each.name)) for each in fields(record)}
+
+
+def _plain(value: object) -> Json:
+    match value:
+        case float() if not math.isfinite(value):
+            return json.dumps(value)  # NaN, Infinity or -Infinity, as a string from here on
+        case TermRecord():
+            return _plain_fields(value)
+        case Mapping():
+            return {name: _plain(term) for name, term in value.items()}
+        case _:
+            return value
+
+
+def _numbers(values: dict[str, Json]) -> dict[str, Json]:
+    """Undoes the strings of non-finite numbers; only `skipped` is a text."""
+    return {name: float(v) if isinstance(v, str) and name != "skipped" else v for name, v in values.items()}

@@ -1,0 +1,231 @@
+"""The run folder: everything that a run leaves behind, and the lock that keeps a second run out of it."""
+
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mtrain.errors import RunFolderError
+from mtrain.files import disk_faults, write_atomically
+
+NEUTRAL_KEYS = (
+    "run",
+    "layout",
+    "valid",
+    "checkpoint",
+    "metrics",
+    "train.num_steps",
+    "train.micro_batch_size",
+    "train.device",
+    "train.recompute",
+    "train.distributed_optimizer",
+    "train.overlap_grad_reduce",
+    "train.overlap_param_gather",
+    "train.process_group_timeout_s",
+    "model.backend",
+    "data.prefetch_steps",
+)
+"""Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where each thing of a run lies; every rank may hold one, one rank writes."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, sufficient to repeat the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, one line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Text of the ranks."""
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def requeue_marker(self) -> Path:
+        """Present when the run stopped early on a signal and wants to be started again."""
+        return self.path / "REQUEUE"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the run that works here; its text says who that is or was."""
+        return self.path / ".lock"
+
+    def create(self) -> None:
+        """Makes the folders and proves that they can be written.
+
+        Raises:
+            MachineError: the place cannot be created or written, or the disk is full.
+        """
+        with disk_faults(f"write the run folder {self.path}"):
+            for folder in (self.path, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+                probe = folder / f".probe-{secrets.token_hex(4)}"
+                try:
+                    probe.write_bytes(b"probe")
+                finally:
+                    probe.unlink(missing_ok=True)
+
+    def write_config(self, text: str) -> None:
+        """Puts the resolved configuration in place, whole or not at all."""
+        with disk_faults(f"write {self.config}"):
+            write_atomically(self.config, text)
+
+    def saved_config(self) -> str | None:
+        """The configuration that an earlier start left here; None where there was none."""
+        with disk_faults(f"read {self.config}"):
+            return self.config.read_text(encoding="utf-8") if self.config.exists() else None
+
+    def set_requeue(self, reason: str) -> None:
+        """Leaves the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
+        with disk_faults(f"write {self.requeue_marker}"):
+            write_atomically(self.requeue_marker, reason + "\n")
+
+    def clear_requeue(self) -> None:
+        """Removes the marker, if there is one."""
+        with disk_faults(f"remove {self.requeue_marker}"):
+            self.requeue_marker.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator["RunLock"]:
+        """Keeps other runs out inside the `with` block; the folder must exist.
+
+        The lock belongs to this process and ends with it, however it dies; children made by fork do not hold it.
+
+        Raises:
+            RunFolderError: another process works here; names it.
+            MachineError: the lock file cannot be written.
+        """
+        with disk_faults(f"lock {self.path}"):
+            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _held.add(descriptor)
+        try:
+            with disk_faults(f"lock {self.path}"):
+                self._take(descriptor)
+                owner = _this_process()
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, owner.encode(), 0)
+                os.fsync(descriptor)
+                self._clean()
+            yield RunLock(self.lock_file, owner)
+        finally:
+            if descriptor in _held:  # not in a forked child, which let go when it began
+                _held.discard(descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
+
+    def _clean(self) -> None:
+        """Removes what a killed run was about to put in place."""
+        for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
+            leftover.unlink(missing_ok=True)
+
+    def _take(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that has not said who"
+            raise RunFolderError(
+                f"run folder {self.path} is in use by {owner}; wait until that run has ended, or set another run.dir"
+            ) from None
+
+
+@dataclass(frozen=True)
+class RunLock:
+    """Proof that this process is the folder's one run."""
+
+    file: Path
+    owner: str
+    """The text that this process left in the lock file; no two runs share one."""
+
+    def check(self) -> None:
+        """To be called before anything is published.
+
+        Where nodes do not see each other's locks (some network file systems), a run that was started elsewhere in the
+        meantime has put its own name into the lock file; the older one stops here.
+
+        Raises:
+            RunFolderError: the folder belongs to another run now.
+        """
+        with disk_faults(f"read {self.file}"):
+            owner = self.file.read_text(encoding="utf-8", errors="replace")
+        if owner != self.owner:
+            raise RunFolderError(
+                f"run folder {self.file.parent} was taken over by {owner.strip()}; this run ({self.owner.strip()}) "
+                "stops without writing to it again"
+            )
+
+
+def difference(old_yaml: str, new_yaml: str) -> list[str]:
+    """Dotted keys, sorted, whose values differ between two resolved configurations, or that one of them lacks.
+
+    Keys that leave the run the same (NEUTRAL_KEYS) are not told.
+    """
+    old, new = _flat(old_yaml), _flat(new_yaml)
+    missing = object()
+    return sorted(
+        key
+        for key in old.keys() | new.keys()
+        if old.get(key, missing) != new.get(key, missing) and not _is_neutral(key)
+    )
+
+
+def _is_neutral(key: str) -> bool:
+    return any(key == neutral or key.startswith(f"{neutral}.") for neutral in NEUTRAL_KEYS)
+
+
+def _flat(yaml: str) -> dict[str, Any]:
+    """Dotted key -> value; lists and empty sections are values."""
+    flat: dict[str, Any] = {}
+    rest = [("", OmegaConf.to_container(OmegaConf.create(yaml)))]
+    while rest:
+        prefix, value = rest.pop()
+        if isinstance(value, dict) and value:
+            rest += [(f"{prefix}.{name}" if prefix else str(name), inner) for name, inner in value.items()]
+        else:
+            flat[prefix] = value
+    return flat
+
+
+def _this_process() -> str:
+    """Who this is, for people, and a token that makes it unique."""
+    job = os.environ.get("SLURM_JOB_ID")
+    where = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
+    return f"{where} [{secrets.token_hex(8)}]\n"
+
+
+_held: set[int] = set()
+"""Descriptors of held locks. A forked child inherits them and, outliving its parent, would keep the folder locked."""
+
+
+def _let_go_in_child() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

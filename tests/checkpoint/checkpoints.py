@@ -1,0 +1,32 @@
+"""Small checkpoints for tests."""
+
+from pathlib import Path
+
+from mtrain.checkpoint.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
+
+FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
+
+
+def write_files(attempt: Attempt) -> None:
+    """What the ranks write."""
+    for name, content in FILES.items():
+        path = attempt.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+def publish_attempt(attempt: Attempt) -> CheckpointEntry:
+    """Publishes with plausible facts."""
+    return publish(attempt, layout="tp1-pp1-cp1-dp1", config_hash="c0ffee", versions={"mtrain": "0.1.0"})
+
+
+def save(root: Path, step: int) -> CheckpointEntry:
+    """A whole save."""
+    attempt = begin_attempt(root, step)
+    write_files(attempt)
+    return publish_attempt(attempt)
+
+
+def damage(root: Path, step: int) -> None:
+    """Cuts a shard of a published checkpoint."""
+    (root / step_name(step) / "__0_0.distcp").write_bytes(b"sha")

@@ -1,0 +1,236 @@
+"""The checkpoints folder: published whole or not at all; the newest good one is found whatever lies around."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtrain.checkpoint.directory import (
+    abandon,
+    begin_attempt,
+    checkpoint_at,
+    clean_leftovers,
+    newest_good,
+    publish,
+    published_steps,
+)
+from mtrain.errors import DataError, MachineError, RunFolderError
+from tests.checkpoint.checkpoints import FILES, damage, publish_attempt, save, write_files
+from tests.crash import killed_at_every_file_operation
+
+
+def newest_step(root: Path) -> int | None:
+    entry = newest_good(root).entry
+    return None if entry is None else entry.step
+
+
+def test_nothing_saved_is_no_checkpoint(tmp_path: Path) -> None:
+    assert newest_good(tmp_path) == (None, ())
+    assert newest_good(tmp_path / "missing") == (None, ())
+
+
+def test_a_published_checkpoint_is_found_with_its_facts(tmp_path: Path) -> None:
+    saved = save(tmp_path, 10)
+    newest = newest_good(tmp_path)
+    assert newest == (saved, ())
+    assert saved.path == tmp_path / "step_00000010"
+    assert saved.manifest.layout == "tp1-pp1-cp1-dp1"
+    assert {name: facts.size_bytes for name, facts in saved.manifest.files.items()} == {
+        name: len(content) for name, content in FILES.items()
+    }
+    assert (tmp_path / "latest").read_text() == "step_00000010\n"
+    assert json.loads((saved.path / "mtrain.json").read_text())["step"] == 10
+
+
+def test_an_attempt_is_not_a_checkpoint(tmp_path: Path) -> None:
+    attempt = begin_attempt(tmp_path, 10)
+    write_files(attempt)
+    shutil.copy(save(tmp_path, 5).path / "mtrain.json", attempt.path)
+    assert newest_step(tmp_path) == 5
+
+
+def test_two_attempts_at_one_step_do_not_share_a_folder(tmp_path: Path) -> None:
+    first, second = begin_attempt(tmp_path, 10), begin_attempt(tmp_path, 10)
+    assert first.path != second.path
+    write_files(first)
+    write_files(second)
+    publish_attempt(second)
+    with pytest.raises(RunFolderError, match="not overwritten"):
+        publish_attempt(first)
+    assert newest_step(tmp_path) == 10
+
+
+def test_an_existing_step_is_not_begun_again(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    with pytest.raises(RunFolderError, match=r"step_00000010 exists and is whole"):
+        begin_attempt(tmp_path, 10)
+
+
+def test_an_attempt_without_files_is_not_published(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nothing was saved"):
+        publish_attempt(begin_attempt(tmp_path, 10))
+    assert newest_step(tmp_path) is None
+
+
+def test_a_published_attempt_is_newest_by_number_not_by_name_or_time(tmp_path: Path) -> None:
+    for step in (100_000_000, 99_999_999, 7):
+        save(tmp_path, step)
+    assert published_steps(tmp_path) == [7, 99_999_999, 100_000_000]
+    assert newest_step(tmp_path) == 100_000_000
+
+
+def _change_manifest(**changes: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "mtrain.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut shard": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"s"), "has 1 bytes, but 5 were saved"),
+    "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "missing folder": (lambda folder: shutil.rmtree(folder / "extra"), "extra/facts.json is missing"),
+    "shard is a link": (
+        lambda folder: (
+            (folder / "common.pt").rename(folder / "moved"),
+            (folder / "common.pt").symlink_to(folder / "moved"),
+        ),
+        "common.pt is missing",
+    ),
+    "no manifest": (lambda folder: (folder / "mtrain.json").unlink(), "has no mtrain.json"),
+    "half manifest": (lambda folder: os.truncate(folder / "mtrain.json", 30), "cannot be understood"),
+    "garbage manifest": (lambda folder: (folder / "mtrain.json").write_bytes(b"\xff\0"), "cannot be understood"),
+    "unknown format": (_change_manifest(format=2), "cannot be understood: format"),
+    "no files": (_change_manifest(files={}), "cannot be understood: files"),
+    "file outside": (_change_manifest(files={"../x": {"size_bytes": 1}}), "does not lie inside"),
+    "file elsewhere": (_change_manifest(files={"/etc/passwd": {"size_bytes": 1}}), "does not lie inside"),
+    "another step": (_change_manifest(step=21), "holds step 21"),
+    "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "has no mtrain.json"),
+}
+
+
+@pytest.mark.parametrize(("do_damage", "why"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_passed_over_loudly(
+    tmp_path: Path, do_damage: Callable[[Path], object], why: str
+) -> None:
+    save(tmp_path, 10)
+    do_damage(save(tmp_path, 20).path)
+    newest = newest_good(tmp_path)
+    assert newest.entry is not None
+    assert newest.entry.step == 10
+    assert len(newest.warnings) == 1
+    assert why in newest.warnings[0]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\0", b"step_99999999\n", b"../../etc\n", b"step_00000010\n"])
+def test_latest_is_not_trusted(tmp_path: Path, content: bytes | None) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / "latest").unlink()
+    if content is not None:
+        (tmp_path / "latest").write_bytes(content)
+    assert newest_step(tmp_path) == 20
+
+
+def test_a_run_does_not_start_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+        damage(tmp_path, step)
+    with pytest.raises(DataError, match=r"no usable checkpoint in .*step 20 .*step 10 .*run\.dir"):
+        newest_good(tmp_path)
+
+
+def test_a_run_does_not_start_anew_where_checkpoints_have_vanished(tmp_path: Path) -> None:
+    shutil.rmtree(save(tmp_path, 10).path)
+    with pytest.raises(DataError, match="latest says that there was a checkpoint"):
+        newest_good(tmp_path)
+
+
+def test_a_damaged_step_can_be_saved_again_and_is_kept_aside(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    damage(tmp_path, 10)
+    save(tmp_path, 10)
+    assert newest_good(tmp_path).warnings == ()
+    (aside,) = tmp_path.glob(".damaged-step_00000010-*")
+    assert (aside / "__0_0.distcp").read_bytes() == b"sha"
+
+
+def test_leftovers_of_the_dead_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    write_files(begin_attempt(tmp_path, 20))
+    (tmp_path / ".trash-step_00000005-aa").mkdir()
+    (tmp_path / ".new-latest-aa").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert len(clean_leftovers(tmp_path)) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes.txt", "step_00000010"]
+    assert clean_leftovers(tmp_path) == []
+
+
+def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
+    attempt = begin_attempt(tmp_path, 10)
+    write_files(attempt)
+    abandon(attempt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"could not .*step_00000010: Not a directory"):
+        begin_attempt(tmp_path / "file" / "checkpoints", 10)
+
+
+def test_a_run_folder_and_a_checkpoint_both_name_a_checkpoint(tmp_path: Path) -> None:
+    saved = save(tmp_path / "checkpoints", 10)
+    assert checkpoint_at(saved.path).entry == saved
+    assert checkpoint_at(tmp_path).entry == saved
+    with pytest.raises(DataError, match="neither a checkpoint"):
+        checkpoint_at(tmp_path / "elsewhere")
+
+
+def test_a_copied_checkpoint_may_have_any_name(tmp_path: Path) -> None:
+    saved = save(tmp_path, 10)
+    shutil.copytree(saved.path, tmp_path / "best")
+    entry = checkpoint_at(tmp_path / "best").entry
+    assert entry is not None
+    assert entry.step == 10
+
+
+def test_a_process_killed_at_any_point_of_a_save_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
+    first = save(tmp_path, 10)
+    seen = []
+    for _ in killed_at_every_file_operation(lambda: save(tmp_path, 20), tmp_path):
+        newest = newest_good(tmp_path)
+        assert newest.entry is not None
+        assert newest.warnings == ()
+        for name, content in FILES.items():
+            assert (newest.entry.path / name).read_bytes() == content
+        seen.append(newest.entry.step)
+        clean_leftovers(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} <= {"latest", "step_00000010", "step_00000020"}
+        if newest.entry != first:
+            shutil.rmtree(newest.entry.path)
+    assert set(seen) == {10, 20}
+    assert seen == sorted(seen)
+    assert len(seen) > 20
+
+
+def test_a_process_killed_while_replacing_a_damaged_step_loses_no_good_one(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    attempt = begin_attempt(tmp_path, 20)
+    write_files(attempt)
+    (tmp_path / "step_00000020").mkdir()
+
+    def publish_copy() -> None:
+        publish(attempt, layout="tp1", config_hash="", versions={})
+
+    copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    seen = set()
+    for _ in killed_at_every_file_operation(publish_copy, tmp_path):
+        seen.add(newest_step(tmp_path))
+        shutil.rmtree(tmp_path)
+        shutil.copytree(copy, tmp_path)
+    assert seen == {10, 20}

@@ -1,0 +1,70 @@
+"""Which checkpoints stay: arithmetic by hypothesis, deletion on disk."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.checkpoint.directory import clean_leftovers, newest_good, published_steps
+from mtrain.checkpoint.retention import apply_retention, to_delete
+from tests.checkpoint.checkpoints import damage, save
+from tests.crash import killed_at_every_file_operation
+
+step_lists = st.lists(st.integers(0, 1000), unique=True, max_size=30)
+keep_lasts = st.integers(1, 8)
+keep_everys = st.none() | st.integers(1, 100)
+
+
+@given(step_lists, keep_lasts, keep_everys)
+def test_the_newest_and_the_multiples_stay_and_nothing_else(
+    steps: list[int], keep_last: int, keep_every: int | None
+) -> None:
+    gone = to_delete(steps, keep_last, keep_every)
+    for step in steps:
+        is_recent = sum(other > step for other in steps) < keep_last
+        is_multiple = keep_every is not None and step % keep_every == 0
+        assert (step in gone) == (not is_recent and not is_multiple)
+    assert gone == sorted(set(gone))
+
+
+@given(step_lists, keep_lasts, keep_everys)
+def test_deleting_after_each_save_ends_like_deleting_once(
+    steps: list[int], keep_last: int, keep_every: int | None
+) -> None:
+    kept: list[int] = []
+    for step in sorted(steps):
+        kept.append(step)
+        gone = to_delete(kept, keep_last, keep_every)
+        kept = [other for other in kept if other not in gone]
+    assert kept == sorted(set(steps) - set(to_delete(steps, keep_last, keep_every)))
+
+
+def test_retention_on_disk(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step)
+    assert apply_retention(tmp_path, keep_last=2, keep_every=20) == [10, 30]
+    assert published_steps(tmp_path) == [20, 40, 50]
+    assert apply_retention(tmp_path, keep_last=2, keep_every=20) == []
+
+
+def test_the_last_good_checkpoint_stays_where_newer_ones_are_damaged(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    damage(tmp_path, 30)
+    assert apply_retention(tmp_path, keep_last=1, keep_every=None) == [10]
+    assert published_steps(tmp_path) == [20, 30]
+    entry = newest_good(tmp_path).entry
+    assert entry is not None
+    assert entry.step == 20
+
+
+def test_a_process_killed_while_deleting_leaves_good_ones_only(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    for _ in killed_at_every_file_operation(lambda: apply_retention(tmp_path, 1, None), tmp_path):
+        newest = newest_good(tmp_path)
+        assert newest.entry is not None
+        assert (newest.entry.step, newest.warnings) == (30, ())
+        clean_leftovers(tmp_path)
+        for step in {10, 20} - set(published_steps(tmp_path)):
+            save(tmp_path, step)

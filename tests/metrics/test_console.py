@@ -1,0 +1,80 @@
+"""The console: plain lines in a log, a bar on a terminal, a remaining time that follows the clock."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mtrain.metrics.console import ConsoleSink, as_duration
+from mtrain.metrics.record import Record
+from tests.metrics.records import step_record, valid_record
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(records: dict[float, Record], *, num_steps: int, terminal: bool = False, **options: int) -> str:
+    """What the sink wrote for records that come at these times, in seconds after the start."""
+    clock, text = Clock(), io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200)
+    sink = ConsoleSink(num_steps, console=console, clock=clock, **options)
+    for time, record in records.items():
+        clock.now = 1000.0 + time
+        sink.write(record)
+    sink.close()
+    return text.getvalue()
+
+
+def test_a_job_log_gets_one_plain_line_a_step() -> None:
+    text = shown({2.0: step_record(1, 3.25), 4.0: step_record(2), 5.0: valid_record(2)}, num_steps=10)
+    assert "\x1b" not in text
+    assert text.splitlines() == [
+        "step 1/10  loss 3.2500  grad_norm 0.500  lr 1.00e-03  2,048 tokens/s  eta 0:00:18",
+        "step 2/10  loss 2.5000  grad_norm 0.500  lr 1.00e-03  2,048 tokens/s  eta 0:00:16",
+        "step 2/10  valid_loss 2.7500  samples 8  0.1 s",
+    ]
+
+
+def test_remaining_time_counts_only_steps_of_this_start() -> None:
+    text = shown({100.0: step_record(91)}, num_steps=100, resume_step=90)
+    assert text.rstrip().endswith("eta 0:15:00")
+
+
+def test_remaining_time_follows_a_change_of_pace() -> None:
+    slow = {10.0 * step: step_record(step) for step in range(1, 11)}
+    fast = {100.0 + (step - 10): step_record(step) for step in range(11, 80)}
+    assert shown(slow | fast, num_steps=179).rstrip().endswith("eta 0:01:40")
+
+
+def test_lines_come_at_the_interval_and_at_the_last_step() -> None:
+    text = shown({float(step): step_record(step) for step in range(1, 8)}, num_steps=7, interval_steps=3)
+    assert [line.split()[1] for line in text.splitlines()] == ["3/7", "6/7", "7/7"]
+
+
+def test_an_empty_and_a_skipped_step_say_so() -> None:
+    text = shown({1.0: step_record(1, empty=True), 2.0: step_record(2, skipped="fp16 overflow")}, num_steps=2)
+    first, second = text.splitlines()
+    assert "loss -" in first
+    assert "empty batch" in first
+    assert "skipped: fp16 overflow" in second
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    text = shown({1.0: step_record(1), 2.0: step_record(2)}, num_steps=4, terminal=True)
+    assert "━" in text
+    assert "2/4" in text
+    assert "eta 0:00:02" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-:--:--"), (0.4, "0:00:00"), (59.6, "0:01:00"), (90061, "25:01:01")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert as_duration(seconds) == text

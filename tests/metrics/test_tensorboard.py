@@ -1,0 +1,35 @@
+"""TensorBoard reads what was written, without what a resumed run does again."""
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mtrain.metrics.record import Record
+from mtrain.metrics.tensorboard import TensorBoardSink
+from tests.metrics.records import step_record, valid_record
+
+
+def write(folder: Path, resume_step: int, *records: Record) -> None:
+    sink = TensorBoardSink(folder, resume_step)
+    for record in records:
+        sink.write(record)
+    sink.close()
+
+
+def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_a_resumed_run_hides_the_steps_it_does_again(tmp_path: Path) -> None:
+    write(tmp_path, 0, valid_record(0, 4.0), *(step_record(step, float(step)) for step in range(1, 5)))
+    write(tmp_path, 2, step_record(3, 30.0), valid_record(3, 1.5))
+    assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert curve(tmp_path, "terms/main") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert curve(tmp_path, "valid/loss") == [(0, 4.0), (3, 1.5)]
+
+
+def test_an_empty_step_has_no_loss(tmp_path: Path) -> None:
+    write(tmp_path, 0, step_record(1, 2.0), step_record(2, 0.0, empty=True))
+    assert curve(tmp_path, "train/loss") == [(1, 2.0)]
+    assert [step for step, _ in curve(tmp_path, "train/lr")] == [1, 2]

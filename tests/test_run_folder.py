@@ -1,0 +1,227 @@
+"""The run folder: one run at a time, whole files, readable refusals."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from mtrain.config import Config
+from mtrain.errors import MachineError, RunFolderError
+from mtrain.run_folder import NEUTRAL_KEYS, RunFolder, difference
+from tests.crash import killed_at_every_file_operation
+
+HOLD_LOCK = """
+import sys, time
+from pathlib import Path
+from mtrain.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+HOLD_LOCK_AND_FORK = """
+import os, sys, time
+from pathlib import Path
+from mtrain.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    if os.fork() == 0:
+        print("child begins", flush=True)
+        sys.stdin.read()
+        print("child ends", flush=True)
+        os._exit(0)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "runs" / "first")
+    made.create()
+    return made
+
+
+@contextmanager
+def another_process_in(folder: RunFolder, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(folder.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "locked\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_create_makes_the_folders_and_leaves_no_probe(folder: RunFolder) -> None:
+    folder.create()
+    assert sorted(path.name for path in folder.path.rglob("*")) == ["checkpoints", "logs"]
+
+
+def test_a_second_process_is_refused_and_told_who_is_there(folder: RunFolder) -> None:
+    with another_process_in(folder, SLURM_JOB_ID="4711") as process:
+        expected = rf"in use by process {process.pid} on \S+, Slurm job 4711 .*set another run.dir"
+        with pytest.raises(RunFolderError, match=expected), folder.locked():
+            pass
+
+
+def test_the_lock_of_a_killed_process_is_no_obstacle(folder: RunFolder) -> None:
+    with another_process_in(folder) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=20)
+        with folder.locked() as lock:
+            lock.check()
+        assert f"process {os.getpid()} " in lock.owner
+
+
+def test_a_lock_ends_with_its_block(folder: RunFolder) -> None:
+    with folder.locked(), pytest.raises(RunFolderError), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_a_forked_child_that_outlives_a_killed_run_does_not_hold_the_lock(folder: RunFolder) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK_AND_FORK, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "child begins\n"
+        process.kill()
+        process.wait(timeout=20)
+        with folder.locked() as lock:
+            lock.check()
+        output, _ = process.communicate(timeout=20)  # closes the child's standard input: it may end
+    assert output == "child ends\n"
+
+
+def test_a_forked_child_leaves_the_lock_with_its_parent(folder: RunFolder) -> None:
+    with folder.locked():
+        child = multiprocessing.get_context("fork").Process(target=os.getpid)
+        child.start()
+        child.join()
+        with pytest.raises(RunFolderError), folder.locked():
+            pass
+
+
+def test_a_run_whose_folder_was_taken_over_stops_before_it_publishes(folder: RunFolder) -> None:
+    with folder.locked() as lock:
+        lock.check()
+        folder.lock_file.write_text("process 1 on elsewhere [0123]\n")  # as where nodes do not see each other's locks
+        with pytest.raises(RunFolderError, match="taken over by process 1 on elsewhere"):
+            lock.check()
+
+
+def test_what_a_killed_run_was_about_to_write_is_removed_under_the_lock(folder: RunFolder) -> None:
+    folder.write_config("a: 1\n")
+    for _ in killed_at_every_file_operation(lambda: folder.write_config("a: 2\n"), folder.path):
+        assert folder.saved_config() in ("a: 1\n", "a: 2\n")
+    assert list(folder.path.glob(".new-*"))
+    with folder.locked():
+        assert not list(folder.path.glob(".new-*"))
+    assert folder.saved_config() == "a: 2\n"
+
+
+def test_config_and_marker(folder: RunFolder) -> None:
+    assert folder.saved_config() is None
+    folder.write_config("run:\n  dir: ü\n")
+    assert folder.saved_config() == "run:\n  dir: ü\n"
+    folder.clear_requeue()
+    folder.set_requeue("SIGUSR1 at step 12")
+    assert folder.requeue_marker == folder.path / "REQUEUE"
+    assert folder.requeue_marker.read_text() == "SIGUSR1 at step 12\n"
+    folder.clear_requeue()
+    assert not folder.requeue_marker.exists()
+
+
+def test_a_file_in_the_way_is_a_machine_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"could not write the run folder .*file/run"):
+        RunFolder(tmp_path / "file" / "run").create()
+
+
+def test_a_read_only_folder_is_a_machine_error() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        folder.create()
+        folder.logs.chmod(0o555)
+        folder.path.chmod(0o755)
+        folder.checkpoints.chmod(0o777)
+        try:
+            with as_an_ordinary_user(), pytest.raises(MachineError, match="Permission denied"):
+                folder.create()
+        finally:
+            folder.logs.chmod(0o755)
+
+
+@contextmanager
+def as_an_ordinary_user() -> Iterator[None]:
+    """Root may write anywhere, so it becomes nobody for a while."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+OLD = """
+run: {dir: runs/a}
+layout: {tp: 2}
+model: {num_layers: 4, megatron: {}, rope: {base: 10000.0}}
+train: {global_batch_size: 8, num_steps: 10, micro_batch_size: 1}
+data: {seq_length: 64, train: [{path: a, weight: 1.0}]}
+"""
+
+
+def test_the_same_run_on_another_layout_differs_in_nothing() -> None:
+    new = OLD.replace("tp: 2", "tp: 1, cp: 4").replace("num_steps: 10", "num_steps: 20").replace("runs/a", "runs/b")
+    assert new != OLD
+    assert difference(OLD, new.replace("micro_batch_size: 1", "micro_batch_size: 4")) == []
+
+
+def test_differences_are_told_by_dotted_key() -> None:
+    new = (
+        OLD.replace("global_batch_size: 8", "global_batch_size: 16")
+        .replace("base: 10000.0", "base: 5e5")
+        .replace("weight: 1.0", "weight: 2.0")
+        .replace("megatron: {}", "megatron: {init_method_std: 0.1}, qk_norm: true")
+    )
+    assert difference(OLD, new) == [
+        "data.train",
+        "model.megatron",
+        "model.megatron.init_method_std",
+        "model.qk_norm",
+        "model.rope.base",
+        "train.global_batch_size",
+    ]
+    assert difference(OLD, OLD) == []
+
+
+def test_a_null_and_a_missing_key_differ() -> None:
+    assert difference("a: {b: null, c: 1}", "a: {c: 1}") == ["a.b"]
+
+
+@pytest.mark.parametrize("key", NEUTRAL_KEYS)
+def test_neutral_keys_exist(key: str) -> None:
+    section: type[BaseModel] = Config
+    for name in key.split("."):
+        assert name in section.model_fields, f"{key}: {section.__name__} has no {name}"
+        annotation = section.model_fields[name].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
