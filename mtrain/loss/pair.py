@@ -51,8 +51,9 @@ LossFunction = Callable[[TermInputs], LossPair]
 def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
     """Sums weight x loss and the shares; how nearly every loss function ends.
 
-    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even where the loss is inf or nan. The numerator
-    keeps its graph when all tokens are masked.
+    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even where the loss is inf or nan. (A function
+    that goes on from there can still turn this 0 into nan, as the square of inf does: mask what goes into it.) The
+    numerator keeps its graph when all tokens are masked.
 
     Args:
         token_losses: [batch, seq], of float32 or wider, one loss a token.

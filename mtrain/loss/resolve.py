@@ -57,7 +57,7 @@ def _import(module_name: str, path: str) -> ModuleType:
 
 def _nearest(name: str, module: ModuleType) -> str:
     """What could have been meant."""
-    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
     close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4)
     return (
         f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(functions)) or 'no functions'}"

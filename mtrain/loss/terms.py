@@ -35,16 +35,8 @@ class Objective:
         """Loads every term's function.
 
         Raises:
-            ConfigError: A function cannot be loaded, or the terms cannot be combined.
+            ConfigError: A function cannot be loaded.
         """
-        if MAIN_TERM in section.side_terms:
-            raise ConfigError(f"loss.side_terms has a term {MAIN_TERM!r}, the main term's own name; rename it")
-        if section.denominator == "measured" and section.side_terms:
-            raise ConfigError(
-                f"loss.side_terms={list(section.side_terms)} need loss.denominator=planned, but it is measured: their "
-                "factors hold the main denominator, which is then unknown before the forward pass; remove the side "
-                "terms or plan the denominator"
-            )
         terms = {MAIN_TERM: section, **section.side_terms}
         return cls(
             functions={name: load_loss_function(term.function, term.options) for name, term in terms.items()},
@@ -77,7 +69,7 @@ class Objective:
         total = pairs[MAIN_TERM].numerator
         for term in self.coefficients:
             if term != MAIN_TERM:
-                total = total + pairs[term].numerator * factors[term]
+                total = total + (pairs[term].numerator * factors[term]).to(total.dtype)
         return total * premultiplier
 
     def reported(self, numerators: Mapping[str, float], denominators: Mapping[str, float]) -> float:

@@ -1,5 +1,7 @@
 """z-loss: keeps the logarithm of the softmax's denominator near 0, so that logits do not drift."""
 
+import torch
+
 from mtrain.loss.pair import LossPair, TermInputs, weigh
 
 
@@ -10,4 +12,6 @@ def z_loss(inputs: TermInputs) -> LossPair:
 
     Source: PaLM (Chowdhery et al. 2022), section 5, where the coefficient is 1e-4.
     """
-    return weigh(inputs.logits.logsumexp().square(), inputs)
+    logsumexp = inputs.logits.logsumexp()
+    # where before the square: its backward multiplies by its input, and a masked inf or nan times 0 is nan
+    return weigh(torch.where(inputs.weights != 0, logsumexp, 0.0).square(), inputs)

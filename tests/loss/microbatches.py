@@ -1,0 +1,24 @@
+"""Small term inputs on one process."""
+
+import torch
+from torch import Tensor
+
+from mtrain.loss.pair import TermInputs
+from mtrain.loss.vocab_parallel import VocabParallelLogits
+
+VOCAB = 11
+
+
+def term_inputs(weights: Tensor, seed: int = 0, shares: Tensor | None = None) -> TermInputs:
+    """Random float32 logits and labels under these weights; the shares are the weights (token-mean) by default."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, seq = weights.shape
+    logits = torch.randn(seq, batch, VOCAB, generator=generator).requires_grad_()
+    tokens = torch.randint(VOCAB, (batch, seq), generator=generator)
+    return TermInputs(
+        logits=VocabParallelLogits(logits, None, 0, VOCAB),
+        labels=torch.randint(VOCAB, (batch, seq), generator=generator),
+        weights=weights.float(),
+        shares=(weights if shares is None else shares).double(),
+        tokens=tokens,
+    )

@@ -1,0 +1,121 @@
+"""Several terms of different denominators in one backward pass."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.config.loss import LossSection, SideTermSection
+from mtrain.errors import ConfigError
+from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
+from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
+from tests.loss.microbatches import term_inputs
+
+Z_LOSS = SideTermSection(function="mtrain.loss.z_loss:z_loss", coefficient=0.25)
+SECTION = LossSection(side_terms={"z": Z_LOSS})
+
+
+def with_other_weights(inputs: TermInputs, weights: torch.Tensor, shares: torch.Tensor) -> TermInputs:
+    """The same logits and labels, as a term with another aggregation sees them."""
+    return TermInputs(inputs.logits, inputs.labels, weights.float(), shares.double(), inputs.tokens)
+
+
+def test_one_backward_gives_each_term_its_own_denominator() -> None:
+    """Two microbatches; the gradient, divided by the main denominator, is that of the means added up."""
+    objective = Objective.from_config(SECTION)
+    microbatches = []
+    for seed, weights in enumerate([torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[0.0, 1.0, 0.0]])]):
+        main = term_inputs(weights, seed=seed)
+        first_token = torch.tensor([[1.0, 0.0, 0.0]])
+        microbatches.append({MAIN_TERM: main, "z": with_other_weights(main, torch.full((1, 3), 0.5), 7 * first_token)})
+    planned = {MAIN_TERM: 3.0, "z": 14.0}
+    factors = side_term_factors(planned, objective.coefficients)
+
+    leaves = [inputs[MAIN_TERM].logits.local for inputs in microbatches]
+    pairs = [objective.pairs(inputs) for inputs in microbatches]
+    scalar = sum(objective.scalar(each, factors) for each in pairs)
+    gradients = torch.autograd.grad(scalar, leaves, retain_graph=True)
+
+    sums = {term: sum(each[term].numerator for each in pairs) for term in planned}
+    expected = sums[MAIN_TERM] / 3 + 0.25 * sums["z"] / 14
+    for found, right in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(found / planned[MAIN_TERM], right, rtol=1e-6, atol=1e-8)
+
+    reported = objective.reported({term: value.item() for term, value in sums.items()}, planned)
+    assert reported == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_factors_may_be_tensors() -> None:
+    objective = Objective.from_config(SECTION)
+    inputs = term_inputs(torch.ones(1, 4))
+    pairs = objective.pairs({MAIN_TERM: inputs, "z": inputs})
+    as_float = objective.scalar(pairs, {"z": 0.375})
+    as_tensor = objective.scalar(pairs, {"z": torch.tensor(0.375, dtype=torch.float64)})
+    assert torch.equal(as_tensor, as_float)
+    assert as_tensor.dtype == torch.float32
+
+
+def test_a_premultiplier_changes_exponents_only() -> None:
+    objective = Objective.from_config(SECTION)
+    inputs = term_inputs(torch.ones(2, 4))
+    pairs = objective.pairs({MAIN_TERM: inputs, "z": inputs})
+    (plain,) = torch.autograd.grad(objective.scalar(pairs, {"z": 0.3}), inputs.logits.local, retain_graph=True)
+    premultiplier = power_of_two_near(1 / 1000)
+    (small,) = torch.autograd.grad(objective.scalar(pairs, {"z": 0.3}, premultiplier), inputs.logits.local)
+    assert torch.equal(small / premultiplier, plain)
+
+
+def test_a_side_term_without_a_denominator_has_factor_0() -> None:
+    coefficients = {MAIN_TERM: 1.0, "z": 0.5, "other": 2.0}
+    assert side_term_factors({MAIN_TERM: 6.0, "z": 0.0, "other": 3.0}, coefficients) == {"z": 0.0, "other": 4.0}
+    assert side_term_factors({MAIN_TERM: 0.0, "z": 5.0, "other": 3.0}, coefficients) == {"z": 0.0, "other": 0.0}
+
+
+def test_an_empty_term_reports_0() -> None:
+    numerators, denominators = {MAIN_TERM: 6.0, "z": 0.0}, {MAIN_TERM: 4.0, "z": 0.0}
+    assert term_means(numerators, denominators) == {MAIN_TERM: 1.5, "z": 0.0}
+    assert Objective.from_config(SECTION).reported(numerators, denominators) == 1.5
+
+
+@given(st.floats(1e-30, 1e30))
+def test_the_nearest_power_of_two_is_exact_and_near(x: float) -> None:
+    power = power_of_two_near(x)
+    assert math.frexp(power)[0] == 0.5
+    assert 2**-0.501 <= power / x <= 2**0.501
+
+
+@pytest.mark.parametrize("x", [0.0, -1.0, math.inf, math.nan])
+def test_only_positive_finite_numbers_have_a_power_of_two_near(x: float) -> None:
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        power_of_two_near(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mean", "returned a Tensor, but has to return a mtrain.loss.pair.LossPair"),
+        ("plain_tuple", "returned a tuple, but has to return a mtrain.loss.pair.LossPair"),
+        ("per_token", "returned a numerator that is a torch.float32 tensor of shape [2, 3]"),
+        ("low_precision", "returned a numerator that is a torch.bfloat16 tensor of shape []"),
+        ("counted_in_integers", "returned a denominator that is a torch.int64 tensor of shape []"),
+        ("python_number", "returned a denominator that is a float; it has to be a torch.float64 scalar tensor"),
+        ("differentiable_denominator", "returned a denominator with a graph; detach it"),
+        ("without_a_graph", "returned a numerator without a graph"),
+    ],
+)
+def test_a_bad_loss_function_is_named_with_its_mistake(function: str, message: str) -> None:
+    path = f"tests.loss.bad_losses:{function}"
+    objective = Objective.from_config(LossSection(function=path))
+    with pytest.raises(ConfigError) as caught:
+        objective.pairs({MAIN_TERM: term_inputs(torch.ones(2, 3))})
+    assert message in str(caught.value)
+    assert path in str(caught.value)
+
+
+def test_no_graph_is_asked_for_where_none_is_recorded() -> None:
+    objective = Objective.from_config(LossSection(function="tests.loss.bad_losses:without_a_graph"))
+    with torch.no_grad():
+        pairs = objective.pairs({MAIN_TERM: term_inputs(torch.ones(2, 3))})
+    assert isinstance(pairs[MAIN_TERM], LossPair)

@@ -1,0 +1,119 @@
+"""The pairs of the next-token loss and the z-loss."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain.loss.next_token import next_token_loss
+from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.loss.z_loss import z_loss
+from tests.loss.microbatches import VOCAB, term_inputs
+
+LOSSES = [next_token_loss, z_loss]
+WEIGHTS = torch.tensor([[1.0, 0.0, 0.5, 2.0], [0.0, 0.0, 0.25, 0.0]])
+
+
+def test_next_token_loss_is_the_weighted_sum_of_cross_entropies() -> None:
+    inputs = term_inputs(WEIGHTS)
+    numerator, denominator = next_token_loss(inputs)
+    logits = inputs.logits.local.double().permute(1, 2, 0)
+    expected = (F.cross_entropy(logits, inputs.labels, reduction="none") * WEIGHTS).sum()
+    assert numerator.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert denominator.item() == 3.75
+
+
+def test_z_loss_is_the_weighted_sum_of_squared_partition_functions() -> None:
+    inputs = term_inputs(WEIGHTS)
+    numerator, denominator = z_loss(inputs)
+    expected = (inputs.logits.local.double().logsumexp(-1).t().square() * WEIGHTS).sum()
+    assert numerator.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert denominator.item() == 3.75
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_pair_is_a_float32_numerator_with_a_graph_and_a_float64_denominator_without(
+    loss: Callable[[TermInputs], LossPair],
+) -> None:
+    numerator, denominator = loss(term_inputs(WEIGHTS))
+    assert (numerator.dtype, numerator.shape, numerator.requires_grad) == (torch.float32, (), True)
+    assert (denominator.dtype, denominator.shape, denominator.requires_grad) == (torch.float64, (), False)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nothing_to_learn_is_exactly_zero_with_gradient_zero(loss: Callable[[TermInputs], LossPair]) -> None:
+    inputs = term_inputs(torch.zeros(2, 4))
+    numerator, denominator = loss(inputs)
+    assert (numerator.item(), denominator.item()) == (0.0, 0.0)
+    (gradient,) = torch.autograd.grad(numerator, inputs.logits.local)
+    assert gradient.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), float("-inf")])
+def test_masked_infinities_do_not_leak(loss: Callable[[TermInputs], LossPair], bad: float) -> None:
+    clean, spoiled = term_inputs(WEIGHTS), term_inputs(WEIGHTS)
+    with torch.no_grad():
+        spoiled.logits.local[1, 0] = bad
+        spoiled.logits.local[0, 1, 3] = bad
+    for inputs in (clean, spoiled):
+        loss(inputs).numerator.backward()
+    assert torch.equal(loss(spoiled).numerator, loss(clean).numerator)
+    assert torch.equal(spoiled.logits.local.grad, clean.logits.local.grad)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_infinity_that_counts_is_not_hidden(loss: Callable[[TermInputs], LossPair]) -> None:
+    inputs = term_inputs(WEIGHTS)
+    with torch.no_grad():
+        inputs.logits.local[0, 0] = float("nan")
+    assert loss(inputs).numerator.isnan()
+
+
+def test_labels_of_masked_tokens_may_be_anything() -> None:
+    inputs = term_inputs(WEIGHTS)
+    expected = next_token_loss(inputs).numerator
+    inputs.labels[WEIGHTS == 0] = -100
+    again = term_inputs(WEIGHTS)
+    again.labels[WEIGHTS == 0] = VOCAB + 5
+    assert torch.equal(next_token_loss(again).numerator, expected)
+
+
+@given(
+    counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=30),
+    values=st.lists(st.floats(0, 20, width=32), min_size=30, max_size=30),
+    cuts=st.lists(st.integers(0, 30), max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=100, deadline=None)
+def test_pairs_of_the_parts_add_up_to_the_pair_of_the_whole(
+    counts: list[int], values: list[float], cuts: list[int], order: object
+) -> None:
+    """However the tokens are cut into microbatches and in whatever order these are added."""
+    size = len(counts)
+    inputs = term_inputs(torch.ones(1, size), shares=torch.tensor([counts], dtype=torch.float64))
+    losses = torch.tensor([values[:size]])
+    whole = weigh(losses, inputs)
+    edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    parts = [_part(losses, inputs, start, end) for start, end in itertools.pairwise(edges)]
+    order.shuffle(parts)  # type: ignore[attr-defined]
+    assert sum(part.denominator.item() for part in parts) == whole.denominator.item() == sum(counts)
+    assert sum(part.numerator.item() for part in parts) == pytest.approx(whole.numerator.item(), rel=1e-5, abs=1e-6)
+
+
+def _part(losses: torch.Tensor, inputs: TermInputs, start: int, end: int) -> LossPair:
+    """The pair of the tokens from `start` to before `end`."""
+    return weigh(
+        losses[:, start:end],
+        TermInputs(
+            logits=inputs.logits,
+            labels=inputs.labels[:, start:end],
+            weights=inputs.weights[:, start:end],
+            shares=inputs.shares[:, start:end],
+            tokens=inputs.tokens[:, start:end],
+        ),
+    )
