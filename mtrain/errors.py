@@ -1,7 +1,7 @@
 """What can go wrong for a user, one class for each exit code.
 
-A message says what was given, what is needed and what to change. `__main__` prints it without a traceback, on one
-rank only, and leaves with `exit_code`.
+A message says what was given, what is needed and what to change. `__main__` prints it without a traceback, once, and
+leaves with `exit_code`.
 """
 
 
@@ -9,12 +9,15 @@ class MtrainError(Exception):
     """A fault that the user can act on."""
 
     exit_code = 1
+    on_every_rank = False
+    """Whether rank 0 raises this error too, so that it alone shows it; may be set on a single error."""
 
 
 class ConfigError(MtrainError):
     """The configuration is wrong; found before a rank starts."""
 
     exit_code = 2
+    on_every_rank = True
 
 
 class DataError(MtrainError):
@@ -27,6 +30,7 @@ class NumericError(MtrainError):
     """Training stopped because a number can no longer be trusted (non-finite loss, wrong denominator)."""
 
     exit_code = 4
+    on_every_rank = True
 
 
 class RankLostError(MtrainError):
@@ -39,6 +43,7 @@ class RunFolderError(MtrainError):
     """Another process uses the run folder, or it holds a run of another configuration."""
 
     exit_code = 6
+    on_every_rank = True
 
 
 class MachineError(MtrainError):

@@ -1,0 +1,126 @@
+"""The command line: parses, calls one function, and turns errors into one message and an exit code."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtrain.check import print_plan
+from mtrain.config.load import load_config
+from mtrain.environment import RankEnvironment
+from mtrain.errors import MtrainError
+from mtrain.launch import launch_local
+from mtrain.layout import Layout
+
+app = typer.Typer(
+    help="Pretrains and finetunes language models on Megatron-Core; the layout does not change the run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
+app.add_typer(launch_app, name="launch")
+
+ConfigArguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG... [section.key=value...]",
+        help="YAML files, merged left to right, then single values.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def train(arguments: ConfigArguments) -> None:
+    """Trains as one rank: under torchrun, under srun, or alone."""
+    with one_message(), prefixed_traceback():
+        paths, overrides = split_arguments(arguments)
+        world_size = RankEnvironment.from_environ(os.environ).world_size
+        config = load_config(paths, overrides)
+        Layout.from_config(config, world_size)
+        from mtrain import trainer  # loads torch: a wrong configuration is told within a second
+
+        trainer.train(config)
+
+
+@app.command()
+def check(
+    arguments: ConfigArguments,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks that the run will have.", show_default=False)],
+) -> None:
+    """Checks a configuration and prints layout, batch, parameters, FLOPs and memory; loads no torch."""
+    with one_message():
+        paths, overrides = split_arguments(arguments)
+        print_plan(load_config(paths, overrides), world_size)
+
+
+@launch_app.command()
+def local(
+    arguments: ConfigArguments,
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks to start.", show_default=False)],
+) -> None:
+    """Trains with several ranks on this machine."""
+    with one_message():
+        paths, overrides = split_arguments(arguments)
+        code = launch_local(num_ranks, paths, overrides)
+    raise typer.Exit(code)
+
+
+@launch_app.callback()
+def _launch() -> None:
+    """Keeps `local` a verb of its own, though it is the only one."""
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Tells files from overrides: an override holds `=` and names no existing file."""
+    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    return [Path(text) for text in arguments if text not in overrides], overrides
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """Ends the program with the error's exit code, and its message where this rank is the one to show it."""
+    try:
+        yield
+    except MtrainError as error:
+        rank = _rank()
+        if rank == 0 or not error.on_every_rank:
+            print(f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr, flush=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+@contextmanager
+def prefixed_traceback() -> Iterator[None]:
+    """Shows the traceback of what was not foreseen, each line with the rank, since the ranks' lines may mix."""
+    try:
+        yield
+    except MtrainError:
+        raise
+    except Exception:
+        lines = traceback.format_exc().splitlines()
+        print("\n".join(f"[rank {_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
+        raise typer.Exit(1) from None
+
+
+def _rank() -> int:
+    """This rank for messages, even where the environment is not fit for a run."""
+    text = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return int(text) if text.isdecimal() else 0
+
+
+def main() -> None:
+    """Entry point of `mtrain`."""
+    app(prog_name="mtrain")
+
+
+if __name__ == "__main__":
+    main()

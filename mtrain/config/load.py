@@ -1,0 +1,201 @@
+"""YAML files and `key=value` overrides -> Config, and back.
+
+Files are merged left to right, then the overrides; sections are merged key by key, lists are replaced. Relative paths
+inside a configuration are relative to the working directory. Nothing is read from the environment, so the saved
+configuration repeats the run anywhere.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from pydantic import ValidationError
+
+from mtrain.config.messages import dotted, readable
+from mtrain.config.root import Config
+from mtrain.config.section import BrokenRulesError
+from mtrain.errors import ConfigError
+from mtrain.files import write_atomically
+
+COMMAND_LINE = "the command line"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one file or one override says."""
+
+    name: str
+    content: dict[Any, Any]
+
+
+def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
+    """The configuration that `paths`, merged left to right, and then `overrides` describe.
+
+    Args:
+        paths: YAML files.
+        overrides: `section.key=value`; the value is YAML, so numbers, lists and mappings are possible.
+
+    Raises:
+        ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.
+    """
+    sources: list[Source] = []
+    faults: list[str] = []
+    readers = [partial(read_file, path) for path in paths] + [partial(read_override, text) for text in overrides]
+    for read in readers:
+        try:
+            sources.append(read())
+        except ConfigError as fault:
+            faults.append(str(fault))
+    faults += [line for source in sources for line in _placeholders(source)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    try:
+        return Config.model_validate(_merged(sources))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_messages(error, sources))) from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes every knob to a YAML file from which `load_config` makes an equal configuration.
+
+    Raises:
+        ConfigError: a text holds `${` or is `???`, which could not be read back.
+        MachineError: the file cannot be written.
+    """
+    content = config.model_dump()
+    if faults := list(_placeholders(Source(str(path), content))):
+        raise ConfigError("\n".join(faults))
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
+
+
+def read_file(path: Path) -> Source:
+    """One YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, is empty or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; mend the path") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: this is a folder, but a YAML file is needed; name a file in it") from None
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{path}: byte {fault.start} is not UTF-8; save the file as UTF-8") from None
+    except OSError as fault:
+        raise ConfigError(f"{path}: the file cannot be read ({fault.strerror}); mend its permissions") from None
+    content = _parse(text, str(path))
+    if not content:
+        raise ConfigError(f"{path}: the file is empty; fill it or leave it out")
+    return Source(str(path), content)
+
+
+def read_override(text: str) -> Source:
+    """One `section.key=value`.
+
+    Raises:
+        ConfigError: it has another form, or the value is no YAML.
+    """
+    key, separator, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"{text}: an override has the form section.key=value; mend it")
+    try:
+        content = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key.strip()}={value}"]), resolve=False)
+    except GrammarParseError:
+        raise ConfigError(_no_interpolation(key, COMMAND_LINE)) from None
+    except (yaml.YAMLError, OmegaConfBaseException) as fault:
+        raise ConfigError(
+            f"{text}: the value cannot be read as YAML ({_first_line(fault)}); quote or mend it"
+        ) from None
+    assert isinstance(content, dict)
+    return Source(COMMAND_LINE, content)
+
+
+def _parse(text: str, name: str) -> dict[Any, Any]:
+    try:
+        node = OmegaConf.load(io.StringIO(text))
+        content = OmegaConf.to_container(node, resolve=False)
+    except GrammarParseError as fault:
+        raise ConfigError(_no_interpolation(str(fault.full_key), name)) from None
+    except yaml.MarkedYAMLError as fault:
+        line = f":{fault.problem_mark.line + 1}" if fault.problem_mark else ""
+        raise ConfigError(f"{name}{line}: {fault.problem}; mend the YAML") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as fault:
+        raise ConfigError(f"{name}: {_first_line(fault)}; mend the YAML") from None
+    except OSError:  # OmegaConf's answer to a file that holds a single number
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{name}: sections with keys are needed (section: {{key: value}}), but it holds something else"
+        )
+    return content
+
+
+def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
+    merged = DictConfig({})
+    for source in sources:
+        try:
+            merged = OmegaConf.merge(merged, source.content)
+        except (TypeError, OmegaConfBaseException) as fault:
+            raise ConfigError(
+                f"{source.name}: a key holds a mapping here and a list elsewhere ({_first_line(fault)}); lists are "
+                "replaced as a whole, so give the complete list"
+            ) from None
+    content = OmegaConf.to_container(merged, resolve=False)
+    assert isinstance(content, dict)
+    return content
+
+
+def _messages(error: ValidationError, sources: Sequence[Source]) -> Iterator[str]:
+    for detail in error.errors(include_url=False):
+        origin = next((source.name for source in reversed(sources) if _holds(source.content, detail["loc"])), None)
+        is_rule = isinstance(detail.get("ctx", {}).get("error"), BrokenRulesError)  # may involve several files
+        place = "" if is_rule or origin is None else f" (in {origin})"
+        yield from (line + place for line in readable(detail))
+
+
+def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
+    for part in location:
+        try:
+            content = content[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return bool(location)
+
+
+def _placeholders(source: Source) -> Iterator[str]:
+    """Yields a message for every text that OmegaConf would replace or take as missing."""
+    for location, text in _texts(source.content, ()):
+        if "${" in text:
+            yield _no_interpolation(dotted(location), source.name)
+        elif text == "???":
+            yield f"{dotted(location)}: ??? stands for a missing value (in {source.name}); give the value"
+
+
+def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    match content:
+        case str():
+            yield location, content
+        case dict():
+            for key, value in content.items():
+                yield from _texts(value, (*location, key))
+        case list() | tuple():
+            for index, value in enumerate(content):
+                yield from _texts(value, (*location, index))
+
+
+def _no_interpolation(key: str, name: str) -> str:
+    return f"{key}: interpolation (${{...}}) would not repeat the run elsewhere (in {name}); write the value itself"
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).strip().partition("\n")[0]
