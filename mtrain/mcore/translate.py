@@ -97,6 +97,10 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
         "cp_comm_type": {"allgather": "all_gather", "ulysses": "a2a"}[layout.cp_comm],
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        # With interleaving a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same
+        # rank, and batched transfers then pair activations with gradients (p2p_communication.py:16-55, silently).
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
     }
 
 
@@ -131,8 +135,8 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "output_layer_init_method": as_it_is,
         "embedding_init_method": as_it_is,
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.finalize divides them once
-        "deallocate_pipeline_outputs": True,
-        "batch_p2p_comm": True,
+        # Freed while gloo may still be sending it; on a GPU the stream keeps the order.
+        "deallocate_pipeline_outputs": not on_cpu,
         **recompute,
     }
 
