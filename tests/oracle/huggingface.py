@@ -1,4 +1,4 @@
-"""Parameters of Hugging Face's Llama, Mistral and Qwen models under megatron-core's names."""
+"""Parameters of Hugging Face's Llama, Mistral, Qwen and Starcoder2 models under megatron-core's names."""
 
 from collections.abc import Mapping
 
@@ -15,6 +15,8 @@ _UNCHANGED = {
     "self_attn.o_proj": "self_attention.linear_proj",
     "post_attention_layernorm": "pre_mlp_layernorm",
     "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.c_fc": "mlp.linear_fc1",
+    "mlp.c_proj": "mlp.linear_fc2",
 }
 
 
@@ -25,10 +27,10 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
         state: Names starting with `model.` and `lm_head.`.
         model: The same architecture.
     """
-    parameters = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-    }
+    parameters = {"embedding.word_embeddings.weight": state["model.embed_tokens.weight"]}
+    for kind in ("weight", "bias"):
+        if f"model.norm.{kind}" in state:
+            parameters[f"decoder.final_layernorm.{kind}"] = state[f"model.norm.{kind}"]
     if not model.tied_embeddings:
         parameters["output_layer.weight"] = state["lm_head.weight"]
     for i in range(model.num_layers):
@@ -40,8 +42,9 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             if f"{theirs}.self_attn.q_proj.{kind}" in state:
                 q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
-        gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
+        if model.activation == "swiglu":
+            gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+            parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
     return {name: value.detach().clone() for name, value in parameters.items()}
 
 

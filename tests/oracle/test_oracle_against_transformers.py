@@ -132,6 +132,25 @@ def mistral() -> tuple[ModelSection, Any]:
     return model, transformers.MistralConfig(**common(model), sliding_window=7, rope_parameters=rope_parameters)
 
 
+def starcoder2(activation: str = "gelu_tanh") -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, norm="layernorm", activation=activation, linear_bias=True, sliding_window=9)
+    return model, transformers.Starcoder2Config(
+        **{key: value for key, value in common(model).items() if key != "rms_norm_eps"},
+        norm_epsilon=model.norm_epsilon,
+        hidden_act={"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}[activation],
+        use_bias=True,
+        sliding_window=9,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        embedding_dropout=0.0,
+        residual_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def starcoder2_exact_gelu() -> tuple[ModelSection, Any]:
+    return starcoder2("gelu")
+
+
 FAMILIES = [
     llama3_rope,
     linear_rope,
@@ -141,6 +160,8 @@ FAMILIES = [
     qwen3,
     qwen3_with_global_layers,
     mistral,
+    starcoder2,
+    starcoder2_exact_gelu,
 ]
 
 
