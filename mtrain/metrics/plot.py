@@ -1,0 +1,119 @@
+"""Loss curves of one or more runs as a picture."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from mtrain.errors import DataError
+from mtrain.files import disk_faults, replacing
+from mtrain.metrics.jsonl import read_records
+from mtrain.metrics.record import StepRecord, ValidRecord
+
+SMOOTH_ABOVE_STEPS = 100
+"""Runs longer than this show their curve in a light tone under its running mean over a fiftieth of the steps."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What one run's picture is drawn from."""
+
+    steps: list[StepRecord]
+    """In order of the step; of a step told twice, the last."""
+    passes: list[ValidRecord]
+
+
+def load_curves(run_folder: Path) -> Curves:
+    """Reads a run folder, also while the run goes on.
+
+    Raises:
+        DataError: it has no metrics.jsonl, that holds no record, or a line of it is damaged.
+    """
+    path = run_folder / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{path} is not there; give the run.dir of a run that has made at least one step")
+    with disk_faults(f"read {path}"):
+        records = list(read_records(path))
+    if not records:
+        raise DataError(f"{path} holds no record yet; wait for the first step")
+    steps = {record.step: record for record in records if isinstance(record, StepRecord)}
+    passes = {record.step: record for record in records if isinstance(record, ValidRecord)}
+    return Curves([steps[step] for step in sorted(steps)], [passes[step] for step in sorted(passes)])
+
+
+def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
+    """Draws training and validation loss above the gradient norm, all runs over the same axis of steps.
+
+    Args:
+        run_folders: One or more; a run's curves have one colour in both panels.
+        picture: The PNG to write, in one move.
+
+    Raises:
+        DataError: a run has nothing to draw.
+        MachineError: the picture cannot be written.
+    """
+    runs = [load_curves(folder) for folder in run_folders]
+    names = _distinct_names(run_folders)
+    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
+    losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
+        _draw_run(losses, norms, name, run, colour=f"C{number % 10}")
+    _finish(losses, "loss (nats)", is_log=False)
+    _finish(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
+    losses.legend()
+    norms.set_xlabel("step")
+    with disk_faults(f"write {picture}"):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(picture) as new:
+            figure.savefig(new, format="png")
+
+
+def running_mean(values: Sequence[float], half_window: int) -> list[float]:
+    """Mean of each value and up to `half_window` on either side; values that are no numbers do not enter."""
+    raw = np.asarray(values, dtype=np.float64)
+    is_number = np.isfinite(raw)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_number, raw, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_number)])
+    index = np.arange(len(raw))
+    first, end = np.maximum(index - half_window, 0), np.minimum(index + half_window + 1, len(raw))
+    num_numbers = counts[end] - counts[first]
+    means = (sums[end] - sums[first]) / np.maximum(num_numbers, 1)
+    return [float(mean) for mean in np.where(num_numbers > 0, means, math.nan)]
+
+
+def _draw_run(losses: Any, norms: Any, name: str, run: Curves, colour: str) -> None:
+    learnt = [record for record in run.steps if not record.empty]
+    _draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in learnt], colour)
+    _draw_curve(norms, name, [(record.step, record.grad_norm) for record in learnt], colour)
+    if run.passes:
+        steps, values = [record.step for record in run.passes], [record.valid_loss for record in run.passes]
+        style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}
+        losses.plot(steps, values, color=colour, label=f"{name}, validation", **style)
+
+
+def _draw_curve(axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str) -> None:
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if len(points) <= SMOOTH_ABOVE_STEPS:
+        axes.plot(steps, values, color=colour, linewidth=1.4, label=label)
+        return
+    axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
+    axes.plot(steps, running_mean(values, len(points) // 100), color=colour, linewidth=1.4, label=label)
+
+
+def _finish(axes: Any, label: str, *, is_log: bool) -> None:
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if is_log:
+        axes.set_yscale("log")
+
+
+def _distinct_names(run_folders: Iterable[Path]) -> list[str]:
+    """The folders' last names, or their whole paths where two of those are the same."""
+    paths = [folder.resolve() for folder in run_folders]
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]

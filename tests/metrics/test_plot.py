@@ -1,0 +1,70 @@
+"""The picture of loss curves: readable input, a PNG that shows every run."""
+
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from mtrain.errors import DataError, MachineError
+from mtrain.metrics.jsonl import JsonlSink
+from mtrain.metrics.plot import load_curves, plot_losses, running_mean
+from mtrain.metrics.record import Record
+from tests.metrics.records import step_record, valid_record
+
+
+def run_folder(path: Path, *records: Record) -> Path:
+    path.mkdir(parents=True)
+    sink = JsonlSink(path / "metrics.jsonl", 0)
+    for record in records:
+        sink.write(record)
+    sink.close()
+    return path
+
+
+def colours(picture: Path) -> set[tuple[int, int, int]]:
+    pixels = np.round(matplotlib.image.imread(picture)[..., :3] * 255).astype(int)
+    return {(int(r), int(g), int(b)) for r, g, b in np.unique(pixels.reshape(-1, 3), axis=0)}
+
+
+BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
+
+
+@pytest.mark.parametrize("num_steps", [3, 300])
+def test_each_run_is_drawn_in_its_colour(tmp_path: Path, num_steps: int) -> None:
+    steps = [step_record(step, 4.0 / step) for step in range(1, num_steps + 1)]
+    first = run_folder(tmp_path / "a" / "run", valid_record(0), *steps, valid_record(num_steps))
+    second = run_folder(tmp_path / "b" / "run", *steps[:2], step_record(3, math.nan))
+    plot_losses([first], tmp_path / "one.png")
+    plot_losses([first, second], tmp_path / "pictures" / "two.png")
+    assert BLUE in colours(tmp_path / "one.png")
+    assert ORANGE not in colours(tmp_path / "one.png")
+    assert {BLUE, ORANGE} <= colours(tmp_path / "pictures" / "two.png")
+
+
+def test_of_a_step_told_twice_the_last_counts(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run", step_record(2, 9.0), step_record(1), step_record(2, 5.0), valid_record(2))
+    curves = load_curves(path)
+    assert [(record.step, record.loss) for record in curves.steps] == [(1, 2.5), (2, 5.0)]
+    assert curves.passes == [valid_record(2)]
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"metrics.jsonl is not there"):
+        plot_losses([tmp_path], tmp_path / "x.png")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="holds no record"):
+        plot_losses([tmp_path], tmp_path / "x.png")
+
+
+def test_a_picture_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run", step_record(1))
+    with pytest.raises(MachineError, match="could not write"):
+        plot_losses([path], path / "metrics.jsonl" / "x.png")
+
+
+def test_a_running_mean_is_shorter_at_the_ends_and_passes_over_gaps() -> None:
+    assert running_mean([2.0, 4.0, 6.0, 11.0], 1) == [3.0, 4.0, 7.0, 8.5]
+    assert running_mean([2.0, math.inf, 6.0], 1) == [2.0, 4.0, 6.0]
+    assert math.isnan(running_mean([math.nan], 1)[0])
