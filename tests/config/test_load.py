@@ -1,0 +1,176 @@
+"""Reading, merging and saving configurations, and what is said about bad ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain.config import Config
+from mtrain.config.load import load_config, save_config
+from mtrain.errors import ConfigError
+from tests.config.samples import config, content
+from tests.config.yaml_files import write
+
+
+def message(paths: list[Path], overrides: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(paths, overrides)
+    return str(error.value)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(tmp_path / "base.yaml", content())
+
+
+def test_later_files_win_key_by_key_and_overrides_win_over_files(base: Path, tmp_path: Path) -> None:
+    later = write(tmp_path / "later.yaml", {"train": {"num_steps": 20, "seed": 5}, "layout": {"tp": 2}})
+    read = load_config([base, later], ["train.seed=6", "optimizer.beta1=0.8"])
+    assert (read.train.num_steps, read.train.seed, read.train.global_batch_size) == (20, 6, 16)
+    assert (read.layout.tp, read.optimizer.beta1) == (2, 0.8)
+    assert load_config([later, base], []).train.num_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("optimizer.lr=1e-4", "optimizer", "lr", 1e-4),
+        ("train.num_steps=1e3", "train", "num_steps", 1000),
+        ("layout.sp=false", "layout", "sp", False),
+        ("model.megatron={deterministic_mode: true}", "model", "megatron", {"deterministic_mode": True}),
+        ("model.megatron.deterministic_mode=true", "model", "megatron", {"deterministic_mode": True}),
+        ("data.split=[0.8, 0.1, 0.1]", "data", "split", (0.8, 0.1, 0.1)),
+        ("data.tokenizer=null", "data", "tokenizer", None),
+        ("data.tokenizer=a=b", "data", "tokenizer", "a=b"),
+        ("run.dir='12'", "run", "dir", "12"),
+    ],
+)
+def test_override_values_are_yaml(base: Path, override: str, section: str, key: str, value: object) -> None:
+    read = getattr(getattr(load_config([base], [override]), section), key)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
+    sources = write(tmp_path / "a.yaml", {"data": {"train": [{"path": "a"}, {"path": "b"}]}})
+    read = load_config([base, sources], ["data.train=[{path: c, weight: 2}]"])
+    assert [(source.path, source.weight) for source in read.data.train] == [("c", 2.0)]
+    assert "complete list" in message([base, sources], ["data.train.0.path=c"])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("layout.tpp=2", "layout.tpp: there is no such key; did you mean layout.tp? (in the command line)"),
+        ("lay_out.tp=2", "lay_out: there is no such key; did you mean layout?"),
+        ("model.seq_length=2", "model.seq_length: there is no such key; did you mean data.seq_length?"),
+        ("model.rope.bas=2", "model.rope.bas: there is no such key; did you mean model.rope.base?"),
+        ("data.train=[{pth: x, path: y}]", "data.train[0].pth: there is no such key; did you mean data.train[0].path?"),
+        ("loss.side_terms.tp.coeficient=1", "did you mean loss.side_terms.tp.coefficient?"),
+        ("run.zzz=2", "run.zzz: there is no such key; run has dir"),
+        ("train.num_steps=ten", "train.num_steps: input should be a valid integer"),
+        ("train.num_steps=1.5", "train.num_steps: input should be a valid integer"),
+        ("train.num_steps=0", "train.num_steps: input should be greater than 0, but 0 was given"),
+        ("train.num_steps=yes", "train.num_steps: a number is needed, but true was given"),
+        ("train.num_steps=null", "train.num_steps: input should be a valid integer, but nothing was given"),
+        ("optimizer.lr=.nan", "optimizer.lr: input should be a finite number"),
+        ("train.precision=fp8", "train.precision: input should be 'fp32', 'bf16' or 'fp16', but 'fp8' was given"),
+        ("model=3", "model: a section with keys is needed, but 3 was given"),
+        ("model.rope=3", "model.rope: a section with keys is needed, but 3 was given"),
+        ("run.dir=${oc.env:HOME}", "run.dir: interpolation (${...}) would not repeat the run"),
+        ("run.dir=${", "run.dir: interpolation (${...}) would not repeat the run"),
+        ("run.dir=???", "run.dir: ??? stands for a missing value"),
+        ("run.dir", "run.dir: an override has the form section.key=value"),
+        ("=3", "=3: an override has the form section.key=value"),
+        ("run..dir=3", "run..dir=3: an override has the form section.key=value"),
+        ("run.dir=[1", "run.dir=[1: the value cannot be read as YAML"),
+    ],
+)
+def test_a_bad_override_is_named(base: Path, override: str, expected: str) -> None:
+    found = message([base], [override])
+    assert expected in found
+    assert len(found.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (b"", "bad.yaml: the file is empty"),
+        (b"# only a comment\n", "bad.yaml: the file is empty"),
+        (b"3", "bad.yaml: sections with keys are needed"),
+        (b"- 1\n- 2\n", "bad.yaml: sections with keys are needed"),
+        (b"run:\n  dir: x\nrun:\n  dir: y\n", "bad.yaml:3: found duplicate key run"),
+        (b"run: {dir: x\nmodel: [\n", "bad.yaml:2: "),
+        (b"run:\n\tdir: x\n", "bad.yaml:2: "),
+        (b"run: {dir: \xff}", "bad.yaml: byte 11 is not UTF-8"),
+        (b"run: {dir: \x01}", "bad.yaml: unacceptable character"),
+        (b"run: {dir: !!python/object:os.system x}", "bad.yaml:1: could not determine a constructor"),
+        (b"run: {dir: '${oc.env:HOME}'}", "run.dir: interpolation (${...}) would not repeat the run elsewhere (in "),
+        (b"run: {dir: '${'}", "run.dir: interpolation (${...}) would not repeat the run elsewhere (in "),
+        (b"data: {train: [{path: '${x}'}]}", "data.train[0].path: interpolation"),
+        (b"1: x\n", "keys should be strings, but 1 was given"),
+    ],
+)
+def test_a_bad_file_is_named(base: Path, written: bytes, expected: str) -> None:
+    bad = base.with_name("bad.yaml")
+    bad.write_bytes(written)
+    found = message([base, bad], [])
+    assert expected in found
+    assert len(found.splitlines()) == 1
+
+
+def test_missing_files_and_folders_are_all_named(base: Path, tmp_path: Path) -> None:
+    found = message([tmp_path / "none.yaml", base, tmp_path], ["x"])
+    assert [line.partition(":")[0] for line in found.splitlines()] == [str(tmp_path / "none.yaml"), str(tmp_path), "x"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(base: Path) -> None:
+    base.write_bytes(b"\xef\xbb\xbf" + base.read_bytes())
+    assert load_config([base], []) == config()
+
+
+def test_the_environment_is_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "swordfish")
+    assert "swordfish" not in message([base], ["run.dir=${oc.env:SECRET}"])
+
+
+def test_a_text_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir: interpolation"):
+        save_config(config(run__dir="${x}"), tmp_path / "config.yaml")
+    assert not (tmp_path / "config.yaml").exists()
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda text: "${" not in text and text != "???")
+tricky = st.sampled_from(
+    ["1e-4", "no", "null", "12:30", "010", "1_000", "=", "~", "", " x ", "a: b", "0o17", "{}", "#"]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts | tricky,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | tricky, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    changes: dict[str, Any] = {
+        "run__dir": draw(texts | tricky),
+        "optimizer__lr": draw(st.floats(1e-300, 1e300)),
+        "train__seed": draw(st.integers(0, 2**64)),
+        "train__recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "loss__options": draw(st.dictionaries(texts | tricky, values, max_size=3)),
+        "loss__side_terms": draw(st.dictionaries(texts.filter(lambda name: name != "main"), st.just({}), max_size=2)),
+        "data__train": draw(st.lists(st.fixed_dictionaries({"path": texts | tricky}), max_size=2)),
+        "data__split": draw(st.sampled_from([None, [0.9, 0.1, 0], [1, 0, 0]])),
+    }
+    return config(**changes)
+
+
+@settings(deadline=None, max_examples=150)
+@given(saved=configs())
+def test_a_saved_configuration_loads_equal(saved: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
+    save_config(saved, path)
+    assert load_config([path], []) == saved

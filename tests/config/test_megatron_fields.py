@@ -1,0 +1,61 @@
+"""What may pass through model.megatron."""
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+
+from mtrain.config import megatron_fields
+from tests.config.samples import config
+
+
+def test_the_parsed_names_are_those_of_the_installed_class(
+    transformer_config_fields: frozenset[str],
+) -> None:
+    assert megatron_fields.field_names() == transformer_config_fields
+
+
+@pytest.fixture(scope="module")
+def transformer_config_fields() -> frozenset[str]:
+    from megatron.core.transformer import TransformerConfig
+
+    return frozenset(field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_"))
+
+
+def test_every_refused_field_exists(transformer_config_fields: frozenset[str]) -> None:
+    assert megatron_fields.TYPED_KNOBS.keys() | megatron_fields.OURS.keys() <= transformer_config_fields
+
+
+def test_every_typed_knob_exists() -> None:
+    sections = config().model_dump()
+    for key in megatron_fields.TYPED_KNOBS.values():
+        section, name = key.split(".")
+        assert name in sections[section]
+
+
+def test_free_fields_pass() -> None:
+    given = {"deterministic_mode": True, "apply_rope_fusion": False, "microbatch_group_size_per_vp_stage": 4}
+    assert config(model__megatron=given).model.megatron == given
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_layers", "megatron.num_layers is set by model.num_layers; use that key instead"),
+        ("tensor_model_parallel_size", "megatron.tensor_model_parallel_size is set by layout.tp"),
+        ("sequence_parallel", "megatron.sequence_parallel is set by layout.sp"),
+        ("bf16", "megatron.bf16 is set by train.precision"),
+        ("calculate_per_token_loss", "megatron.calculate_per_token_loss is not free"),
+        ("gradient_accumulation_fusion", "megatron.gradient_accumulation_fusion is not free"),
+        ("finalize_model_grads_func", "megatron.finalize_model_grads_func is not free"),
+        ("moe_router_topk", "megatron.moe_router_topk belongs to a family of models"),
+        ("deterministic_mod", "TransformerConfig; did you mean megatron.deterministic_mode?"),
+        ("sequence_paralel", "TransformerConfig; did you mean layout.sp?"),
+        ("zzzzzz", "megatron.zzzzzz is not a field of megatron-core's TransformerConfig; remove it"),
+        ("_cpu_offloading_context", "is not a field of megatron-core's TransformerConfig"),
+    ],
+)
+def test_other_fields_are_refused(field: str, message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        config(model__megatron={field: 1})
+    assert message in str(error.value)

@@ -1,0 +1,175 @@
+"""Every rule: broken it is reported under its dotted key, kept it is silent."""
+
+from typing import Any
+
+import pytest
+
+from mtrain.config.load import load_config
+from mtrain.errors import ConfigError
+from tests.config.samples import config, content
+from tests.config.yaml_files import write
+
+
+def messages(tmp_path: Any, **changes: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config([write(tmp_path / "config.yaml", content(**changes))], [])
+    return str(error.value).splitlines()
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"layout__sp": True}, "layout.sp=true needs tp > 1, but tp=1"),
+    ({"layout__vpp": 2}, "layout.vpp=2 needs pp > 1"),
+    ({"layout__first_stage_layers": 2}, "layout.first_stage_layers divides the layers over pipeline stages, but pp=1"),
+    (
+        {"layout": {"pp": 2, "first_stage_layers": 2, "stage_layers": [2, 6]}},
+        "layout.stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is given",
+    ),
+    ({"layout": {"pp": 2, "stage_layers": [2, 3, 3]}}, "layout.stage_layers=[2, 3, 3] needs 2 numbers above 0"),
+    ({"layout": {"pp": 2, "stage_layers": [8, 0]}}, "layout.stage_layers=[8, 0] needs 2 numbers above 0"),
+    ({"layout__ep": 2}, "layout.ep=2 and etp=1 need a model with experts"),
+    ({"layout__etp": 2}, "layout.ep=1 and etp=2 need a model with experts"),
+    ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
+    (
+        {"data__split": [0.9, 0.1, 0], "data__valid": [{"path": "v"}]},
+        "data.split already divides the train sources, but valid or test are given",
+    ),
+    ({"data__split": [0.9, 0.2, 0]}, "data.split=[0.9, 0.2, 0.0] needs three shares"),
+    ({"data__split": [1.1, -0.1, 0]}, "data.split=[1.1, -0.1, 0.0] needs three shares"),
+    ({"data__split": [0, 0.5, 0.5]}, "data.split=[0.0, 0.5, 0.5] needs three shares"),
+    ({"data": {"kind": "jsonl", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer is not given"),
+    (
+        {
+            "data": {
+                "kind": "jsonl",
+                "seq_length": 64,
+                "train": [{"path": "t"}],
+                "tokenizer": "m",
+                "isolate_documents": 1,
+            }
+        },
+        "data.isolate_documents=true is for kind=indexed",
+    ),
+    ({"loss__function": "mtrain.loss"}, "loss.function='mtrain.loss' needs the form package.module:name"),
+    ({"loss__function": "a.b:c.d"}, "loss.function='a.b:c.d' needs the form package.module:name"),
+    ({"loss__aggregation": "token-sum-norm"}, "loss.norm_length is not given, but aggregation=token-sum-norm"),
+    (
+        {"loss__aggregation": "seq-mean-token-sum-norm"},
+        "loss.norm_length is not given, but aggregation=seq-mean-token-sum-norm",
+    ),
+    ({"loss__norm_length": 7}, "loss.norm_length=7 is not used by aggregation=token-mean"),
+    (
+        {"loss__side_terms": {"z": {"aggregation": "token-sum-norm"}}},
+        "loss.side_terms.z.norm_length is not given",
+    ),
+    (
+        {"loss__side_terms": {"z": {}}, "loss__denominator": "measured"},
+        "loss.denominator=measured is known only after the forward pass",
+    ),
+    ({"loss__side_terms": {"main": {}}}, "loss.side_terms.main takes the name of the main term"),
+    (
+        {"train__overlap_param_gather": True},
+        "train.overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
+        "overlap_grad_reduce is false",
+    ),
+    (
+        {"train__overlap_param_gather": True, "train__distributed_optimizer": False},
+        "train.overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
+        "distributed_optimizer and overlap_grad_reduce are false",
+    ),
+    ({"optimizer__min_lr": 1.0}, "optimizer.min_lr=1.0 must not be above lr=0.001"),
+    (
+        {"optimizer__warmup_steps": 4, "optimizer__decay_steps": 4},
+        "optimizer.decay_steps=4 is the step at which min_lr",
+    ),
+    ({"optimizer__warmup_steps": 10}, "optimizer.warmup_steps=10 must be below train.num_steps=10"),
+    (
+        {"optimizer": {"lr": 1, "schedule": "wsd", "warmup_steps": 6, "decay_steps": 5}},
+        "optimizer.warmup_steps=6 and optimizer.decay_steps=5 do not fit",
+    ),
+    ({"model__rope__factor": 2}, "model.rope.factor=2.0 has no effect with scaling=none"),
+    (
+        {"model__rope": {"scaling": "llama3", "low_freq_factor": 4}},
+        "model.rope.low_freq_factor=4.0 must be below high_freq_factor=4.0",
+    ),
+    ({"model__rope": {"scaling": "yarn", "beta_slow": 32}}, "model.rope.beta_slow=32.0 must be below beta_fast=32.0"),
+    ({"model__hidden_size": 68}, "model.hidden_size=68 is not a multiple of num_attention_heads=8"),
+    ({"model__head_dim": 7}, "model.head_dim=7 must be even"),
+    ({"model__num_query_groups": 3}, "model.num_query_groups=3 must divide num_attention_heads=8"),
+    ({"model__global_attention_every": 2}, "model.global_attention_every=2 has no effect without a window"),
+    (
+        {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}]}},
+        "valid asks for validation, but there are no samples for it",
+    ),
+    (
+        {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}], "split": [0.9, 0, 0.1]}},
+        "valid asks for validation, but there are no samples for it",
+    ),
+    ({"layout__tp": 16}, "model.num_attention_heads=8 must be a multiple of layout.tp=16"),
+    ({"layout__tp": 8}, "model.num_query_groups=4 must be a multiple of layout.tp=8"),
+    ({"layout__tp": 4, "model__ffn_hidden_size": 130}, "model.ffn_hidden_size=130 must be a multiple of layout.tp=4"),
+    (
+        {"layout": {"tp": 4, "cp": 4, "cp_comm": "ulysses"}},
+        "model.num_attention_heads=8 must be a multiple of layout.tp=4 x layout.cp=4 for layout.cp_comm=ulysses",
+    ),
+    ({"layout__pp": 3}, "model.num_layers=8 must be a multiple of the layout.pp=3 x layout.vpp=1 stages"),
+    ({"layout": {"pp": 2, "vpp": 3}}, "model.num_layers=8 must be a multiple of the layout.pp=2 x layout.vpp=3 stages"),
+    ({"layout": {"pp": 2, "stage_layers": [4, 5]}}, "layout.stage_layers=[4, 5] adds up to 9, but model.num_layers=8"),
+    ({"layout": {"pp": 3, "first_stage_layers": 3}}, "layout.first_stage_layers=3 and layout.last_stage_layers=None"),
+    ({"layout": {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 4}}, "layout.first_stage_layers=3 and layout"),
+    ({"layout": {"pp": 2, "first_stage_layers": 8}}, "layout.first_stage_layers=8 and layout.last_stage_layers=None"),
+    ({"layout__cp": 2, "data__seq_length": 66}, "data.seq_length=66 must be a multiple of 4 = 2 x layout.cp"),
+    (
+        {"layout": {"tp": 4, "sp": True}, "data__seq_length": 66},
+        "data.seq_length=66 must be a multiple of 4 = layout.tp (layout.sp=true)",
+    ),
+    (
+        {"layout": {"tp": 4, "sp": True, "cp": 2}, "data__seq_length": 72},
+        "data.seq_length=72 must be a multiple of 16 = 2 x layout.cp x layout.tp (layout.sp=true)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "start"), BROKEN, ids=[start.partition(" ")[0] for _, start in BROKEN])
+def test_a_broken_rule_is_named(tmp_path: Any, changes: dict[str, Any], start: str) -> None:
+    found = [message for message in messages(tmp_path, **changes) if message.startswith(start)]
+    assert len(found) == 1
+    assert ";" in found[0], "the message must say what to change"
+
+
+KEPT: list[dict[str, Any]] = [
+    {"layout": {"tp": 4, "sp": True, "cp": 8, "pp": 2, "vpp": 2}},
+    {"layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}},
+    {"layout": {"pp": 2, "stage_layers": [3, 5]}},
+    {"layout": {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 5}},
+    {"layout": {"pp": 2, "last_stage_layers": 5}},
+    {"layout": {"pp": 3, "vpp": 2, "first_stage_layers": 2, "last_stage_layers": 2}},
+    {"loss": {"aggregation": "token-sum-norm", "norm_length": 64}},
+    {"loss": {"side_terms": {"z": {"function": "my_losses:z_loss", "options": {"a": 1}, "coefficient": 0.1}}}},
+    {"loss__denominator": "measured"},
+    {"train": {"global_batch_size": 16, "num_steps": 10, "overlap_grad_reduce": True, "overlap_param_gather": True}},
+    {"optimizer": {"lr": 1, "schedule": "wsd", "warmup_steps": 6, "decay_steps": 4}},
+    {"optimizer": {"lr": 1, "min_lr": 1, "warmup_steps": 9}},
+    {"data": {"seq_length": 64, "train": [{"path": "t"}], "split": [0.9, 0.1, 0]}, "valid__at_start": True},
+    {"data": {"seq_length": 64, "train": [{"path": "t"}], "valid": [{"path": "v"}]}, "valid__interval_steps": 3},
+    {"model__rope": {"scaling": "yarn", "factor": 4}, "model__sliding_window": 9, "model__global_attention_every": 2},
+]
+
+
+@pytest.mark.parametrize("changes", KEPT, ids=str)
+def test_a_legal_configuration_passes(changes: dict[str, Any]) -> None:
+    config(**changes)
+
+
+def test_all_broken_rules_of_all_sections_are_reported_at_once(tmp_path: Any) -> None:
+    found = messages(
+        tmp_path, layout={"sp": True, "vpp": 2}, optimizer={"lr": 1e-3, "min_lr": 1}, train__num_steps=-1, model__tp=2
+    )
+    starts = ["layout.sp=true", "layout.vpp=2", "optimizer.min_lr=1.0", "train.num_steps: ", "model.tp: "]
+    assert sorted(found) == sorted(line for start in starts for line in found if line.startswith(start))
+    assert len(found) == len(starts)
+
+
+def test_all_broken_rules_across_sections_are_reported_at_once(tmp_path: Any) -> None:
+    found = messages(tmp_path, layout={"tp": 16, "pp": 3, "cp": 5}, optimizer__warmup_steps=99)
+    keys = ["optimizer.warmup_steps", "model.num_attention_heads", "model.num_query_groups", "model.num_layers"]
+    assert [line.partition("=")[0] for line in found] == [*keys, "data.seq_length"]
