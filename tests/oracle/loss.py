@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtrain.config.loss import LossSection, TermSection
 from mtrain.config.model import ModelSection
+from mtrain.data.sample import Sample
 from tests.oracle.model import Parameters, logits_of
 
 
@@ -26,6 +27,20 @@ class Sequence:
     """v_i."""
     document_starts: tuple[int, ...] = (0,)
     """Where positions restart; attention does not reach back over these places."""
+
+    @classmethod
+    def of_sample(cls, sample: Sample) -> "Sequence":
+        """A row of a batch without what follows its last loss token: no loss depends on that, padding included."""
+        (places,) = sample.mask.nonzero()
+        length = places[-1].item() + 1 if len(places) > 0 else 1
+        starts = (0,) if sample.document_starts is None else sorted(set(sample.document_starts[:length].tolist()))
+        return cls(
+            tokens=torch.from_numpy(sample.tokens[:length]),
+            labels=torch.from_numpy(sample.labels[:length]),
+            weights=torch.from_numpy(sample.mask[:length]),
+            sample_weight=sample.weight,
+            document_starts=tuple(starts),
+        )
 
     def documents(self) -> list[Tensor]:
         """The tokens between two starts, each."""

@@ -18,9 +18,7 @@ class StepResult:
     """What one optimizer step computes; everything float64."""
 
     loss: float
-    """The main term's mean: its numerator / denominator."""
-    objective: float
-    """Sum of coefficient x mean over all terms: what is differentiated."""
+    """Sum of coefficient x mean over all terms: what is differentiated and reported."""
     means: dict[str, float]
     """By term, numerator / denominator."""
     denominators: dict[str, float]
@@ -75,8 +73,7 @@ def _step(
     found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()))
     gradients = dict(zip(leaves, found, strict=True))
     return StepResult(
-        loss=values["main"].mean.item(),
-        objective=objective.item(),
+        loss=objective.item(),
         means={name: value.mean.item() for name, value in values.items()},
         denominators={name: value.denominator for name, value in values.items()},
         grad_norm=global_norm(gradients),

@@ -1,13 +1,16 @@
 """The oracle's aggregations by hand, its gradients by finite differences, its optimizer by torch's."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from mtrain.config.loss import LossSection, SideTermSection, TermSection
 from mtrain.config.model import ModelSection
 from mtrain.config.train import OptimizerSection
+from mtrain.data.sample import Sample
 from tests.oracle.loss import Sequence, aggregate, objective, term_values
 from tests.oracle.model import logits_of, random_parameters
 from tests.oracle.run import oracle_steps
@@ -91,6 +94,23 @@ def test_gradients_are_finite_differences_of_the_objective() -> None:
 
     assert slope == pytest.approx((moved(1e-5) - moved(-1e-5)) / 2e-5, rel=1e-6)
     assert result.gradients["output_layer.weight"][MODEL.vocab_size :].count_nonzero() == 0
+
+
+def test_a_sample_loses_its_padding() -> None:
+    sample = Sample(
+        tokens=np.array([5, 6, 7, 8, 0, 0]),
+        labels=np.array([6, 7, 8, 2, 0, 0]),
+        mask=np.array([0, 1, 0, 0.5, 0, 0]),
+        weight=3.0,
+        document_starts=np.array([0, 0, 2, 2, 4, 4], dtype=np.int32),
+    )
+    sequence = Sequence.of_sample(sample)
+    assert sequence.tokens.tolist() == [5, 6, 7, 8]
+    assert sequence.labels.tolist() == [6, 7, 8, 2]
+    assert sequence.weights.tolist() == [0, 1, 0, 0.5]
+    assert (sequence.sample_weight, sequence.document_starts) == (3.0, (0, 2))
+    masked = Sequence.of_sample(replace(sample, mask=np.zeros(6)))
+    assert (masked.weights.tolist(), masked.document_starts) == ([0], (0,))
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05, 1e6])
