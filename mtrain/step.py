@@ -13,7 +13,7 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
-from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors
+from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups
@@ -32,7 +32,9 @@ class StepTotals:
     """The loss of a global batch, the same on all ranks."""
 
     loss: float
-    """Sum over terms of coefficient x numerator / denominator."""
+    """Main term: numerator / denominator, in nats."""
+    objective: float
+    """Sum over terms of coefficient x numerator / denominator: the very quantity that was differentiated."""
     terms: Mapping[str, TermTotals]
     flag: bool
     """Whether any rank raised its flag for this step."""
@@ -89,11 +91,17 @@ class TrainingStep:
         assert finalizer.totals is not None
         terms, joined = finalizer.totals.read()
         check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
-        return StepTotals(reported_loss(self._objective, terms), terms, joined)
+        return self._totals(terms, joined)
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
         """The optimizer step; None where the batch was empty: weights and state stay bit-identical."""
         return None if totals.is_empty else self._optimizer.update(lr)
+
+    def _totals(self, terms: Mapping[str, TermTotals], flag: bool) -> StepTotals:
+        numerators = {term: totals.numerator for term, totals in terms.items()}
+        denominators = {term: totals.denominator for term, totals in terms.items()}
+        means = term_means(numerators, denominators)
+        return StepTotals(means[MAIN_TERM], self._objective.reported(numerators, denominators), terms, flag)
 
     def _factors(self, planned: Mapping[str, float]) -> tuple[dict[str, float], float]:
         """Side-term factors and the fp16 premultiplier, from the plan of the whole global batch."""
@@ -131,14 +139,6 @@ def term_inputs(logits: Tensor, batch: Microbatch, config: Config, groups: Group
         term: TermInputs(shared, batch.labels, batch.weights[term], batch.shares[term], batch.tokens)
         for term in batch.weights
     }
-
-
-def reported_loss(objective: Objective, terms: Mapping[str, TermTotals]) -> float:
-    """The value of the objective: the very quantity that was differentiated."""
-    return objective.reported(
-        {term: totals.numerator for term, totals in terms.items()},
-        {term: totals.denominator for term, totals in terms.items()},
-    )
 
 
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:

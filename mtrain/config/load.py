@@ -63,17 +63,26 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
         raise ConfigError("\n".join(_messages(error, sources))) from None
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Writes every knob to a YAML file from which `load_config` makes an equal configuration.
+def config_yaml(config: Config) -> str:
+    """Every knob as YAML text, from which `load_config` makes an equal configuration.
 
     Raises:
         ConfigError: a text holds `${` or is `???`, which could not be read back.
-        MachineError: the file cannot be written.
     """
     content = config.model_dump()
-    if faults := list(_placeholders(Source(str(path), content))):
+    if faults := list(_placeholders(Source("the configuration", content))):
         raise ConfigError("\n".join(faults))
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
+    return OmegaConf.to_yaml(OmegaConf.create(content))
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes `config_yaml` to a file.
+
+    Raises:
+        ConfigError: as `config_yaml`.
+        MachineError: the file cannot be written.
+    """
+    write_atomically(path, config_yaml(config))
 
 
 def read_file(path: Path) -> Source:

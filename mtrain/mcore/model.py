@@ -18,6 +18,7 @@ from mtrain.mcore.initialize import draw_weights
 from mtrain.mcore.rotary import Rotary
 from mtrain.mcore.spec import block_spec, chosen_backend
 from mtrain.mcore.translate import ddp_config, transformer_config
+from mtrain.planning import padded_vocab_size
 from mtrain.rope import inverse_frequencies
 
 
@@ -42,12 +43,6 @@ class LanguageModel(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Hands the logits [seq_local, batch, vocab_local] through."""
         return logits
-
-
-def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
-    """Rows of the embedding table: the next multiple of `multiple` x tp."""
-    step = multiple * tp
-    return -(-vocab_size // step) * step
 
 
 def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]:
@@ -81,7 +76,7 @@ def _build_chunk(
     model = LanguageModel(
         config=translated,
         transformer_layer_spec=block_spec(translated, config.model, backend, vp_stage),
-        vocab_size=padded_vocab_size(config.model.vocab_size, config.model.vocab_multiple, layout.tp),
+        vocab_size=padded_vocab_size(config.model, layout.tp),
         max_sequence_length=config.data.seq_length,
         pre_process=stage == 0,
         post_process=stage == layout.pp * layout.vpp - 1,

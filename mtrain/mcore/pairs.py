@@ -34,6 +34,7 @@ class TermTotals:
     numerator: float
     denominator: float
     planned: float
+    """The denominator that the batches promised."""
 
 
 class GlobalTotals:

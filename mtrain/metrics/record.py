@@ -34,7 +34,9 @@ class StepRecord:
     step: int
     """Optimizer updates completed, this one included: the first record has step 1."""
     loss: float
-    """Main term over the global batch, in nats: the quantity that was differentiated. Means nothing where `empty`."""
+    """Main term over the global batch, in nats: numerator / denominator. Means nothing where `empty`."""
+    objective: float | None = None
+    """The quantity that was differentiated: sum over terms of coefficient x numerator / denominator."""
     denominator: float
     """What the main term was divided by."""
     grad_norm: float

@@ -1,0 +1,100 @@
+"""The world of ranks: which device each computes on, how it opens, and how ranks agree that something failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mtrain.environment import RankEnvironment
+from mtrain.errors import MachineError, MtrainError
+
+Result = TypeVar("Result")
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """`train.device`: auto takes this rank's GPU where there is one, else the CPU.
+
+    Raises:
+        MachineError: cuda was asked for and is not there, or has fewer GPUs than ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if torch.cuda.is_available():
+            raise MachineError(
+                "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty), because "
+                "megatron-core takes the GPU it sees"
+            )
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use train.device=auto")
+    if local_rank >= torch.cuda.device_count():
+        raise MachineError(
+            f"local rank {local_rank} needs a GPU of its own, but torch sees {torch.cuda.device_count()}; start fewer "
+            "ranks on this machine"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: float) -> Iterator[torch.device]:
+    """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
+
+    Raises:
+        MachineError: The device is not there, or the other ranks cannot be reached.
+    """
+    device = choose_device(wanted_device, environment.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ and environment.local_world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            **_rendezvous(environment),
+            **options,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise MachineError(
+            f"rank {environment.rank} of {environment.world_size} cannot meet the others at "
+            f"{environment.master_addr}:{environment.master_port}: {error}"
+        ) from error
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _rendezvous(environment: RankEnvironment) -> dict[str, Any]:
+    if environment.world_size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    return {
+        "init_method": f"tcp://{environment.master_addr}:{environment.master_port}",
+        "rank": environment.rank,
+        "world_size": environment.world_size,
+    }
+
+
+def on_first_rank(action: Callable[[], Result]) -> Result:
+    """Runs `action` on rank 0; its result, or the MtrainError it raised, reaches every rank.
+
+    One broadcast of a small object from rank 0.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except MtrainError as error:
+            error.on_every_rank = True
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: Result = outcome[0]
+    return result
