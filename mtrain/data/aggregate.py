@@ -1,0 +1,76 @@
+"""Aggregations as per-token weights and shares of the denominator, computed on whole sequences.
+
+With mask w_t, n = sum of w_t, sample weight v and the constant length L (sums and means over the global batch):
+
+    name                     weight of a token   denominator
+    token-mean               v w_t               sum of v w_t
+    seq-mean-token-sum       v w_t               sum of v
+    seq-mean-token-mean      v w_t / n           sum of v
+    seq-mean-token-sum-norm  v w_t / L           sum of v
+    token-sum-norm           v w_t / L           1
+    seq-mean-token-sqrt      v w_t / sqrt(n)     sum of v sqrt(n)
+    sum                      v w_t               1
+
+What a sequence adds to the denominator is carried by its first token, and the 1 of a whole step by the first token of
+the step's first sequence. So however rows are later cut and dealt out, each share has exactly one owner.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.config.loss import TermSection
+
+
+class TokenTerms(NamedTuple):
+    """One loss term of one sequence."""
+
+    weights: NDArray[np.float32]
+    """[seq]: factor of each token's loss."""
+    shares: NDArray[np.float64]
+    """[seq]: each token's share of the denominator."""
+
+
+def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection, is_first_in_step: bool) -> TokenTerms:
+    """Weights and shares of one whole sequence, in float64 until the weights are rounded once to float32.
+
+    Args:
+        mask: [seq] w_t >= 0; padding is 0.
+        sample_weight: v >= 0.
+        term: The aggregation and its options.
+        is_first_in_step: Whether the sequence has slot 0 of the global batch (or of the validation set).
+    """
+    counted = sample_weight * mask.astype(np.float64)
+    if term.aggregation == "token-mean":
+        return TokenTerms(counted.astype(np.float32), counted)
+    total = math.fsum(mask)
+    shares = np.zeros(mask.shape, np.float64)
+    shares[0] = _share(total, sample_weight, term, is_first_in_step)
+    return TokenTerms((counted / _divisor(total, term)).astype(np.float32), shares)
+
+
+def _divisor(total: float, term: TermSection) -> float:
+    """What the tokens of one sequence are divided by."""
+    match term.aggregation:
+        case "seq-mean-token-mean":
+            return total if total > 0 else 1.0
+        case "seq-mean-token-sqrt":
+            return math.sqrt(total) if total > 0 else 1.0
+        case "seq-mean-token-sum-norm" | "token-sum-norm":
+            assert term.norm_length is not None  # a rule of the section
+            return float(term.norm_length)
+        case _:
+            return 1.0
+
+
+def _share(total: float, sample_weight: float, term: TermSection, is_first_in_step: bool) -> float:
+    """What one sequence adds to the denominator."""
+    match term.aggregation:
+        case "sum" | "token-sum-norm":
+            return 1.0 if is_first_in_step else 0.0
+        case "seq-mean-token-sqrt":
+            return sample_weight * math.sqrt(total)
+        case _:
+            return sample_weight if total > 0 or term.empty_sequences == "include" else 0.0

@@ -1,0 +1,174 @@
+"""Questions and answers from JSONL; only the answers are learnt.
+
+A line is an object with `prompt` and `response` (texts), or with `messages`: a list of objects with `role` (system,
+user, assistant or tool) and `content` (text). Optional: `weight`, what the sample counts (a number of at least 0, by
+default 1). Other keys are ignored.
+
+    prompt/response:  bos? + prompt + response + eos             learnt: response, eos
+    messages:         bos? + for each message header + content   learnt: content and eos of every assistant message
+                      + (eos if it is the assistant's)
+
+The header is the plain text "### role\\n", with "\\n\\n" before it from the second message on. Each piece (prompt,
+response, header, content) is tokenised by itself, so no token lies half in what is learnt.
+
+A sample fits a row when it has at most seq_length + 1 tokens, as the last one is only predicted. Longer ones are cut at
+the end (truncate), left out (drop) or an error (refuse); a cut sample may have nothing left to learn and then counts as
+an empty sequence (loss.empty_sequences). drop and refuse tokenise the whole file when it is opened.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.jsonl import Lines, check_at
+from mtrain.data.sample import Sample, padded
+from mtrain.errors import DataError
+from mtrain.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Piece(NamedTuple):
+    """Text that is tokenised by itself."""
+
+    text: str
+    is_learnt: bool
+    ends: bool
+    """Whether eos follows, which is learnt as the text is."""
+
+
+class Conversations:
+    """Lines of a JSONL file as padded rows, one sequence each."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        numbers: range,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        too_long: Literal["truncate", "drop", "refuse"],
+    ) -> None:
+        """
+        Args:
+            lines: Checked by `check_object`.
+            numbers: The part of the lines that is used, counted from 0.
+            tokenizer: Of the model.
+            seq_length: Positions of a row.
+            too_long: What happens to a sample of more than seq_length + 1 tokens.
+
+        Raises:
+            DataError: a sample is too long and has to be refused, or none is left.
+        """
+        self._lines, self._tokenizer, self._seq_length = lines, tokenizer, seq_length
+        self._kept = np.arange(numbers.start, numbers.stop)
+        if too_long != "truncate":
+            fits = np.array([self._fits(number, too_long) for number in numbers], bool)
+            self._kept = self._kept[fits]
+        self.num_dropped = len(numbers) - len(self._kept)
+        if not len(self._kept):
+            raise DataError(
+                f"{lines.path}: lines {numbers.start + 1} to {numbers.stop} hold no sample ({self.num_dropped} were "
+                f"dropped as longer than {seq_length + 1} tokens); give more lines, another data.split or a larger "
+                "data.seq_length"
+            )
+        self.fingerprint = (
+            f"{lines.fingerprint}-{tokenizer.fingerprint}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
+        )
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Row of line `index`; the same in every epoch."""
+        number = int(self._kept[index])
+        found = self._lines[number]
+        check_at(self._lines.path, number + 1, found, check_object)  # the file may have changed since it was opened
+        ids, learnt = tokenised(pieces(found), self._tokenizer)
+        size = self._seq_length + 1
+        return padded(
+            ids[:size], learnt[1:size], self._seq_length, self._tokenizer.pad_id, weight=float(found.get("weight", 1.0))
+        )
+
+    def _fits(self, number: int, too_long: str) -> bool:
+        length = len(tokenised(pieces(self._lines[number]), self._tokenizer)[0])
+        if length > self._seq_length + 1 and too_long == "refuse":
+            raise DataError(
+                f"{self._lines.path} line {number + 1}: has {length} tokens, but data.seq_length={self._seq_length} "
+                f"takes {self._seq_length + 1}; raise it, shorten the sample, or set data.too_long to truncate or drop"
+            )
+        return length <= self._seq_length + 1
+
+
+def tokenised(parts: list[Piece], tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids of a whole sample, [n], and 1 for each that is learnt, [n]."""
+    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    learnt = [0.0] * len(ids)
+    for part in parts:
+        new = tokenizer.encode(part.text) + ([tokenizer.eos_id] if part.ends else [])
+        ids += new
+        learnt += [float(part.is_learnt)] * len(new)
+    return np.array(ids, np.int64), np.array(learnt)
+
+
+def pieces(found: dict[str, Any]) -> list[Piece]:
+    """The texts of a checked line."""
+    if "messages" not in found:
+        return [Piece(found["prompt"], False, False), Piece(found["response"], True, True)]
+    parts: list[Piece] = []
+    for number, message in enumerate(found["messages"]):
+        answers = message["role"] == "assistant"
+        parts.append(Piece(("\n\n" if number else "") + f"### {message['role']}\n", False, False))
+        parts.append(Piece(message["content"], answers, answers))
+    return parts
+
+
+def check_object(found: dict[str, Any]) -> None:
+    """Refuses a line that is not a sample.
+
+    Raises:
+        DataError: says what is wrong, not where.
+    """
+    if "messages" in found and ("prompt" in found or "response" in found):
+        raise DataError("has messages beside prompt or response; keep one of the two forms")
+    if "messages" in found:
+        _check_messages(found["messages"])
+    else:
+        for key in ("prompt", "response"):
+            if key not in found:
+                raise DataError(f"has no {key!r}; a line needs prompt and response, or messages")
+            _check_text(found[key], f"{key!r}")
+        if not found["response"]:
+            raise DataError("'response' is empty, so there is nothing to learn; remove the line or answer")
+    _check_weight(found.get("weight", 1.0))
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError("'messages' must be a list of at least one message; mend it")
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{place} needs an object with role and content; mend it")
+        if message["role"] not in ROLES:
+            raise DataError(
+                f"{place} has the role {message['role']!r}, but must be one of {', '.join(ROLES)}; change it"
+            )
+        _check_text(message["content"], f"{place}.content")
+    if not any(message["role"] == "assistant" and message["content"] for message in messages):
+        raise DataError("'messages' has no answer by the role assistant, so there is nothing to learn; remove the line")
+
+
+def _check_text(text: object, name: str) -> None:
+    if not isinstance(text, str):
+        raise DataError(f"{name} is a {type(text).__name__}, but must be a text; put it in quotes")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{name} holds half a surrogate pair, which is not text; mend the escape sequence") from None
+
+
+def _check_weight(weight: object) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise DataError(f"'weight' is {weight!r}, but must be a finite number of at least 0; change it")

@@ -1,0 +1,229 @@
+"""Tokenised corpora on disk: Megatron's `.bin/.idx` pairs, checked before they are read.
+
+`.bin` holds the tokens one after the other. `.idx` holds: 9 bytes of magic, version (u64), element type (u8), number of
+sequences n (u64) and of document edges d (u64), then n lengths (i32), n byte offsets (i64) and d edges (i64). A
+document is the sequences between two edges.
+
+megatron-core reads and writes the pair. Its import takes seconds, so it happens when the first corpus is opened.
+"""
+
+import hashlib
+import itertools
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.errors import DataError
+from mtrain.files import disk_faults, replacing
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_ELEMENTS: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Code in the header -> element type; the two codes of floats are left out."""
+_REBUILD = "copy or build the pair again"
+
+
+class Corpus:
+    """The documents of one `.bin/.idx` pair."""
+
+    def __init__(self, prefix: str, vocab_size: int) -> None:
+        """
+        Args:
+            prefix: Path of the pair without its endings.
+            vocab_size: Every token must be below it.
+
+        Raises:
+            DataError: a file is missing, damaged, or does not fit the other one.
+        """
+        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self._vocab_size = vocab_size
+        element = _check_header(self.idx_path, self.bin_path)
+        with _library() as library:
+            self._dataset: Any = library.IndexedDataset(prefix)
+        lengths, edges = self._dataset.sequence_lengths, self._dataset.document_indices
+        _check_lengths(self.idx_path, self.bin_path, lengths, self._dataset.index.sequence_pointers, element.itemsize)
+        _check_edges(self.idx_path, edges, len(lengths))
+        self._edges: NDArray[np.int64] = edges
+        self._lengths: NDArray[np.int32] = lengths
+        self.document_lengths = _document_lengths(lengths, edges)
+        """[documents]: tokens of each document, in file order; a document may be empty."""
+        self.fingerprint = _fingerprint(self.idx_path, self.bin_path)
+        """Changes when documents are added, removed or cut otherwise; computed without reading the tokens."""
+
+    def read(self, document: int, offset: int, length: int) -> NDArray[np.int64]:
+        """[length] tokens of a document, from its token `offset` on.
+
+        Raises:
+            DataError: a token is not in the vocabulary.
+        """
+        pieces: list[NDArray[np.int64]] = []
+        for sequence in range(int(self._edges[document]), int(self._edges[document + 1])):
+            size = int(self._lengths[sequence])
+            taken = min(size - offset, length)
+            if taken > 0:
+                pieces.append(self._dataset.get(sequence, offset, taken).astype(np.int64))
+                length -= taken
+            offset = max(0, offset - size)
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+        self._check_tokens(tokens, document)
+        return tokens
+
+    def _check_tokens(self, tokens: NDArray[np.int64], document: int) -> None:
+        wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        if wrong.size:
+            raise DataError(
+                f"{self.bin_path}: document {document} holds token {wrong[0]}, but model.vocab_size is "
+                f"{self._vocab_size}; tokenise the corpus with the model's tokenizer or raise model.vocab_size"
+            )
+
+
+class CorpusWriter:
+    """Collects the documents of a new pair; see `writing_corpus`."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self.num_documents = 0
+        self.num_tokens = 0
+
+    def add(self, tokens: NDArray[np.generic]) -> None:
+        """Appends one document of one sequence; `tokens`: [length], integers."""
+        self._builder.add_document(tokens, [len(tokens)])
+        self.num_documents += 1
+        self.num_tokens += len(tokens)
+
+
+@contextmanager
+def writing_corpus(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
+    """Writes a pair that appears under its name whole, when the block ends, or not at all.
+
+    Elements are uint16 where the vocabulary allows it, else int32. The `.idx` appears last.
+
+    Raises:
+        MachineError: the disk is full or the place cannot be written.
+    """
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    with disk_faults(f"write the corpus {prefix}"):
+        bin_path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(idx_path) as new_idx, replacing(bin_path) as new_bin:
+            with _library() as library:
+                builder = library.IndexedDatasetBuilder(str(new_bin), dtype=element_type(vocab_size))
+            try:
+                yield CorpusWriter(builder)
+            except BaseException:
+                builder.data_file.close()
+                raise
+            builder.finalize(str(new_idx))
+            idx_path.unlink(missing_ok=True)  # an older pair's index does not fit the new tokens
+
+
+def element_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """Smallest element that Megatron's tools would choose for a vocabulary."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+@contextmanager
+def _library() -> Iterator[ModuleType]:
+    """megatron-core's data set module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its import tells which optional packages are missing
+        from megatron.core.datasets import indexed_dataset
+    yield indexed_dataset
+
+
+def _size(path: Path, partner: Path) -> int:
+    if not path.is_file():
+        there = "exists" if partner.is_file() else "does not exist either"
+        raise DataError(
+            f"{path} does not exist ({partner.name} {there}); a corpus needs both files, and its path in the "
+            "configuration is the prefix without .bin and .idx"
+        )
+    return path.stat().st_size
+
+
+def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
+    """Compares the header with the file's size; returns the element type."""
+    found = _size(idx_path, bin_path)
+    _size(bin_path, idx_path)
+    if found < _HEADER.size:
+        raise DataError(f"{idx_path} has {found} bytes, but its header alone needs {_HEADER.size}; {_REBUILD}")
+    with idx_path.open("rb") as file:
+        magic, version, code, sequences, edges = _HEADER.unpack(file.read(_HEADER.size))
+    if magic != _MAGIC or version != 1:
+        raise DataError(
+            f"{idx_path} begins with {magic!r} and version {version}, but Megatron's index begins with {_MAGIC!r} and "
+            f"version 1; {_REBUILD}"
+        )
+    if code not in _ELEMENTS:
+        raise DataError(
+            f"{idx_path} says that elements have type code {code}, but tokens need an integer type, one of "
+            f"{', '.join(f'{code} ({name})' for code, name in _ELEMENTS.items())}; {_REBUILD}"
+        )
+    expected = _HEADER.size + sequences * 12 + edges * 8
+    if found == expected + sequences and sequences > 0:
+        raise DataError(f"{idx_path} is a multimodal index, which is not supported; build it from text alone")
+    if found != expected:
+        raise DataError(
+            f"{idx_path} has {found} bytes, but its header promises {sequences} sequences and {edges} document edges, "
+            f"which are {expected} bytes: it is {'truncated' if found < expected else 'damaged'}; {_REBUILD}"
+        )
+    if sequences == 0 or edges == 0:
+        raise DataError(f"{idx_path} holds no documents; build the corpus from files that hold text")
+    if bin_path.stat().st_size == 0:
+        raise DataError(f"{bin_path} is empty; {_REBUILD}")
+    return np.dtype(_ELEMENTS[code])
+
+
+def _check_lengths(
+    idx_path: Path, bin_path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
+) -> None:
+    """The sequences lie one after the other and fill the .bin exactly."""
+    if lengths.min() < 0 or pointers[0] != 0 or np.any(np.diff(pointers) != lengths[:-1].astype(np.int64) * itemsize):
+        raise DataError(f"{idx_path}: its byte offsets do not follow from its lengths, so it is damaged; {_REBUILD}")
+    expected = int(lengths.sum(dtype=np.int64)) * itemsize
+    found = bin_path.stat().st_size
+    if found != expected:
+        raise DataError(
+            f"{bin_path} has {found} bytes, but {idx_path.name} promises {expected // itemsize} tokens of {itemsize} "
+            f"bytes, which are {expected}: the two files do not belong together or one is truncated; {_REBUILD}"
+        )
+
+
+def _check_edges(idx_path: Path, edges: NDArray[np.int64], sequences: int) -> None:
+    if edges[0] != 0 or edges[-1] != sequences or np.any(np.diff(edges) < 0):
+        raise DataError(
+            f"{idx_path}: its document edges run from {edges[0]} to {edges[-1]} and must ascend from 0 to the number "
+            f"of sequences, {sequences}; {_REBUILD}"
+        )
+
+
+def _document_lengths(lengths: NDArray[np.int32], edges: NDArray[np.int64]) -> NDArray[np.integer[Any]]:
+    if len(edges) == len(lengths) + 1 and np.array_equal(edges, np.arange(len(edges))):
+        return lengths  # one sequence a document, as our own tools write; no copy
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return np.diff(ends[edges])
+
+
+def _fingerprint(idx_path: Path, bin_path: Path) -> str:
+    digest = hashlib.sha256(str(bin_path.stat().st_size).encode())
+    with idx_path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:
+    """Cuts documents in file order into consecutive parts.
+
+    Args:
+        num_documents: Of the corpus.
+        split: Shares that add up to 1; edges are rounded to whole documents.
+    """
+    edges = [0, *(round(num_documents * share) for share in np.cumsum(split)[:-1]), num_documents]
+    return [range(start, end) for start, end in itertools.pairwise(edges)]

@@ -1,0 +1,114 @@
+"""JSON lines on disk: one scan finds where each line begins, and lines are read when they are needed."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.errors import DataError
+
+MAX_LINE_BYTES = 16 * 2**20
+"""Longer lines are refused: they are nearly always a file of another kind, and would fill the memory."""
+
+
+class Lines:
+    """The objects of a JSONL file by number; holds 8 bytes a line in memory, not the text."""
+
+    def __init__(self, path: str | Path, check: Callable[[dict[str, Any]], None]) -> None:
+        """Scans the file once and checks every line.
+
+        Args:
+            path: The file.
+            check: Raises DataError without naming the place where a line's object is not as it should be.
+
+        Raises:
+            DataError: the file cannot be read or is empty, or a line is bad; names file and line.
+        """
+        self.path = Path(path)
+        digest = hashlib.sha256()
+        offsets = [0]
+        for number, line in enumerate(_raw_lines(self.path), start=1):
+            digest.update(line)
+            offsets.append(offsets[-1] + len(line))
+            check_at(self.path, number, parsed(line, self.path, number), check)
+        if len(offsets) == 1:
+            raise DataError(f"{self.path} is empty, but at least one line is needed; give a file that holds samples")
+        self._offsets: NDArray[np.int64] = np.array(offsets, np.int64)
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fingerprint = digest.hexdigest()
+        """SHA-256 of the file, in hex."""
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The object of line `index` + 1; safe to call from several threads."""
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        return parsed(os.pread(self._file, end - start, start), self.path, index + 1)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+
+def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number, object) of a JSONL file.
+
+    Raises:
+        DataError: a line is bad; names file and line.
+    """
+    for number, line in enumerate(_raw_lines(path), start=1):
+        yield number, parsed(line, path, number)
+
+
+def check_at(path: Path, number: int, found: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
+    """Runs a check and puts the place in front of its message."""
+    try:
+        check(found)
+    except DataError as fault:
+        raise DataError(f"{path} line {number}: {fault}") from None
+
+
+def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        DataError: it is not UTF-8, not JSON, or not an object; names file and line.
+    """
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise DataError(
+            f"{path} line {number}: byte {fault.start + 1} is not UTF-8; save the file in that encoding"
+        ) from None
+    if not text.strip():
+        raise DataError(f"{path} line {number}: the line is empty, but a JSON object is needed; remove it")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise DataError(f"{path} line {number}: not JSON ({fault}); write one JSON object a line") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} line {number}: holds a {type(found).__name__}, but a JSON object is needed; mend it")
+    return found
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    try:
+        file = path.open("rb")
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
+    with file:
+        number = 1
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path} line {number}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object a line, and "
+                    "cut long texts into several"
+                )
+            yield line
+            number += 1

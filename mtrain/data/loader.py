@@ -1,0 +1,119 @@
+"""What one data-parallel rank trains and validates on, as microbatches.
+
+Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here), and
+microbatch m of data-parallel rank d holds slots (m * dp + d) * micro_batch_size and those after it. So nothing that a
+rank reads depends on what was read before.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.collate import collate, loss_terms
+from mtrain.data.order import slots
+from mtrain.data.prefetch import Prefetch
+from mtrain.data.sample import Sample
+from mtrain.data.sources import HeldOut, MockHeldOut, Sources
+from mtrain.errors import ConfigError
+from mtrain.tokenizer import Tokenizer
+
+_SampleOfSlot = Callable[[int], Sample | None]
+
+
+class HeldOutBatches:
+    """A validation or test set as this rank sees it: every sample once over all ranks, in the set's order.
+
+    All ranks make the same number of passes with the same number of microbatches; rows beyond the end of the set have
+    weights and shares 0.
+    """
+
+    def __init__(self, rows: "_Rows", samples: HeldOut | MockHeldOut) -> None:
+        self._rows, self._samples = rows, samples
+        self.num_samples = len(samples)
+        """In the set, over all ranks."""
+        self.num_passes = -(-self.num_samples // rows.global_batch_size)
+        """Calls of the pipeline schedule, each with as many microbatches as a training step."""
+
+    def batches(self) -> Iterator[list[Microbatch]]:
+        """Yields the microbatches of each pass."""
+        for number in range(self.num_passes):
+            start = number * self._rows.global_batch_size
+            yield self._rows.microbatches(functools.partial(self._sample, start), has_first=number == 0)
+
+    def _sample(self, start: int, slot: int) -> Sample | None:
+        index = start + slot
+        return self._samples.sample(index) if index < self.num_samples else None
+
+
+class StepLoader:
+    """Batches of one data-parallel rank: a pure function of the configuration, the files and the step."""
+
+    def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
+        """Opens and checks everything that the configuration names.
+
+        Raises:
+            ConfigError: the global batch does not divide over the ranks.
+            DataError: a file is missing, damaged, too small, or does not fit the model.
+        """
+        self._rows = _Rows(config, dp_rank, dp_size)
+        sources = Sources(config)
+        self.tokenizer: Tokenizer | None = sources.tokenizer
+        self._stream = sources.training()
+        self._held_out = {part: sources.held_out(part) for part in ("valid", "test")}
+        self._depth = config.data.prefetch_steps
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the training data or the way they are cut change; does not depend on rank, layout or step."""
+        return self._stream.fingerprint
+
+    def batches(self, step: int) -> list[Microbatch]:
+        """This rank's microbatches of the step after `step` completed updates."""
+        start = step * self._rows.global_batch_size
+        return self._rows.microbatches(lambda slot: self._stream.sample(start + slot), has_first=True)
+
+    def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
+        """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""
+        return Prefetch(self.batches, from_step, self._depth)
+
+    def held_out(self, part: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
+        """The validation or test set; None where the configuration has none."""
+        samples = self._held_out[part]
+        return None if samples is None else HeldOutBatches(self._rows, samples)
+
+
+class _Rows:
+    """Which slots of a global batch become which rows on this rank."""
+
+    def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
+        self.global_batch_size = config.train.global_batch_size
+        self._micro_batch_size = config.train.micro_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._seq_length, self._terms = config.data.seq_length, loss_terms(config.loss)
+        self._with_documents = config.data.isolate_documents
+        self._count, rest = divmod(self.global_batch_size, dp_size * self._micro_batch_size)
+        if rest:
+            raise ConfigError(
+                f"train.global_batch_size={self.global_batch_size} must be a multiple of dp x train.micro_batch_size = "
+                f"{dp_size} x {self._micro_batch_size}; change one of them"
+            )
+
+    def microbatches(self, sample: _SampleOfSlot, has_first: bool) -> list[Microbatch]:
+        """
+        Args:
+            sample: What lies in a slot; None beyond the end of a set.
+            has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
+        """
+        return [self._microbatch(number, sample, has_first) for number in range(self._count)]
+
+    def _microbatch(self, number: int, sample: _SampleOfSlot, has_first: bool) -> Microbatch:
+        own = slots(number, self._dp_rank, self._dp_size, self._micro_batch_size)
+        return collate(
+            [sample(slot) for slot in own],
+            self._seq_length,
+            self._terms,
+            first_of_step=0 if has_first and own.start == 0 else None,
+            with_documents=self._with_documents,
+        )

@@ -1,0 +1,31 @@
+"""Random tokens, for benchmarks and for trying a layout without a corpus."""
+
+import numpy as np
+
+from mtrain.data.order import key_of, mix
+from mtrain.data.sample import Sample, padded
+
+_TRAIN, _HELD_OUT = 0, 1
+
+
+class MockSamples:
+    """An endless sequence of samples of uniformly random tokens: a pure function of (seed, g)."""
+
+    def __init__(self, seed: int, seq_length: int, vocab_size: int, held_out: bool = False) -> None:
+        """
+        Args:
+            seed: Decides every token.
+            seq_length: Positions of a sample.
+            vocab_size: Tokens are below it.
+            held_out: Another sequence of the same kind, for validation.
+        """
+        self._seed, self._seq_length, self._vocab_size = seed, seq_length, vocab_size
+        self._part = _HELD_OUT if held_out else _TRAIN
+        self.fingerprint = f"mock-{key_of(seed, seq_length, vocab_size, self._part):016x}"
+
+    def sample(self, g: int) -> Sample:
+        """Sample g, counted from 0."""
+        key = np.uint64(key_of(self._seed, self._part, g))
+        words = mix(np.arange(self._seq_length + 1, dtype=np.uint64) ^ key)
+        ids = (words % np.uint64(self._vocab_size)).astype(np.int64)
+        return padded(ids, np.ones(self._seq_length), self._seq_length, pad_id=0)

@@ -1,0 +1,202 @@
+"""Which sample is number g of a run: arithmetic on (seed, g), without state.
+
+A run that resumes at step k therefore reads what a run that started at step k would read, on any number of ranks and
+whatever the length of the run. Nothing here depends on a library's random generator, whose streams change between
+versions.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.errors import ConfigError
+
+Word = TypeVar("Word", int, NDArray[Any])
+"""An int below 2^64, or an array of uint64."""
+
+PERIOD_LIMIT = 100_000
+"""Longest period of a blend, in samples; shares are multiples of 1/100000 at the finest."""
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def mix(word: Word) -> Word:
+    """Scrambles 64 bits; one-to-one. The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    mixed: Word = word ^ (word >> 31)
+    return mixed
+
+
+def key_of(*words: int) -> int:
+    """64 bits that depend on every word and on their order; words are at least 0."""
+    key = len(words)
+    for word in words:
+        key = mix((mix(key) + word * 0x9E3779B97F4A7C15 + 1) & _MASK)
+    return key
+
+
+def _exchange(word: Word, half_bits: int, key: int) -> Word:
+    """A Feistel network on 2 * half_bits bits: one-to-one for any round function."""
+    mask = (1 << half_bits) - 1
+    left, right = word >> half_bits, word & mask
+    for turn in range(_ROUNDS):
+        left, right = right, left ^ (mix(right ^ mix(key + turn & _MASK)) & mask)
+    return (left << half_bits) | right
+
+
+def _half_bits(size: int) -> int:
+    return max(1, ((size - 1).bit_length() + 1) // 2)
+
+
+def permuted(index: int, size: int, key: int) -> int:
+    """Where a random permutation of range(size) sends `index`; each key has its own. O(1) in time and memory.
+
+    Values outside the range are sent on until they fall into it (cycle walking), less than four times on average.
+    """
+    half_bits = _half_bits(size)
+    word = _exchange(index, half_bits, key)
+    while word >= size:
+        word = _exchange(word, half_bits, key)
+    return word
+
+
+def permutation(size: int, key: int) -> NDArray[np.int64]:
+    """[size] int64: `permuted` of every index."""
+    half_bits = _half_bits(size)
+    words = _exchange(np.arange(size, dtype=np.uint64), half_bits, key)
+    while (outside := np.flatnonzero(words >= size)).size:
+        words[outside] = _exchange(words[outside], half_bits, key)
+    return words.astype(np.int64)
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The weights as whole numbers in the same proportion, their sum at most PERIOD_LIMIT.
+
+    Exact where the decimals as written allow it (0.7 and 0.3 give 7 and 3); otherwise each share is rounded to a
+    multiple of 1 / PERIOD_LIMIT, the largest remainders upwards.
+
+    Raises:
+        ConfigError: a source's share is too small to be met.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(exact)
+    whole = [weight * math.lcm(*(one.denominator for one in exact)) for weight in exact]
+    divisor = math.gcd(*(int(weight) for weight in whole))
+    whole = [weight / divisor for weight in whole]
+    if sum(whole) <= PERIOD_LIMIT:
+        return [int(weight) for weight in whole]
+    wanted = [weight / total * PERIOD_LIMIT for weight in exact]
+    for position, share in enumerate(wanted):
+        if share < 1:
+            raise ConfigError(
+                f"weight {weights[position]} of source {position} is less than 1/{PERIOD_LIMIT} of the sum "
+                f"{float(total)}; raise it or remove the source"
+            )
+    parts = [int(share) for share in wanted]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - wanted[i], i))
+    for position in by_remainder[: PERIOD_LIMIT - sum(parts)]:
+        parts[position] += 1
+    return parts
+
+
+class Turn(NamedTuple):
+    """One sample of a blend."""
+
+    source: int
+    number: int
+    """How many samples of this source came before it."""
+
+
+class Blend:
+    """Deals samples out to sources so that after any n samples source i has had n * w_i of them, to within 1.
+
+    The rule is Tijdeman's (The chairman assignment problem, 1980): among the sources that are not ahead, the one whose
+    share falls due first. Its error stays below 1 - 1 / (2k - 2) for k sources, so with shares that are multiples of
+    1/P it is 0 after P samples and the sequence repeats. One period is computed and every number is looked up in it.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.parts = whole_weights(weights)
+        self.period = sum(self.parts)
+        self._source = _one_period(self.parts)
+        self._number = np.empty(self.period, np.int64)
+        for source, part in enumerate(self.parts):
+            self._number[self._source == source] = np.arange(part)
+
+    def locate(self, n: int) -> Turn:
+        """Source of sample n, counted from 0; O(1)."""
+        periods, rest = divmod(n, self.period)
+        source = int(self._source[rest])
+        return Turn(source, periods * self.parts[source] + int(self._number[rest]))
+
+
+def _one_period(parts: Sequence[int]) -> NDArray[np.int32]:
+    """[sum(parts)] int32: the source of each turn."""
+    period, slack = sum(parts), max(1, 2 * len(parts) - 2)
+    chosen = np.zeros(period, np.int32)
+    counts = [0] * len(parts)
+    waiting = [(_ceiling(period, part * slack), source) for source, part in enumerate(parts)]  # by the first turn
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int]] = []  # by the turn at which the share falls due
+    for turn in range(1, period + 1):
+        while waiting and waiting[0][0] <= turn:
+            _, source = heapq.heappop(waiting)
+            due = period * ((counts[source] + 1) * slack - 1) // (parts[source] * slack)
+            heapq.heappush(ready, (due, source))
+        _, source = heapq.heappop(ready)
+        chosen[turn - 1] = source
+        counts[source] += 1
+        heapq.heappush(waiting, (_ceiling(period * (counts[source] * slack + 1), parts[source] * slack), source))
+    return chosen
+
+
+def _ceiling(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample lies."""
+
+    source: int
+    epoch: int
+    """How many times the source has been used up before."""
+    index: int
+    """In the source's own order, below its size."""
+
+
+class SampleOrder:
+    """The endless sequence of training samples over weighted sources."""
+
+    def __init__(self, seed: int, weights: Sequence[float], sizes: Sequence[int]) -> None:
+        """
+        Args:
+            seed: Decides every permutation.
+            weights: Share of each source, relative to the others.
+            sizes: Samples that each source has in an epoch, at least 1.
+        """
+        self._seed, self._sizes, self._blend = seed, tuple(sizes), Blend(weights)
+
+    def locate(self, g: int) -> Place:
+        """Place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
+
+        Every epoch of a source visits each of its samples once, in an order of its own.
+        """
+        source, number = self._blend.locate(g)
+        epoch, turn = divmod(number, self._sizes[source])
+        key = key_of(self._seed, source, epoch)
+        return Place(source, epoch, permuted(turn, self._sizes[source], key))
+
+
+def slots(microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> range:
+    """Positions in the global batch that a data-parallel rank reads for its microbatch of this number."""
+    start = (microbatch * dp_size + dp_rank) * micro_batch_size
+    return range(start, start + micro_batch_size)

@@ -1,0 +1,84 @@
+"""Reads ahead in a thread."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Prefetch(Generic[Item], Iterator[Item]):
+    """read(first), read(first + 1), ... without end, up to `depth` of them ahead.
+
+    A fault in the thread is raised by the `next` that would have given its item, and by every one after it. `close`, or
+    the end of the `with` block, stops the thread and waits for it.
+    """
+
+    def __init__(self, read: Callable[[int], Item], first: int, depth: int) -> None:
+        """
+        Args:
+            read: What makes an item; called from one thread at a time.
+            first: The first item's number.
+            depth: How many items wait at most; 0 reads in the caller, without a thread.
+        """
+        self._read, self._next = read, first
+        self._fault: Exception | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if depth > 0:
+            self._free = threading.Semaphore(depth)
+            self._ready: queue.SimpleQueue[Item | _Fault] = queue.SimpleQueue()
+            self._thread = threading.Thread(target=self._run, args=(first,), name="prefetch", daemon=True)
+            self._thread.start()
+
+    def __next__(self) -> Item:
+        if self._is_closed:
+            raise StopIteration
+        if self._fault is not None:
+            raise self._fault
+        if self._thread is None:
+            item = self._read(self._next)
+            self._next += 1
+            return item
+        found = self._ready.get()
+        if isinstance(found, _Fault):
+            self._fault = found.error
+            raise found.error
+        self._free.release()
+        return found
+
+    def _run(self, number: int) -> None:
+        while True:
+            self._free.acquire()
+            if self._is_closed:
+                return
+            try:
+                self._ready.put(self._read(number))
+            except Exception as error:  # every kind: it is raised again in the caller, who cannot see this thread
+                self._ready.put(_Fault(error))
+                return
+            number += 1
+
+    def close(self) -> None:
+        """Stops reading; waits for the item that is being read. Idempotent."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._free.release()
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Fault:
+    """Sets an exception apart from items."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

@@ -1,0 +1,111 @@
+"""Windows of running text from a tokenised corpus.
+
+Training: in each epoch the documents are put in a new order and laid end to end, and the stream is cut into windows
+that overlap by one token: window w holds tokens w*s ... w*s + s, of which the last s are predicted. The stream's first
+token is never predicted, and what is left after the last full window (less than s tokens) is not seen in that epoch; it
+is other text in every epoch. The windows are visited in the order that `order.py` gives.
+
+Validation: documents in file order, every window once and in order, the last one partly filled if it has to be, so that
+every token of the set but the first is predicted exactly once.
+"""
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.index import Corpus
+from mtrain.data.order import key_of, permutation
+from mtrain.data.sample import Sample, padded
+from mtrain.errors import DataError
+
+_DOCUMENT_ORDER = 1
+"""Sets the permutation of documents apart from that of windows, which has the same seed."""
+
+
+class Windows:
+    """Documents of a corpus as windows of seq_length tokens; a row is a sequence for the loss."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        documents: range,
+        seq_length: int,
+        isolate_documents: bool,
+        shuffle_key: tuple[int, ...] | None,
+    ) -> None:
+        """
+        Args:
+            corpus: The tokens.
+            documents: The part of it that is used, in file order.
+            seq_length: Positions of a row.
+            isolate_documents: Attention and positions start again at each document, and no token is predicted
+                across an edge.
+            shuffle_key: Seed and number of the source, for training; None reads the set in order, for validation.
+
+        Raises:
+            DataError: the documents do not fill one window.
+        """
+        self._corpus, self._documents, self._seq_length = corpus, documents, seq_length
+        self._isolate, self._shuffle_key = isolate_documents, shuffle_key
+        self._lengths = corpus.document_lengths[documents.start : documents.stop]
+        self.num_tokens = int(self._lengths.sum(dtype=np.int64))
+        predicted = max(0, self.num_tokens - 1)
+        self._size = predicted // seq_length if shuffle_key is not None else -(-predicted // seq_length)
+        self.fingerprint = f"{corpus.fingerprint}-{documents.start}-{documents.stop}-{seq_length}"
+        if self._size == 0:
+            needed = seq_length + 1 if shuffle_key is not None else 2
+            raise DataError(
+                f"{corpus.bin_path}: its {len(documents)} documents from number {documents.start} on hold "
+                f"{self.num_tokens} tokens, but one sample needs {needed}; give more text, another data.split or a "
+                "smaller data.seq_length"
+            )
+        self._stream = functools.lru_cache(maxsize=2)(self._build_stream)  # an epoch and the next, while both are read
+
+    def __len__(self) -> int:
+        return self._size
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Window `index` of an epoch's stream."""
+        order, starts = self._stream(epoch if self._shuffle_key is not None else 0)
+        first = index * self._seq_length
+        last = min(first + self._seq_length + 1, self.num_tokens)
+        ids, edges = self._read(order, starts, first, last)
+        mask = np.ones(len(ids) - 1)
+        if not self._isolate:
+            return padded(ids, mask, self._seq_length, pad_id=0)
+        mask[edges - 1] = 0.0  # the token before an edge would predict the next document's first
+        document_starts = np.zeros(len(ids) - 1, np.int32)
+        inner = edges[edges < len(ids) - 1]
+        document_starts[inner] = inner
+        return padded(ids, mask, self._seq_length, pad_id=0, document_starts=np.maximum.accumulate(document_starts))
+
+    def _build_stream(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Documents in the epoch's order, [n], and where each begins in the stream, [n + 1]; 16 bytes a document."""
+        count = len(self._documents)
+        if self._shuffle_key is None:
+            order = np.arange(count)
+        else:
+            order = permutation(count, key_of(_DOCUMENT_ORDER, *self._shuffle_key, epoch))
+        starts = np.zeros(count + 1, np.int64)
+        np.cumsum(self._lengths[order], out=starts[1:])
+        return order, starts
+
+    def _read(
+        self, order: NDArray[np.int64], starts: NDArray[np.int64], first: int, last: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens first ... last - 1 of the stream, and where in them new documents begin (never at 0)."""
+        turn = int(np.searchsorted(starts, first, side="right")) - 1
+        pieces: list[NDArray[np.int64]] = []
+        edges: list[int] = []
+        place = first
+        while place < last:
+            end = min(int(starts[turn + 1]), last)
+            if end > place:
+                if place > first:
+                    edges.append(place - first)
+                document = self._documents.start + int(order[turn])
+                pieces.append(self._corpus.read(document, place - int(starts[turn]), end - place))
+                place = end
+            turn += 1
+        return np.concatenate(pieces), np.array(edges, np.int64)

@@ -1,0 +1,193 @@
+"""Text to token ids and back, from files on this machine: sentencepiece models and Hugging Face `tokenizer.json`.
+
+Text stays text: whatever a document holds, it never becomes a control token such as the end of a document. Control
+tokens are added by the code that builds samples, by id.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from mtrain.errors import DataError
+
+_HF_FILE = "tokenizer.json"
+_HF_SETTINGS = "tokenizer_config.json"
+
+
+class Tokenizer(ABC):
+    """What the rest of the package needs from a tokenizer."""
+
+    path: Path
+    """The file it was read from."""
+    fingerprint: str
+    """SHA-256 of that file, in hex."""
+    vocab_size: int
+    """All ids are below it."""
+    bos_id: int | None
+    """Begins a sample; None where the tokenizer has none."""
+    eos_id: int
+    """Ends a document or an answer."""
+    pad_id: int
+    """Fills rows; where the tokenizer has none it is `eos_id`, which is safe because padding has weight 0."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone: no bos, no eos."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        """Ids of many texts; the same as `encode` of each, whatever the number of threads."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; control tokens are left out."""
+
+
+@final
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece `.model`."""
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        content = _content(path)
+        try:
+            self._model = SentencePieceProcessor(model_proto=content)
+        except (OSError, RuntimeError) as fault:
+            raise DataError(
+                f"{path} is not a sentencepiece model ({_one_line(fault)}); give a .model file that sentencepiece wrote"
+            ) from fault
+        self.path, self.fingerprint = path, hashlib.sha256(content).hexdigest()
+        self.vocab_size = int(self._model.vocab_size())
+        if self._model.eos_id() < 0:
+            raise DataError(f"{path} has no end-of-sentence token; train the model with an eos_id of 0 or more")
+        self.eos_id = int(self._model.eos_id())
+        self.bos_id = int(self._model.bos_id()) if self._model.bos_id() >= 0 else None
+        self.pad_id = int(self._model.pad_id()) if self._model.pad_id() >= 0 else self.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._model.encode(text))
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        return list(self._model.encode(list(texts), num_threads=num_threads))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(id_) for id_ in ids]))
+
+
+@final
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` of the `tokenizers` library; bos, eos and pad come from `tokenizer_config.json` beside it."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Model
+
+        content = _content(path)
+        try:
+            self._model = Model.from_buffer(content)
+        except Exception as fault:  # the library raises plain Exception for every kind of bad content
+            raise DataError(
+                f"{path} is not a tokenizer.json ({_one_line(fault)}); give one that the `tokenizers` library wrote"
+            ) from fault
+        self._model.no_padding()
+        self._model.no_truncation()
+        self._model.encode_special_tokens = True  # "<eos>" in a document is five characters, not the control token
+        self.path, self.fingerprint = path, hashlib.sha256(content).hexdigest()
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        names = _settings(path.with_name(_HF_SETTINGS))
+        eos = self._id(names, "eos_token")
+        if eos is None:
+            raise DataError(
+                f"{path} has no end-of-document token; name it as eos_token in {path.with_name(_HF_SETTINGS)}"
+            )
+        pad = self._id(names, "pad_token")
+        self.eos_id, self.bos_id = eos, self._id(names, "bos_token")
+        self.pad_id = eos if pad is None else pad
+
+    def _id(self, names: dict[str, Any], role: str) -> int | None:
+        name = names.get(role)
+        if isinstance(name, dict):
+            name = name.get("content")
+        if name is None:
+            return None
+        id_ = self._model.token_to_id(name) if isinstance(name, str) else None
+        if id_ is None:
+            raise DataError(
+                f"{self.path.with_name(_HF_SETTINGS)} names {name!r} as {role}, which {self.path} does not hold; "
+                "take both files from the same tokenizer"
+            )
+        return int(id_)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        """Above one thread the library uses as many as RAYON_NUM_THREADS allows."""
+        if num_threads == 1:
+            return [self.encode(text) for text in texts]
+        return [list(one.ids) for one in self._model.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(id_) for id_ in ids], skip_special_tokens=True))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Opens a tokenizer; nothing is downloaded and nothing from the files runs as code.
+
+    Args:
+        path: A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them; a directory with
+            both gives its `tokenizer.json`.
+
+    Raises:
+        DataError: Nothing is there, it is not a tokenizer, or it has no end-of-document token.
+    """
+    file = _file(Path(path))
+    if file.suffix == ".json":
+        return HuggingFaceTokenizer(file)
+    if file.suffix == ".model":
+        return SentencePieceTokenizer(file)
+    raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; give one of the two")
+
+
+def _file(path: Path) -> Path:
+    if not path.exists():
+        raise DataError(f"tokenizer {path} does not exist; give a .model file, a tokenizer.json or their directory")
+    if not path.is_dir():
+        return path
+    if (path / _HF_FILE).is_file():
+        return path / _HF_FILE
+    models = sorted(path.glob("*.model"))
+    if len(models) != 1:
+        raise DataError(
+            f"directory {path} holds no tokenizer.json and {len(models)} .model files, but one tokenizer is needed; "
+            "name the file itself"
+        )
+    return models[0]
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as fault:
+        raise DataError(f"tokenizer {path} cannot be read: {fault.strerror or fault}; check the path") from fault
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json; empty where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(_content(path))
+    except ValueError as fault:
+        raise DataError(f"{path} is not JSON: {_one_line(fault)}; mend it") from fault
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} holds a {type(settings).__name__}, but a JSON object is needed; mend it")
+    return settings
+
+
+def _one_line(fault: BaseException) -> str:
+    """A library's message, short enough to stand inside ours."""
+    return " ".join(str(fault).split())[:200]
