@@ -1,0 +1,348 @@
+"""The shape of the package: what may import what, where the engine may be named, how large a piece may grow.
+
+A new room gets its line in LAYERS; a new restriction gets its line in CONFINED.
+"""
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS: dict[str, int] = {
+    # 0: no torch
+    "__init__": 0,
+    "check": 0,
+    "config": 0,
+    "environment": 0,
+    "errors": 0,
+    "files": 0,
+    "launch": 0,
+    "layout": 0,
+    "lr": 0,
+    "planning": 0,
+    # 1: torch and numpy; these rooms do not import each other
+    "checkpoint": 1,
+    "data": 1,
+    "health": 1,
+    "hf": 1,
+    "loss": 1,
+    "metrics": 1,
+    "rope": 1,
+    "run_folder": 1,
+    "tokenizer": 1,
+    # 2: the only room that imports megatron-core
+    "mcore": 2,
+    # 3: composition
+    "build": 3,
+    "evaluate": 3,
+    "generate": 3,
+    "step": 3,
+    "trainer": 3,
+    "verify": 3,
+    # 4: shells
+    "__main__": 4,
+    "tools": 4,
+}
+"""Room (first name below `mtrain`, or `tools`) -> layer. A room imports from the layers below, and from its own one
+unless that is APART_LAYER."""
+
+APART_LAYER = 1
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        parts = self.name.split(".")
+        return "tools" if parts[0] == "tools" else parts[1] if len(parts) > 1 else "__init__"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module asks for."""
+
+    target: str
+    """Dotted; a module where the tree has it, else the imported name."""
+    line: int
+    is_for_types_only: bool
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    paths = [*ROOT.glob("mtrain/**/*.py"), *ROOT.glob("tools/*.py")]
+    return tuple(Module(_module_name(path), path, ast.parse(path.read_text())) for path in sorted(paths))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def module_names() -> frozenset[str]:
+    return frozenset(module.name for module in modules())
+
+
+def imports(module: Module) -> Iterator[Import]:
+    """Every import at any depth."""
+    for_types = {
+        id(inner)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.path}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(_as_module(name), node.lineno, id(node) in for_types)
+
+
+def _as_module(name: str) -> str:
+    parent = name.rpartition(".")[0]
+    return parent if name not in module_names() and parent in module_names() else name
+
+
+def room_of(target: str) -> str | None:
+    """Room of an imported name; None where it is not ours."""
+    parts = target.split(".")
+    if parts[0] == "tools":
+        return "tools"
+    if parts[0] != "mtrain":
+        return None
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def is_allowed(room: str, target_room: str) -> bool:
+    layer, target_layer = LAYERS[room], LAYERS[target_room]
+    return target_layer < layer or room == target_room or (layer == target_layer != APART_LAYER)
+
+
+def test_every_room_has_a_layer() -> None:
+    assert {module.room for module in modules()} - LAYERS.keys() == set()
+
+
+def test_imports_go_downwards() -> None:
+    wrong = [
+        f"{module.path.relative_to(ROOT)}:{each.line}: layer {LAYERS[module.room]} imports {each.target}"
+        for module in modules()
+        for each in imports(module)
+        if (target_room := room_of(each.target)) is not None and not is_allowed(module.room, target_room)
+    ]
+    assert wrong == []
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = {
+        module.name: {
+            each.target
+            for each in imports(module)
+            if each.target in module_names() and each.target != module.name and not each.is_for_types_only
+        }
+        for module in modules()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
+
+
+def _imports_of(prefix: str) -> Callable[[Module], Iterator[int]]:
+    def find(module: Module) -> Iterator[int]:
+        for each in imports(module):
+            if f"{each.target}.".startswith(f"{prefix}."):
+                yield each.line
+
+    return find
+
+
+def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
+    """Names, attributes and imports, not comments or texts."""
+
+    def find(module: Module) -> Iterator[int]:
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Name(id=found) | ast.Attribute(attr=found) if found == name:
+                    yield node.lineno
+                case ast.alias(name=found) if name in found.split("."):
+                    yield node.lineno
+                case ast.ImportFrom(module=str(found)) if name in found.split("."):
+                    yield node.lineno
+
+    return find
+
+
+def _replaced_cuda_functions(module: Module) -> Iterator[int]:
+    """Assignments to attributes of torch or of torch.cuda."""
+    for node in ast.walk(module.tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            if isinstance(target, ast.Attribute) and re.match(
+                r"torch\.(cuda\.|Tensor\.|nn\.)?\w+$", ast.unparse(target)
+            ):
+                yield node.lineno
+
+
+@dataclass(frozen=True)
+class Confined:
+    """Something that may stand in certain files only."""
+
+    what: str
+    find: Callable[[Module], Iterator[int]]
+    """Lines of a module where it stands."""
+    allowed: str
+    """Regular expression of the files, from the root of the repository."""
+    example: str
+    """A program in which `find` finds it."""
+
+
+CONFINED = (
+    Confined(
+        "megatron",
+        _imports_of("megatron"),
+        r"mtrain/mcore/.*|mtrain/data/index\.py",
+        "def f():\n    from megatron.core import tensor_parallel",
+    ),
+    Confined(
+        "parallel_state",
+        _mentions_of("parallel_state"),
+        r"mtrain/mcore/groups\.py",
+        "from megatron.core import parallel_state as ps",
+    ),
+    Confined(
+        "a changed torch function",
+        _replaced_cuda_functions,
+        r"mtrain/mcore/cpu\.py",
+        "torch.cuda.current_device = lambda: 0",
+    ),
+    Confined(
+        "transformer_engine",
+        _imports_of("transformer_engine"),
+        r"mtrain/mcore/.*",
+        "import transformer_engine.pytorch as te",
+    ),
+    Confined("transformers", _imports_of("transformers"), r"mtrain/hf/.*", "from transformers import AutoConfig"),
+)
+
+
+@pytest.mark.parametrize("rule", CONFINED, ids=lambda rule: rule.what)
+def test_what_is_confined_is_recognised(rule: Confined) -> None:
+    assert list(rule.find(Module("mtrain.step", ROOT / "mtrain" / "step.py", ast.parse(rule.example))))
+
+
+@pytest.mark.parametrize(
+    ("room", "target", "allowed"),
+    [
+        ("config", "layout", True),
+        ("config", "loss", False),
+        ("data", "config", True),
+        ("data", "data", True),
+        ("data", "loss", False),
+        ("mcore", "loss", True),
+        ("loss", "mcore", False),
+        ("trainer", "step", True),
+        ("trainer", "__main__", False),
+        ("tools", "__main__", True),
+    ],
+)
+def test_the_table_of_layers_says_who_imports_whom(room: str, target: str, allowed: bool) -> None:
+    assert is_allowed(room, target) == allowed
+
+
+@pytest.mark.parametrize("rule", CONFINED, ids=lambda rule: rule.what)
+def test_what_is_confined_stays_in_its_place(rule: Confined) -> None:
+    wrong = [
+        f"{path}:{line}: {rule.what}"
+        for module in modules()
+        if not re.fullmatch(rule.allowed, path := module.path.relative_to(ROOT).as_posix())
+        for line in rule.find(module)
+    ]
+    assert wrong == []
+
+
+def test_data_index_takes_the_datasets_of_megatron_only() -> None:
+    wrong = [
+        each.target
+        for module in modules()
+        if module.name == "mtrain.data.index"
+        for each in imports(module)
+        if each.target.startswith("megatron") and not each.target.startswith("megatron.core.datasets")
+    ]
+    assert wrong == []
+
+
+def test_layer_0_loads_neither_torch_nor_megatron() -> None:
+    names = [module.name for module in modules() if LAYERS[module.room] == 0]
+    program = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+    program += "print(*sorted({'torch', 'megatron', 'numpy', 'transformers'} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def python_files() -> list[Path]:
+    return sorted(path for part in ("mtrain", "tools", "tests") for path in ROOT.glob(f"{part}/**/*.py"))
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files()}
+    assert {path: length for path, length in lengths.items() if length >= MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= MAX_FUNCTION_LINES
+    ]
+    assert wrong == []
+
+
+FORBIDDEN = {
+    # Written so that this file does not hold them itself.
+    "a path of one machine": r"(?<![\w.])/wor[k]/|/tmp/la[b]|/far[m]/",
+    "a document outside the repository": r"\.\./share[d]|shared/desig[n]|(?<!docs/)desig[n]/\w+\.md",
+    "work left open": r"\bTOD[O]\b|\bFIXM[E]\b|\bXX[X]\b",
+    "a swallowed error": r"excep[t]:|except (Base)?Exceptio[n]:\s*pass",
+    "an escaped test": r"mark\.(ski[p]|xfai[l])|pytest\.(ski[p]|xfai[l])\(",
+}
+TEXT_SUFFIXES = {".py", ".sh", ".sbatch", ".md", ".yaml", ".toml", ""}
+
+
+@pytest.mark.parametrize(("what", "pattern"), FORBIDDEN.items(), ids=FORBIDDEN.keys())
+def test_nothing_holds(what: str, pattern: str) -> None:
+    parts = ("*", ".ci/*", "configs/**/*", "docs/**/*", "launch/**/*", "mtrain/**/*", "tests/**/*", "tools/**/*")
+    paths = sorted(path for part in parts for path in ROOT.glob(part))
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {what}: {line.strip()[:80]}"
+        for path in paths
+        if path.suffix in TEXT_SUFFIXES and path.is_file()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if re.search(pattern, line)
+    ]
+    assert wrong == []
