@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
+from mtrain.data.loader import HeldOutBatches, StepLoader
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.terms import Objective
 from mtrain.mcore.groups import Groups
@@ -18,8 +20,28 @@ from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import GlobalTotals, PairAccumulator
 from mtrain.mcore.schedule import run_schedule
 from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.mcore.world import on_first_rank
 from mtrain.metrics.record import ValidRecord
 from mtrain.step import check_totals, planned_denominators, term_inputs
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A held-out set as this rank sees it."""
+
+    held_out: HeldOutBatches | None
+    """None on ranks that do not read data."""
+    num_passes: int
+    """Passes through the schedule, the same on all ranks."""
+    num_samples: int
+    """Samples of the set, over all ranks."""
+
+    @classmethod
+    def open(cls, loader: StepLoader | None) -> ValidationSet | None:
+        """The validation set of the configuration; None where it has none. Collective over the world."""
+        held_out = None if loader is None else loader.held_out("valid")
+        size = on_first_rank(lambda: None if held_out is None else (held_out.num_passes, held_out.num_samples))
+        return None if size is None else cls(held_out, *size)
 
 
 def evaluate(
@@ -28,9 +50,7 @@ def evaluate(
     chunks: Sequence[Any],
     optimizer: Optimizer,
     objective: Objective,
-    batches: Iterable[Sequence[Microbatch]] | None,
-    num_passes: int,
-    num_samples: int,
+    samples: ValidationSet,
     step: int,
 ) -> ValidRecord:
     """Runs the set through the pipeline, forward only.
@@ -43,10 +63,7 @@ def evaluate(
         chunks: This rank's model chunks; left in training mode.
         optimizer: Completes the parameters first.
         objective: The main term is reported.
-        batches: This data-parallel rank's microbatches, one sequence of them for each pass through the schedule; None
-            on ranks that do not read data.
-        num_passes: Passes through the schedule, the same on all ranks.
-        num_samples: Samples of the set.
+        samples: The set.
         step: Optimizer updates completed.
 
     Raises:
@@ -63,11 +80,11 @@ def evaluate(
         pairs = objective.pairs(term_inputs(logits, batch, config, groups))
         return pairs[MAIN_TERM].numerator, pairs
 
-    iterator = None if batches is None else iter(batches)
+    batches = None if samples.held_out is None else samples.held_out.batches()
     _set_training(chunks, False)
     try:
-        for _ in range(num_passes):
-            own = None if iterator is None else next(iterator)
+        for _ in range(samples.num_passes):
+            own = None if batches is None else next(batches)
             for term, value in planned_denominators(own or [], terms).items():
                 planned[term] += value
             rows = slice_for_rank(share_batches(own, num_microbatches, terms, config, groups), groups)
@@ -81,7 +98,7 @@ def evaluate(
         step=step,
         valid_loss=main.numerator / main.denominator if main.denominator else 0.0,
         denominator=main.denominator,
-        samples=num_samples,
+        samples=samples.num_samples,
         seconds=time.perf_counter() - start,
     )
 

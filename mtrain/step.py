@@ -31,13 +31,18 @@ weights. Counts are below 1e12, where this means equality."""
 class StepTotals:
     """The loss of a global batch, the same on all ranks."""
 
-    loss: float
-    """Main term: numerator / denominator, in nats."""
+    means: Mapping[str, float]
+    """Each term's numerator / denominator, in nats; 0 where the denominator is 0."""
     objective: float
     """Sum over terms of coefficient x numerator / denominator: the very quantity that was differentiated."""
     terms: Mapping[str, TermTotals]
     flag: bool
     """Whether any rank raised its flag for this step."""
+
+    @property
+    def loss(self) -> float:
+        """The main term's mean."""
+        return self.means[MAIN_TERM]
 
     @property
     def is_empty(self) -> bool:
@@ -100,8 +105,8 @@ class TrainingStep:
     def _totals(self, terms: Mapping[str, TermTotals], flag: bool) -> StepTotals:
         numerators = {term: totals.numerator for term, totals in terms.items()}
         denominators = {term: totals.denominator for term, totals in terms.items()}
-        means = term_means(numerators, denominators)
-        return StepTotals(means[MAIN_TERM], self._objective.reported(numerators, denominators), terms, flag)
+        objective = self._objective.reported(numerators, denominators)
+        return StepTotals(term_means(numerators, denominators), objective, terms, flag)
 
     def _factors(self, planned: Mapping[str, float]) -> tuple[dict[str, float], float]:
         """Side-term factors and the fp16 premultiplier, from the plan of the whole global batch."""

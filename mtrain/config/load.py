@@ -72,7 +72,8 @@ def config_yaml(config: Config) -> str:
     content = config.model_dump()
     if faults := list(_placeholders(Source("the configuration", content))):
         raise ConfigError("\n".join(faults))
-    return OmegaConf.to_yaml(OmegaConf.create(content))
+    text: str = OmegaConf.to_yaml(OmegaConf.create(content))
+    return text
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -138,7 +138,9 @@ class CoreAttention(MegatronModule):
         if documents is None:
             return self._attend_row(query, key, value, runs, [(0, key.shape[0])])
         rows = [
-            self._attend_row(query[:, row : row + 1], key[:, row : row + 1], value[:, row : row + 1], runs, row_documents)
+            self._attend_row(
+                query[:, row : row + 1], key[:, row : row + 1], value[:, row : row + 1], runs, row_documents
+            )
             for row, row_documents in enumerate(documents)
         ]
         return torch.cat(rows, dim=1)

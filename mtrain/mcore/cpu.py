@@ -20,8 +20,8 @@ _CPU = torch.device("cpu")
 _FACTORIES = (
     "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor "
     "zeros zeros_like"
-).split()
-_NEW_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros".split()
+)
+_NEW_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros"
 _installed = False
 
 
@@ -79,9 +79,9 @@ def _patch_factories() -> None:
     import torch.utils._device as device_mode
 
     device_mode._device_constructors()  # caches the original functions, which `with torch.device(...)` looks up
-    for name in _FACTORIES:
+    for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    for name in _NEW_FACTORIES:
+    for name in _NEW_FACTORIES.split():
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
 
 
@@ -114,9 +114,9 @@ def _patch_tensor() -> None:
 def _patch_cuda() -> None:
     """Every name gets a function of its own: torch's compiler, if it is imported, looks functions up by identity."""
     cuda: Any = torch.cuda
-    for name in "synchronize set_device empty_cache set_stream".split():
+    for name in ["synchronize", "set_device", "empty_cache", "set_stream"]:
         setattr(cuda, name, _returning(None))
-    for name in "current_stream default_stream".split():
+    for name in ["current_stream", "default_stream"]:
         setattr(cuda, name, _returning(_STREAM))
     cuda.current_device, cuda.device_count = _returning(0), _returning(1)
     cuda.Stream = cuda.Event = _Stream
@@ -160,5 +160,5 @@ def install() -> None:
 
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-        import megatron.core.models.gpt  # noqa: F401 - imported here so that nothing of it is compiled
+        import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401

@@ -20,8 +20,6 @@ class Groups:
     device: torch.device
     collection: ProcessGroupCollection
     """megatron-core's groups."""
-    world: dist.ProcessGroup
-    """All ranks."""
     rank: int
     tp_rank: int
     pp_rank: int
@@ -74,7 +72,6 @@ def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: floa
         layout=layout,
         device=device,
         collection=ProcessGroupCollection.use_mpu_process_groups(),
-        world=dist.group.WORLD,
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),

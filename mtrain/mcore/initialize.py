@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the layout.
 
-Every weight is drawn by its global name and position: a block of rows of the global tensor has its own generator, seeded
-by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out, so TP, PP, VPP and
+Every weight is drawn by its global name and position: a block of rows of the global tensor has its own generator,
+seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out, so TP, PP, VPP and
 vocabulary padding all start from the same model.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mtrain.config import Config
@@ -27,7 +28,7 @@ _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 
 
 def sharded_tensors(
-    module: torch.nn.Module, groups: Groups, value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter
+    module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter
 ) -> Iterator[ShardedTensor]:
     """This rank's parameters with their global name, shape and offset, fused ones split into their parts.
 
@@ -45,7 +46,7 @@ def sharded_tensors(
 
 
 @torch.no_grad()
-def draw_weights(module: torch.nn.Module, config: Config, groups: Groups) -> None:
+def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None:
     """Fills matrices from a normal distribution; norms (ones) and biases (zeros) stay as built.
 
     Standard deviation: model.init_std; projections back into the residual stream: init_std / sqrt(2 * num_layers).

@@ -67,9 +67,7 @@ def unwrap(chunk: torch.nn.Module) -> LanguageModel:
     return inner
 
 
-def _build_chunk(
-    config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None
-) -> LanguageModel:
+def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
     layout: Layout = groups.layout
     stage = groups.pp_rank + (vp_stage or 0) * layout.pp
     backend = chosen_backend(config.model, groups.device)

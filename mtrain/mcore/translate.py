@@ -26,6 +26,13 @@ def gelu_tanh(hidden: Tensor) -> Tensor:
     return functional.gelu(hidden, approximate="tanh")
 
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
 def as_it_is(weight: Tensor) -> Tensor:
     """An initialiser that leaves a weight to be drawn later."""
     return weight
@@ -118,11 +125,6 @@ def _stage_contents(num_layers: int, layout: Layout) -> list[list[str]] | None:
 def _execution(config: Config, device: torch.device) -> dict[str, Any]:
     dtype = DTYPES[config.train.precision]
     on_cpu = device.type == "cpu"
-    recompute: dict[str, Any] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[config.train.recompute]
     return {
         "fp16": config.train.precision == "fp16",
         "bf16": config.train.precision == "bf16",
@@ -137,7 +139,7 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.finalize divides them once
         # Freed while gloo may still be sending it; on a GPU the stream keeps the order.
         "deallocate_pipeline_outputs": not on_cpu,
-        **recompute,
+        **_RECOMPUTE[config.train.recompute],
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError, MtrainError
@@ -73,7 +74,7 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
 
 def _rendezvous(environment: RankEnvironment) -> dict[str, Any]:
     if environment.world_size == 1:
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        return {"store": HashStore(), "rank": 0, "world_size": 1}
     return {
         "init_method": f"tcp://{environment.master_addr}:{environment.master_port}",
         "rank": environment.rank,

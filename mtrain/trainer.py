@@ -1,0 +1,151 @@
+"""The training loop, read from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mtrain.build import Run, build_run
+from mtrain.config import Config
+from mtrain.config.load import config_yaml
+from mtrain.data.batch import Microbatch
+from mtrain.environment import RankEnvironment
+from mtrain.errors import RunFolderError
+from mtrain.evaluate import evaluate
+from mtrain.health.signals import StopSignal
+from mtrain.layout import Layout
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.lr import learning_rate
+from mtrain.mcore.checkpoint import save_checkpoint
+from mtrain.mcore.optimizer import Update
+from mtrain.mcore.world import on_first_rank, open_world
+from mtrain.metrics.record import StepRecord, TermRecord
+from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
+from mtrain.run_folder import RunFolder, difference
+from mtrain.step import StepTotals
+
+
+def train(config: Config) -> None:
+    """Trains from the newest checkpoint of the run folder, or from the start, to `train.num_steps`.
+
+    A stop signal on any rank ends the run after the step in flight, with a checkpoint and the marker REQUEUE.
+
+    Raises:
+        MtrainError: As each part says; see mtrain/errors.py for exit codes.
+    """
+    environment = RankEnvironment.from_environ(os.environ)
+    layout = Layout.from_config(config, environment.world_size)
+    folder = RunFolder(Path(config.run.dir))
+    with (
+        StopSignal() as signal,
+        open_world(environment, config.train.device, config.train.process_group_timeout_s) as device,
+        contextlib.ExitStack() as held,
+    ):
+        on_first_rank(lambda: _enter(folder, config, held))
+        run = build_run(config, layout, device, folder)
+        sinks = held.enter_context(_open_sinks(run, folder))
+        _loop(run, folder, sinks, signal)
+
+
+def _enter(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> None:
+    """Takes the run folder for this run and writes the resolved configuration. On rank 0."""
+    folder.create()
+    held.enter_context(folder.locked())
+    text, saved = config_yaml(config), folder.saved_config()
+    if saved is not None and (changed := difference(saved, text)) and any(folder.checkpoints.glob("step_*")):
+        raise RunFolderError(
+            f"{folder.path} holds checkpoints of a run whose {', '.join(changed)} had other values; "
+            "set another run.dir, or the same values"
+        )
+    folder.write_config(text)
+    folder.clear_requeue()
+
+
+def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
+    if run.groups.rank != 0:
+        return Sinks()
+    metrics, start = run.config.metrics, run.start_step
+    console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
+    tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
+    return Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
+
+
+def _loop(run: Run, folder: RunFolder, sinks: Sinks, signal: StopSignal) -> None:
+    config, start, last = run.config, run.start_step, run.config.train.num_steps
+    if config.valid.at_start and start == 0:
+        _validate(run, sinks, 0)
+    saved_step = start
+    with _batches(run) as batches:
+        for step in range(start, last):
+            began = time.perf_counter()
+            own = None if batches is None else next(batches)
+            totals = run.training.forward_backward(own, flag=signal.received is not None)
+            lr = learning_rate(step, config.optimizer, last)
+            update = run.training.update(totals, lr)
+            done = step + 1
+            sinks.write(_record(run, done, totals, update, lr, time.perf_counter() - began))
+            if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
+                _validate(run, sinks, done)
+            if _is_due(done, config.checkpoint.interval_steps) or (done == last and config.checkpoint.at_end):
+                _save(run, folder, done)
+                saved_step = done
+            if totals.flag and done < last:
+                if saved_step != done:
+                    _save(run, folder, done)
+                _leave_marker(folder, done)
+                return
+
+
+def _is_due(step: int, interval_steps: int) -> bool:
+    return interval_steps > 0 and step % interval_steps == 0
+
+
+@contextlib.contextmanager
+def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
+    """This data-parallel rank's microbatches of each step from the start step on; None where they are received."""
+    if run.loader is None:
+        yield None
+        return
+    with run.loader.iterate(run.start_step) as batches:
+        yield batches
+
+
+def _validate(run: Run, sinks: Sinks, step: int) -> None:
+    if run.validation is not None:
+        sinks.write(evaluate(run.config, run.groups, run.chunks, run.optimizer, run.objective, run.validation, step))
+
+
+def _save(run: Run, folder: RunFolder, step: int) -> None:
+    run.optimizer.gather_parameters()
+    save_checkpoint(folder.checkpoints, run.chunks, run.optimizer, run.groups, run.config, step)
+
+
+def _leave_marker(folder: RunFolder, step: int) -> None:
+    on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {step}"))
+
+
+def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:
+    train = run.config.train
+    tokens = train.global_batch_size * run.config.data.seq_length
+    is_half = train.precision == "fp16"
+    return StepRecord(
+        step=done,
+        loss=totals.loss,
+        objective=totals.objective,
+        denominator=totals.terms[MAIN_TERM].denominator,
+        grad_norm=0.0 if update is None else update.grad_norm,
+        lr=lr,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        terms={
+            name: TermRecord(loss=totals.means[name], numerator=term.numerator, denominator=term.denominator)
+            for name, term in totals.terms.items()
+        },
+        empty=totals.is_empty,
+        skipped="fp16 overflow" if update is not None and update.overflowed else None,
+        loss_scale=run.optimizer.loss_scale() if is_half else None,
+    )
