@@ -26,7 +26,7 @@ SECTIONS = {
     ),
     "yarn, factor 1": RopeSection(scaling="yarn", factor=1.0, original_max_positions=512),
     "yarn, ramp without width": RopeSection(
-        scaling="yarn", factor=2.0, beta_fast=8.0, beta_slow=8.0, original_max_positions=16, truncate=False
+        scaling="yarn", factor=2.0, beta_fast=8.0, beta_slow=2.6, original_max_positions=16
     ),
 }
 

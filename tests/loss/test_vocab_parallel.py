@@ -193,6 +193,20 @@ def test_a_token_that_is_not_asked_about_gets_gradient_zero_whatever_its_logits(
         assert found[0, 0].count_nonzero() == VOCAB
 
 
+def test_padding_gets_gradient_zero_even_where_the_loss_is_not_finite() -> None:
+    logits = random_logits().requires_grad_()
+    losses = alone(logits).logsumexp()
+    (gradient,) = torch.autograd.grad(losses, logits, torch.full_like(losses, float("inf")))
+    assert gradient[..., VOCAB:].count_nonzero() == 0
+    assert not gradient[..., :VOCAB].isfinite().any()
+
+
+def test_the_logsumexp_of_impossible_tokens_is_minus_infinity() -> None:
+    logits = random_logits()
+    logits[1, 2, :VOCAB] = float("-inf")
+    assert alone(logits).logsumexp()[2, 1] == float("-inf")
+
+
 @pytest.mark.parametrize("label", [-100, -1, VOCAB, PADDED - 1, 2**40])
 def test_labels_outside_the_vocabulary_are_read_as_label_0(label: int) -> None:
     logits = random_logits().requires_grad_()
