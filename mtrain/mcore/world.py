@@ -99,3 +99,22 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
         raise outcome[1]
     result: Result = outcome[0]
     return result
+
+
+def on_all_ranks(action: Callable[[], Result]) -> Result:
+    """Runs `action` on every rank; an MtrainError of any rank is raised on all of them, the lowest rank's if several.
+
+    One all-gather of small objects.
+    """
+    result, fault = None, None
+    try:
+        result = action()
+    except MtrainError as error:
+        fault = error
+    faults: list[MtrainError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    first = next((error for error in faults if error is not None), None)
+    if first is not None:
+        first.on_every_rank = True
+        raise first
+    return result  # type: ignore[return-value]
