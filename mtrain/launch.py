@@ -32,6 +32,8 @@ _LOG_LINES = 60
 """Lines of a failing rank's log that are shown."""
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+"""Looked up here, since a forked child must not wait for the loader's lock."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ def _start(command: Sequence[str], environment: dict[str, str], number: int, log
 
 def _die_with(parent: int) -> None:
     """Runs in the child before the command: the kernel kills it when the launcher ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(RankLostError.exit_code)
 
@@ -154,7 +156,7 @@ def _watch(ranks: Sequence[Rank], pending: Sequence[int], grace_s: float) -> Ran
     failed: Rank | None = None
     deadline = float("inf")
     num_passed_on = 0
-    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    while _num_running(ranks) and time.monotonic() < deadline:
         for number in list(pending[num_passed_on:]):
             num_passed_on += 1
             if pending[:num_passed_on].count(signal.SIGINT) > 1:
@@ -165,6 +167,11 @@ def _watch(ranks: Sequence[Rank], pending: Sequence[int], grace_s: float) -> Ran
             deadline = time.monotonic() + grace_s
         time.sleep(_POLL_S)
     return failed if failed is not None else _first_failed(ranks)
+
+
+def _num_running(ranks: Sequence[Rank]) -> int:
+    """Looks at every rank, so that the return codes of all that have ended are known."""
+    return sum([rank.process.poll() is None for rank in ranks])
 
 
 def _first_failed(ranks: Sequence[Rank]) -> Rank | None:

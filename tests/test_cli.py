@@ -1,0 +1,134 @@
+"""The command line: what it prints, its exit codes, and that bad input costs no import of torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtrain.__main__ import split_arguments
+from tests.config.samples import content
+from tests.config.yaml_files import write
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "FORCE_COLOR")
+ROOT = Path(__file__).parents[1]
+
+
+def mtrain(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program where importing torch is an error."""
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    blocked = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('mtrain', run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", blocked, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=clean | environment,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    return write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
+
+
+def test_help_names_the_verbs() -> None:
+    done = mtrain("--help")
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in ("train", "check", "launch"))
+
+
+def test_check_prints_the_plan_in_plain_lines(config_path: Path) -> None:
+    overrides = ["layout.tp=2", "layout.sp=true", "layout.pp=2", "layout.vpp=2", "train.micro_batch_size=2"]
+    done = mtrain("check", config_path, *overrides, "--world-size", 8)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = {line[:18].strip(): line[18:] for line in done.stdout.splitlines()}
+    assert lines["layout"] == "tp2sp-pp2vpp2-cp1-dp2 on 8 ranks"
+    assert lines["batch"] == "16 samples = 4 microbatches x 2 x dp 2"
+    assert lines["tokens per step"] == "1,024"
+    assert lines["parameters"].startswith("424,000 (427,072 with")
+    assert lines["FLOPs per token"].endswith("e+06")
+    assert "\x1b" not in done.stdout
+    assert len([line for line in done.stdout.splitlines() if line.split()[:2] in (["0", "4"], ["1", "4"])]) == 2
+
+
+def test_check_reports_every_broken_rule(config_path: Path) -> None:
+    done = mtrain("check", config_path, "layout.sp=true", "train.num_step=3", "data.seq_length=-1", "--world-size", 1)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3
+    assert all(
+        key in done.stderr for key in ("layout.sp=true needs", "did you mean train.num_steps?", "data.seq_length:")
+    )
+
+
+def test_check_refuses_a_world_size_that_does_not_fit(config_path: Path) -> None:
+    done = mtrain("check", config_path, "layout.tp=2", "--world-size", 3)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: world size 3 must be a multiple of 2")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["check"], ["check", "x.yaml"], ["launch", "local", "x.yaml"]], ids=str
+)
+def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
+    done = mtrain(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_train_checks_the_configuration_before_torch_is_loaded(config_path: Path) -> None:
+    done = mtrain("train", config_path, "layout.tpp=2")
+    assert done.returncode == 2
+    assert done.stderr == ("error: layout.tpp: there is no such key; did you mean layout.tp? (in the command line)\n")
+
+
+def test_train_checks_the_world_size_before_torch_is_loaded(config_path: Path) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    done = mtrain("train", config_path, "layout.cp=2", **torchrun)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: world size 3 must be a multiple of 2")
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_a_wrong_configuration_is_told_by_rank_0_alone(config_path: Path, name: str) -> None:
+    torchrun = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    srun = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n"}
+    environment = {name: "1"} | (torchrun if name == "RANK" else srun)
+    done = mtrain("train", config_path, "layout.tpp=2", **environment)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_wrong_environment_is_told_by_the_rank_that_has_it(config_path: Path) -> None:
+    done = mtrain("train", config_path, RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 7
+    assert done.stderr.startswith("error: [rank 1] the environment variable LOCAL_RANK is not set")
+
+
+def test_what_was_not_foreseen_keeps_its_traceback_with_the_rank(config_path: Path) -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    done = mtrain("train", config_path, **torchrun)  # goes on to torch, which is not there
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "[rank 1] Traceback (most recent call last):"
+    assert all(line.startswith("[rank 1] ") for line in lines)
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_launch_checks_the_configuration_before_a_rank_starts(config_path: Path, tmp_path: Path) -> None:
+    done = mtrain("launch", "local", "-n", 2, config_path, "layout.tp=4")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: world size 2 must be a multiple of 4 = layout.tp=4 x layout.pp=1 x layout.cp=1; "
+        "start more ranks or shrink the layout\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b.yaml"
+    odd.touch()
+    assert split_arguments([str(odd), "layout.tp=2", "c.yaml"]) == ([odd, Path("c.yaml")], ["layout.tp=2"])

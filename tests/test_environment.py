@@ -1,0 +1,106 @@
+"""Which rank a process is, by the variables of each launcher."""
+
+import pytest
+
+from mtrain.environment import RankEnvironment
+from mtrain.errors import MachineError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "1234",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+}
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert RankEnvironment.from_environ({}) == RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)
+
+
+def test_torchrun_is_read() -> None:
+    assert RankEnvironment.from_environ(TORCHRUN) == RankEnvironment(5, 8, 1, 4, "host", 1234)
+
+
+def test_torchrun_goes_before_slurm() -> None:
+    assert RankEnvironment.from_environ(SRUN | TORCHRUN).master_addr == "host"
+
+
+def test_srun_is_read() -> None:
+    assert RankEnvironment.from_environ(SRUN) == RankEnvironment(5, 8, 1, 4, "node07", 24567)
+
+
+def test_a_step_smaller_than_its_job_counts_its_own_tasks() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_STEP_NODELIST": "node08,node09"}
+    found = RankEnvironment.from_environ(SRUN | step)
+    assert (found.world_size, found.local_world_size, found.master_addr) == (6, 2, "node08")
+
+
+def test_under_srun_the_address_can_be_given() -> None:
+    found = RankEnvironment.from_environ(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "99"})
+    assert (found.master_addr, found.master_port) == ("other", 99)
+
+
+def test_the_script_of_sbatch_is_alone() -> None:
+    batch = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
+    batch |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
+    assert RankEnvironment.from_environ(batch).world_size == 1
+    assert RankEnvironment.from_environ(batch | {"SLURM_STEP_ID": "0"}).world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node[003-005,9]-ib,m1", "node003-ib"),
+        ("a,b[1-2]", "a"),
+        ("rack[1,3]n[04-05]", "rack1n04"),
+        ("gpu-a-[12,14]", "gpu-a-12"),
+    ],
+)
+def test_the_first_node_holds_rank_0(nodes: str, first: str) -> None:
+    assert RankEnvironment.from_environ(SRUN | {"SLURM_JOB_NODELIST": nodes}).master_addr == first
+
+
+def test_without_a_node_list_the_launching_node_is_taken() -> None:
+    given = {key: value for key, value in SRUN.items() if "NODELIST" not in key}
+    assert RankEnvironment.from_environ(given).master_addr == "10.0.0.9"
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(name: str) -> None:
+    with pytest.raises(MachineError, match=f"variable {name} is not set"):
+        RankEnvironment.from_environ({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"RANK": "-1"}, "RANK='-1' must be a whole number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' must be a whole number"),
+        ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({"MASTER_PORT": ""}, "variable MASTER_PORT is not set"),
+    ],
+)
+def test_contradictions_are_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(MachineError, match=message):
+        RankEnvironment.from_environ(TORCHRUN | change)
+
+
+@pytest.mark.parametrize("change", [{"SLURM_TASKS_PER_NODE": "x"}, {"SLURM_NODEID": "2"}])
+def test_contradictions_of_slurm_are_named(change: dict[str, str]) -> None:
+    with pytest.raises(MachineError, match="SLURM_TASKS_PER_NODE="):
+        RankEnvironment.from_environ(SRUN | change)

@@ -1,0 +1,240 @@
+"""Ranks of `mtrain launch local`: what they are told, how they end, and that none stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mtrain.launch import run_ranks
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from mtrain.launch import run_ranks
+sys.exit(run_ranks([sys.executable, sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3]), grace_s=float(sys.argv[4])))
+"""
+HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+here = Path(__file__).parent
+def tell(name, text=""):
+    (here / "writing").mkdir(exist_ok=True)
+    (here / "writing" / name).write_text(str(text))
+    os.replace(here / "writing" / name, here / name)
+"""
+LONG_S = 60
+"""Longer than a test may take; nothing waits for it to pass."""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes what every rank runs."""
+
+    def write(body: str) -> Path:
+        path = tmp_path / "rank.py"
+        path.write_text(HEAD + body)
+        return path
+
+    return write
+
+
+def run(path: Path, num_ranks: int, grace_s: float = 10.0) -> int:
+    return run_ranks([sys.executable, str(path)], num_ranks, path.parent / "logs", grace_s)
+
+
+@contextmanager
+def launcher(path: Path, num_ranks: int, grace_s: float = 10.0) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, which a test may send signals."""
+    command = [sys.executable, "-c", LAUNCHER, str(path), str(num_ranks), str(path.parent / "logs"), str(grace_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def wait_for_both(name: str, folder: Path, process: subprocess.Popen[str]) -> None:
+    """Waits until both ranks have written their file `name`<rank>."""
+
+    def is_there() -> bool:
+        assert process.poll() is None, process.communicate()
+        return all((folder / f"{name}{rank}").exists() for rank in range(2))
+
+    wait_for(is_there)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_ranks_are_told_who_they_are(program: Callable[[str], Path], tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    assert run(program(f"tell(f'rank{{rank}}', ' '.join(os.environ[name] for name in {names}))"), 3) == 0
+    told = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(3)]
+    ports = {words.pop() for words in told}
+    assert told == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len(ports) == 1
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("3", "3")])
+def test_threads_default_to_one(
+    program: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
+    expected: str,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert run(program("tell('threads', os.environ['OMP_NUM_THREADS'])"), 1) == 0
+    assert (tmp_path / "threads").read_text() == expected
+
+
+def test_only_rank_0_is_shown(
+    program: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "print('out', rank); print('err', rank, file=sys.stderr)"
+    assert run(program(body), 2) == 0
+    assert run(program(body), 2) == 0
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("out 0\n" * 2, "err 0\n" * 2)
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs.keys() == {"rank_1.log"}
+    assert sorted(logs["rank_1.log"].splitlines()) == ["err 1"] * 2 + ["out 1"] * 2
+
+
+def test_the_first_failing_rank_gives_its_exit_code_and_its_error_once(
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = program("print(f'of rank {rank}', file=sys.stderr)\nif rank == 2: sys.exit(3)\ntime.sleep(60)")
+    (path.parent / "logs").mkdir()
+    (path.parent / "logs" / "rank_2.log").write_text("an earlier launch\n")
+    started = time.monotonic()
+    assert run(path, 3, grace_s=0.2) == 3
+    assert time.monotonic() - started < LONG_S / 2
+    shown = capfd.readouterr().err
+    assert "error: rank 2 failed with exit code 3" in shown
+    assert shown.count("of rank 2") == 1
+    assert "of rank 1" not in shown
+    assert "an earlier launch" not in shown
+
+
+def test_ranks_that_fail_after_the_first_do_not_hide_it(
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+if rank == 1:
+    tell('failing'); print('the cause', file=sys.stderr); sys.exit(1)
+while not (here / 'failing').exists(): time.sleep(0.01)
+time.sleep(0.5); print('a consequence', file=sys.stderr); sys.exit(7)
+"""
+    assert run(program(body), 3) == 1
+    shown = capfd.readouterr().err
+    assert "rank 1 failed with exit code 1" in shown
+    assert "the cause" in shown
+    assert shown.count("a consequence") == 1  # of rank 0, which shares our output
+
+
+def test_what_rank_0_has_said_is_not_repeated(
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(program("print('bad data', file=sys.stderr); sys.exit(3)"), 2) == 3
+    assert capfd.readouterr().err == "bad data\n"
+
+
+def test_a_killed_rank_is_named_with_its_signal(
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = program("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    assert run(path, 2, grace_s=0.1) == 5
+    assert "error: rank 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_ranks_may_end_by_themselves_within_the_grace(program: Callable[[str], Path], tmp_path: Path) -> None:
+    path = program("if rank == 1: sys.exit(4)\ntime.sleep(0.3); tell('saved')")
+    assert run(path, 2) == 4
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_signals_reach_every_rank_once(program: Callable[[str], Path], tmp_path: Path, number: signal.Signals) -> None:
+    body = f"""
+received = []
+signal.signal({int(number)}, lambda number, frame: received.append(number))
+tell(f'ready{{rank}}')
+while not received: time.sleep(0.01)
+time.sleep(0.2); tell(f'received{{rank}}', len(received))
+"""
+    with launcher(program(body), 2) as process:
+        wait_for_both("ready", tmp_path, process)
+        process.send_signal(number)
+        assert process.wait(20) == 0
+    assert [(tmp_path / f"received{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_a_second_interrupt_kills(program: Callable[[str], Path], tmp_path: Path) -> None:
+    body = """
+signal.signal(signal.SIGINT, lambda number, frame: tell(f'received{rank}'))
+tell(f'pid{rank}', os.getpid())
+while True: time.sleep(0.05)
+"""
+    with launcher(program(body), 2) as process:
+        wait_for_both("pid", tmp_path, process)
+        process.send_signal(signal.SIGINT)
+        wait_for_both("received", tmp_path, process)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    assert not any(is_running(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
+
+
+CHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={session})"
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["child", "daemon"])
+@pytest.mark.parametrize("code", [0, 1], ids=["done", "failed"])
+def test_what_a_rank_started_does_not_outlive_the_launch(
+    program: Callable[[str], Path], tmp_path: Path, session: bool, code: int
+) -> None:
+    path = program(f"child = {CHILD.format(session=session)}\ntell(f'pid{{rank}}', child.pid)\nsys.exit({code})")
+    assert run(path, 2) == code
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_other_children_of_the_caller_are_left_alone(program: Callable[[str], Path]) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=dict(os.environ))
+    try:
+        assert run(program("sys.exit(1)"), 1) == 1
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_ranks_die_with_a_killed_launcher(program: Callable[[str], Path], tmp_path: Path) -> None:
+    with launcher(program("tell(f'pid{rank}', os.getpid()); time.sleep(60)"), 2) as process:
+        wait_for_both("pid", tmp_path, process)
+        process.kill()
+        pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+        wait_for(lambda: not any(is_running(pid) for pid in pids))

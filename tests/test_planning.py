@@ -1,0 +1,152 @@
+"""Parameters, arithmetic and memory of a run."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain import planning
+from mtrain.config.model import ModelSection
+from mtrain.layout import Layout
+from tests.config.samples import config
+
+MODEL = config().model
+
+
+@given(st.integers(1, 40), st.none() | st.integers(1, 50))
+def test_attended_pairs_are_counted_one_by_one(seq_length: int, window: int | None) -> None:
+    pairs = [(q, k) for q in range(seq_length) for k in range(q + 1) if window is None or q - k < window]
+    assert planning.num_attended_pairs(seq_length, window) == len(pairs)
+
+
+def matrices(model: ModelSection) -> dict[str, tuple[int, ...]]:
+    """Shapes of every parameter of one layer, written out."""
+    hidden, ffn, dim = model.hidden_size, model.ffn_hidden_size, model.head_size
+    gates = 2 if model.activation == "swiglu" else 1
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (model.num_attention_heads * dim, hidden),
+        "key": (model.query_groups * dim, hidden),
+        "value": (model.query_groups * dim, hidden),
+        "output": (hidden, model.num_attention_heads * dim),
+        "fc1": (gates * ffn, hidden),
+        "fc2": (hidden, ffn),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
+    }
+    biased = ["query", "key", "value"] if model.qkv_bias or model.linear_bias else []
+    biased += ["output", "fc1", "fc2"] if model.linear_bias else []
+    shapes |= {f"{name}.bias": shapes[name][:1] for name in biased}
+    if model.qk_norm:
+        shapes |= {"query_norm": (dim,), "key_norm": (dim,)}
+    if model.norm == "layernorm":
+        shapes |= {f"{name}.bias": shape for name, shape in shapes.items() if "norm" in name}
+    return shapes
+
+
+def size(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+@given(
+    st.builds(
+        lambda **knobs: MODEL.model_copy(update=knobs),
+        head_dim=st.sampled_from([None, 6, 16]),
+        num_query_groups=st.sampled_from([None, 2, 4]),
+        activation=st.sampled_from(["swiglu", "gelu"]),
+        norm=st.sampled_from(["rmsnorm", "layernorm"]),
+        qkv_bias=st.booleans(),
+        linear_bias=st.booleans(),
+        qk_norm=st.booleans(),
+        tied_embeddings=st.booleans(),
+    )
+)
+def test_parameters_are_those_of_the_written_out_shapes(model: ModelSection) -> None:
+    layer = sum(size(shape) for shape in matrices(model).values())
+    norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
+    tables = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
+    assert planning.layer_parameters(model).total == layer
+    assert planning.num_parameters(model) == model.num_layers * layer + norm + tables
+
+
+def test_padding_of_the_vocabulary_is_counted_apart() -> None:
+    assert [planning.padded_vocab_size(MODEL, tp) for tp in (1, 2, 4)] == [1024, 1024, 1024]
+    assert planning.padded_vocab_size(MODEL, 16) == 2048
+    padding = 2 * 24 * MODEL.hidden_size
+    assert planning.num_padded_parameters(MODEL, 2) == planning.num_parameters(MODEL) + padding
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(pp=4), Layout(pp=2, vpp=2), Layout(pp=2, stage_layers=(3, 5))], ids=str
+)
+def test_ranks_without_tp_hold_the_model_once(layout: Layout, tied: bool) -> None:
+    model = MODEL.model_copy(update={"tied_embeddings": tied})
+    held = sum(planning.num_parameters_on_rank(model, layout, pp_rank) for pp_rank in range(layout.pp))
+    copied = planning.padded_vocab_size(model, 1) * model.hidden_size if tied and layout.pp > 1 else 0
+    assert held == planning.num_padded_parameters(model, 1) + copied
+
+
+def test_ranks_of_a_tp_group_repeat_norms_and_row_parallel_biases() -> None:
+    model = MODEL.model_copy(update={"linear_bias": True, "qk_norm": True})
+    held = 2 * planning.num_parameters_on_rank(model, Layout(tp=2), 0)
+    per_layer = 4 * model.hidden_size + 2 * model.head_size
+    assert held == planning.num_padded_parameters(model, 2) + model.num_layers * per_layer + model.hidden_size
+
+
+def test_flops_are_those_of_every_multiply_add() -> None:
+    seq_length = 10
+    model = MODEL.model_copy(update={"sliding_window": 4, "global_attention_every": 3})  # layers 3 and 6 of 8 see all
+    weights = sum(size(shape) for shape in matrices(model).values() if len(shape) == 2)
+    causal, windowed = 55, 34
+    pairs = 2 * causal + 6 * windowed
+    attention = 2 * 2 * model.num_attention_heads * model.head_size * pairs
+    forward = seq_length * (2 * 8 * weights + 2 * model.vocab_size * model.hidden_size) + attention
+    assert planning.flops_per_token(model, seq_length) == pytest.approx(3 * forward / seq_length, rel=1e-15)
+
+
+def test_a_window_over_the_whole_sequence_changes_nothing() -> None:
+    windowed = MODEL.model_copy(update={"sliding_window": 64})
+    assert planning.flops_per_token(windowed, 64) == planning.flops_per_token(MODEL, 64)
+
+
+def test_mfu_is_a_share_of_the_peak() -> None:
+    assert planning.mfu(tokens_per_second=1000, flops_per_token=5e9, peak_flops=1e13) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("precision", "distributed", "weights", "optimizer"),
+    [("fp32", False, 4, 8), ("fp32", True, 4, 2), ("bf16", False, 2, 12), ("fp16", True, 2, 3)],
+)
+def test_memory_follows_precision_and_distribution(
+    precision: str, distributed: bool, weights: int, optimizer: int
+) -> None:
+    given = config(
+        train={"global_batch_size": 16, "num_steps": 1, "precision": precision, "distributed_optimizer": distributed},
+        layout__cp=2,
+    )
+    layout = Layout.from_config(given, 4)
+    num = planning.num_parameters_on_rank(given.model, layout, 0)
+    found = planning.memory_per_rank(given, layout, 0)
+    assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == (
+        weights * num,
+        4 * num,
+        optimizer * num,
+    )
+    assert found.total_bytes == (weights + 4 + optimizer) * num + found.activations_bytes
+
+
+def activations(world_size: int, pp_rank: int = 0, recompute: str = "none", **layout: object) -> int:
+    given = config(layout=layout, train={"global_batch_size": 16, "num_steps": 1, "recompute": recompute})
+    return planning.memory_per_rank(given, Layout.from_config(given, world_size), pp_rank).activations_bytes
+
+
+def test_activations_shrink_where_the_work_is_divided() -> None:
+    assert activations(2, cp=2) == activations(1) / 2
+    assert activations(2, tp=2, sp=True) == activations(1) / 2
+    assert activations(2, tp=2, sp=True) < activations(2, tp=2) < activations(1)
+    assert activations(1, recompute="full") < activations(1)
+
+
+def test_early_stages_keep_more_microbatches() -> None:
+    kept = [activations(4, pp_rank, pp=4) for pp_rank in range(3)]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == 2 * kept[2]
