@@ -45,9 +45,9 @@ def train(arguments: ConfigArguments) -> None:
         world_size = RankEnvironment.from_environ(os.environ).world_size
         config = load_config(paths, overrides)
         Layout.from_config(config, world_size)
-        from mtrain import trainer  # loads torch: a wrong configuration is told within a second
+        from mtrain.trainer import train as run_training  # loads torch, after the configuration is known to be right
 
-        trainer.train(config)
+        run_training(config)
 
 
 @app.command()

@@ -25,7 +25,7 @@ def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> flo
     """
     done = step + 1
     if done <= optimizer.warmup_steps:
-        return optimizer.lr * done / optimizer.warmup_steps
+        return optimizer.lr * (done / optimizer.warmup_steps)
     match optimizer.schedule:
         case "constant":
             return optimizer.lr
