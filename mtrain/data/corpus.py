@@ -1,0 +1,196 @@
+"""Tokenises text into a `.bin/.idx` pair, with several processes, always to the same bytes."""
+
+import collections
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.documents import Document, documents, find_files
+from mtrain.data.index import element_type, writing_corpus
+from mtrain.errors import DataError, MachineError
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+
+_CHUNK_CHARACTERS = 500_000
+_CHUNKS_AHEAD = 3
+"""Chunks for each worker that are read before their results are written."""
+
+
+@dataclass(frozen=True)
+class CorpusSummary:
+    """What was written."""
+
+    num_documents: int
+    num_empty: int
+    """Documents without a token, which were left out."""
+    num_tokens: int
+    num_bytes: int
+    """Of text, in UTF-8."""
+    seconds: float
+
+
+class _Chunk(NamedTuple):
+    texts: list[str]
+    num_bytes: int
+
+
+class _Tokens(NamedTuple):
+    ids: NDArray[np.generic]
+    lengths: list[int]
+    """Of each text; 0 where it has no token."""
+
+
+def tokenize_corpus(
+    inputs: Sequence[Path],
+    tokenizer_path: Path,
+    output_prefix: str,
+    *,
+    pattern: str = "**/*.txt",
+    text_key: str = "text",
+    num_workers: int = 1,
+    append_eos: bool = True,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> CorpusSummary:
+    """Writes one document for each text, in the order of the inputs.
+
+    The pair appears under its name when it is whole. Its bytes depend on the texts, the tokenizer and `append_eos`, not
+    on the number of workers.
+
+    Args:
+        inputs: Text files, JSONL files and folders.
+        tokenizer_path: As `load_tokenizer` takes it.
+        output_prefix: Path of the pair without .bin and .idx.
+        pattern: Which files of a folder are read.
+        text_key: Where the text stands in JSONL.
+        num_workers: Processes that tokenise; 1 works in this one.
+        append_eos: Whether each document ends with the end-of-document token.
+        overwrite: Whether an existing pair is replaced.
+        progress: Called with the bytes of text that were finished since the last call.
+
+    Raises:
+        DataError: An input or the tokenizer is bad, there is no text, or the pair exists.
+        MachineError: The disk is full, or a worker died.
+    """
+    began = time.perf_counter()
+    _refuse_existing(output_prefix, overwrite)
+    tokenizer = load_tokenizer(tokenizer_path)
+    files = find_files(inputs, pattern)
+    num_empty = num_bytes = 0
+    with writing_corpus(output_prefix, tokenizer.vocab_size) as writer:
+        for chunk, tokens in _tokenized(_chunks(documents(files, text_key)), tokenizer, num_workers, append_eos):
+            end = 0
+            for length in tokens.lengths:
+                if length:
+                    writer.add(tokens.ids[end : end + length])
+                end += length
+                num_empty += length == 0
+            num_bytes += chunk.num_bytes
+            progress(chunk.num_bytes)
+        if writer.num_tokens == 0:
+            raise DataError(f"{', '.join(map(str, inputs))} hold no text, so there is no corpus to write; check them")
+    seconds = time.perf_counter() - began
+    return CorpusSummary(writer.num_documents, num_empty, writer.num_tokens, num_bytes, seconds)
+
+
+def _refuse_existing(prefix: str, overwrite: bool) -> None:
+    for path in (f"{prefix}.bin", f"{prefix}.idx"):
+        if not overwrite and os.path.exists(path):
+            raise DataError(f"{path} exists; choose another output prefix, or overwrite it with --overwrite")
+
+
+def _chunks(texts: Iterable[Document]) -> Iterator[_Chunk]:
+    """Groups texts into pieces of work whose bounds depend on the texts alone."""
+    group: list[str] = []
+    size = num_bytes = 0
+    for document in texts:
+        group.append(document.text)
+        size += len(document.text)
+        num_bytes += len(_encodable(document))
+        if size >= _CHUNK_CHARACTERS:
+            yield _Chunk(group, num_bytes)
+            group, size, num_bytes = [], 0, 0
+    if group:
+        yield _Chunk(group, num_bytes)
+
+
+def _encodable(document: Document) -> bytes:
+    try:
+        return document.text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{document.place}: the text holds half a surrogate pair; mend the escape sequence") from None
+
+
+def _tokenized(
+    chunks: Iterator[_Chunk], tokenizer: Tokenizer, num_workers: int, append_eos: bool
+) -> Iterator[tuple[_Chunk, _Tokens]]:
+    """Yields chunks in their order, each with its tokens."""
+    if num_workers == 1:
+        for chunk in chunks:
+            yield chunk, _tokens(tokenizer, append_eos, chunk.texts)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer.path, append_eos),
+    )
+    under_way: collections.deque[tuple[_Chunk, Future[_Tokens]]] = collections.deque()
+    try:
+        for chunk in chunks:
+            under_way.append((chunk, pool.submit(_work, chunk.texts)))
+            if len(under_way) >= num_workers * _CHUNKS_AHEAD:
+                yield _finished(under_way)
+        while under_way:
+            yield _finished(under_way)
+    except BrokenProcessPool as fault:
+        raise MachineError(
+            f"a worker of {num_workers} died, probably for lack of memory; start again with fewer workers"
+        ) from fault
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _finished(under_way: collections.deque[tuple[_Chunk, Future[_Tokens]]]) -> tuple[_Chunk, _Tokens]:
+    chunk, future = under_way.popleft()
+    return chunk, future.result()
+
+
+_of_worker: list[tuple[Tokenizer, bool]] = []
+"""In a worker process: the tokenizer and whether eos follows each text."""
+
+
+def _start_worker(tokenizer_path: Path, append_eos: bool) -> None:
+    _of_worker.append((load_tokenizer(tokenizer_path), append_eos))
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A worker of a parent that was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(texts: list[str]) -> _Tokens:
+    tokenizer, append_eos = _of_worker[0]
+    return _tokens(tokenizer, append_eos, texts)
+
+
+def _tokens(tokenizer: Tokenizer, append_eos: bool, texts: list[str]) -> _Tokens:
+    """Ids of all texts, joined; texts without a token get no end-of-document token."""
+    encoded = tokenizer.encode_batch(texts, num_threads=1)
+    if append_eos:
+        encoded = [[*ids, tokenizer.eos_id] if ids else ids for ids in encoded]
+    flat = [id_ for ids in encoded for id_ in ids]
+    return _Tokens(np.array(flat, element_type(tokenizer.vocab_size)), [len(ids) for ids in encoded])

@@ -1,0 +1,75 @@
+"""Documents of text files, folders and JSONL, in a fixed order."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.data.jsonl import check_at, objects
+from mtrain.errors import DataError
+
+
+class Document(NamedTuple):
+    """One text."""
+
+    text: str
+    place: str
+    """File, and line where it is JSONL, for messages."""
+
+
+def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
+    """The files that are named, and those of the named folders that match, sorted by path within each folder.
+
+    Args:
+        inputs: Files and folders.
+        pattern: For folders, as in `Path.glob`: `**/*.txt`.
+
+    Raises:
+        DataError: an input does not exist, or a folder has no match.
+    """
+    files: list[Path] = []
+    for given in inputs:
+        if given.is_dir():
+            found = sorted(path for path in given.glob(pattern) if path.is_file())
+            if not found:
+                raise DataError(f"folder {given} has no file that matches {pattern!r}; change the pattern")
+            files += found
+        elif given.is_file():
+            files.append(given)
+        else:
+            raise DataError(f"input {given} does not exist; name a file or a folder")
+    return files
+
+
+def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
+    """Yields a document for each line of a .jsonl file and one for every other file.
+
+    Args:
+        files: In the order of reading.
+        text_key: Where the text stands in the objects of JSONL.
+
+    Raises:
+        DataError: a file is not UTF-8, or a line is not an object with a text; names file and line.
+    """
+    for path in files:
+        if path.suffix != ".jsonl":
+            yield Document(_text(path), str(path))
+            continue
+        for number, found in objects(path):
+            check_at(path, number, found, lambda one: _check_text(one, text_key))
+            yield Document(found[text_key], f"{path} line {number}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise DataError(f"{path}: byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check its permissions") from fault
+
+
+def _check_text(found: dict[str, Any], text_key: str) -> None:
+    if text_key not in found:
+        raise DataError(f"has no {text_key!r}; its keys are {', '.join(found) or 'none'}: name one with --text-key")
+    if not isinstance(found[text_key], str):
+        raise DataError(f"{text_key!r} is a {type(found[text_key]).__name__}, but must be a text; mend the line")

@@ -1,0 +1,126 @@
+"""A small real corpus that every Python has: the sources of its standard library.
+
+`text`: each module's source is a document. `qa`: for each documented function, method and class, the signature is the
+question and the first paragraph of the docstring the answer. Sources are parsed, never imported.
+"""
+
+import ast
+import inspect
+import json
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtrain.errors import DataError
+from mtrain.files import disk_faults, write_atomically
+
+_LEFT_OUT = {
+    *("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "encodings"),
+    *("site-packages", "dist-packages", "_bundled", "lib-dynload", "__pycache__"),
+}
+"""Folders of tests, applications, tables and third-party packages."""
+_HOLD_OUT_EVERY = 20
+
+Kind = Literal["text", "qa"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file of the corpus."""
+
+    path: Path
+    num_documents: int
+
+
+def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -> list[Written]:
+    """Writes `<kind>-train.jsonl` and, with every twentieth document, `<kind>-valid.jsonl`, in a fixed order.
+
+    `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}. No answer of the held-out pairs occurs
+    among the others.
+
+    Args:
+        kind: What is made of the sources.
+        output: A folder.
+        library: Where the sources lie; by default this Python's own.
+
+    Raises:
+        DataError: there are no sources.
+        MachineError: the output cannot be written.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if library is None else library
+    found = list(_texts(root) if kind == "text" else _pairs(root))
+    if not found:
+        raise DataError(f"{root} holds no Python sources; install them or use another Python")
+    train = [one for number, one in enumerate(found) if number % _HOLD_OUT_EVERY]
+    valid = found[::_HOLD_OUT_EVERY]
+    if kind == "qa":
+        answers = {one["response"] for one in train}
+        valid = [one for one in valid if one["response"] not in answers]
+    with disk_faults(f"write the corpus into {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        return [_write(output / f"{kind}-{part}.jsonl", lines) for part, lines in (("train", train), ("valid", valid))]
+
+
+def _write(path: Path, lines: Sequence[dict[str, Any]]) -> Written:
+    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return Written(path, len(lines))
+
+
+def _sources(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yields each module's path below the root and its source, sorted by path."""
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if _LEFT_OUT.isdisjoint(name.parts):
+            try:
+                yield name, path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue  # the few modules in older encodings
+
+
+def _texts(root: Path) -> Iterator[dict[str, str]]:
+    return ({"text": source, "path": str(name)} for name, source in _sources(root) if source.strip())
+
+
+def _pairs(root: Path) -> Iterator[dict[str, str]]:
+    seen: set[tuple[str, str]] = set()
+    for name, source in _sources(root):
+        parts = [part for part in name.with_suffix("").parts if part != "__init__"]
+        for prompt, docstring in _documented(_parsed(source), ".".join(parts)):
+            response = " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
+            if response and (prompt, response) not in seen:
+                seen.add((prompt, response))
+                yield {"prompt": prompt, "response": response, "path": str(name)}
+
+
+def _parsed(source: str) -> list[ast.stmt]:
+    """The statements of a module; none where the source is of another version of Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in the strings of old modules
+        try:
+            return ast.parse(source).body
+        except SyntaxError:
+            return []
+
+
+def _documented(body: Iterable[ast.stmt], scope: str) -> Iterator[tuple[str, str]]:
+    """Yields (signature, docstring) of what is defined in a module or a class, in the order of the source."""
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring:
+            yield _signature(node, scope), docstring
+        if isinstance(node, ast.ClassDef):
+            yield from _documented(node.body, f"{scope}.{node.name}")
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, scope: str) -> str:
+    name = f"{scope}.{node.name}"
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        return f"class {name}({bases})" if bases else f"class {name}"
+    keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    return f"{keyword} {name}({ast.unparse(node.args)})"

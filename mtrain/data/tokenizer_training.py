@@ -1,0 +1,88 @@
+"""Trains a sentencepiece tokenizer that can spell every text."""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from mtrain.data.documents import documents, find_files
+from mtrain.errors import DataError
+from mtrain.files import disk_faults, replacing
+
+_MAX_LINE_BYTES = 65536
+"""Longer lines do not take part in the training."""
+
+
+def train_tokenizer(
+    inputs: Sequence[Path],
+    output: Path,
+    vocab_size: int,
+    *,
+    kind: Literal["bpe", "unigram"] = "bpe",
+    pattern: str = "**/*.txt",
+    text_key: str = "text",
+    bos_id: int = 1,
+    eos_id: int = 2,
+    pad_id: int = 3,
+    overwrite: bool = False,
+) -> None:
+    """Writes a `.model` whose decode(encode(text)) is the text.
+
+    What the vocabulary lacks is spelt in bytes, white space is kept as it is, and digits stand alone. The unknown token
+    has id 0. The same inputs give the same model.
+
+    Args:
+        inputs: Text files, JSONL files and folders.
+        output: Where the model is written.
+        vocab_size: Tokens, 256 bytes and the control tokens among them.
+        kind: The algorithm.
+        pattern: Which files of a folder are read.
+        text_key: Where the text stands in JSONL.
+        bos_id: Begins a sample; -1 for none.
+        eos_id: Ends a document.
+        pad_id: Fills rows; -1 for none.
+        overwrite: Whether an existing file is replaced.
+
+    Raises:
+        DataError: An input is bad, the text does not yield so many tokens, or the output exists.
+        MachineError: The output cannot be written.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    if output.exists() and not overwrite:
+        raise DataError(f"{output} exists; choose another output, or overwrite it with --overwrite")
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=_lines(find_files(inputs, pattern), text_key),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            unk_id=0,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=_MAX_LINE_BYTES,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as fault:
+        raise DataError(
+            f"no tokenizer of {vocab_size} tokens can be trained on this text: {' '.join(str(fault).split())}; change "
+            "the number of tokens or give more text"
+        ) from fault
+    with disk_faults(f"write the tokenizer {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as new:
+            new.write_bytes(model.getvalue())
+
+
+def _lines(files: Sequence[Path], text_key: str) -> Iterator[str]:
+    for document in documents(files, text_key):
+        yield from (line for line in document.text.split("\n") if line.strip())
