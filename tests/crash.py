@@ -28,7 +28,7 @@ def _dies_before_operation(number: int, action: Callable[[], Any], root: Path) -
     child = os.fork()
     if child == 0:
         try:
-            _kill_self_before_operation(number, root)
+            kill_self_before_operation(number, root)
             action()
             os._exit(0)
         finally:
@@ -41,7 +41,7 @@ def _dies_before_operation(number: int, action: Callable[[], Any], root: Path) -
     return False
 
 
-def _kill_self_before_operation(number: int, root: Path) -> None:
+def kill_self_before_operation(number: int, root: Path) -> None:
     """Audit hooks are called just before the operating system is; they cannot be removed, so only in a child."""
     left = number
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.places import parameter_places, shards
 from mtrain.mcore.spec import global_name
 
 _ROWS_PER_BLOCK = 256
@@ -37,12 +36,8 @@ def sharded_tensors(
         groups: The process groups.
         value_of: What stands in `data` for each parameter; something of the same shape, such as its gradient.
     """
-    metadata = {"dp_cp_group": groups.collection.dp_cp}
-    for value in nested_values(module.sharded_state_dict(metadata=metadata)):
-        if not isinstance(value, ShardedTensor | ShardedTensorFactory) or value.data is None:
-            continue
-        value = replace(value, data=value_of(value.data))
-        yield from nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+    for place in parameter_places([module], groups):
+        yield from shards(place, place.key, value_of(place.data))
 
 
 @torch.no_grad()

@@ -1,0 +1,300 @@
+"""Training state on disk: saving, resuming on the same or on another layout, starting from other weights.
+
+A checkpoint holds, under names that do not depend on the layout: the weights as they compute (`decoder...`), float32
+main weights and Adam's moments (`optimizer.state.{param,exp_avg,exp_avg_sq}.decoder...`), the random states of each
+rank (`rng...`), and in training_state.json the counters. Directories, completeness and retention are
+mtrain.checkpoint's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+import mtrain
+from mtrain.checkpoint.directory import Attempt, CheckpointEntry, abandon, begin_attempt, publish
+from mtrain.checkpoint.retention import apply_retention
+from mtrain.config import Config
+from mtrain.config.load import config_yaml
+from mtrain.errors import DataError, MtrainError
+from mtrain.mcore import optimizer_state, random_state
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import unwrap
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.optimizer_state import MAIN, STATES, LossScaler
+from mtrain.mcore.places import Place, is_written_here, optimizer_key, parameter_places, shards
+from mtrain.mcore.safe_load import verified_reader
+from mtrain.mcore.torch_dist import load_tensors, save_tensors
+from mtrain.mcore.world import on_all_ranks, on_first_rank
+
+STATE_NAME = "training_state.json"
+_TE_STATE = "._extra_state/"
+"""In keys of what TransformerEngine pickles beside weights; never read."""
+_log = logging.getLogger(__name__)
+
+
+class TrainingState(BaseModel):
+    """What a checkpoint holds beside tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    step: int = Field(ge=0)
+    """Optimizer updates completed, by the run's count."""
+    consumed_samples: int = Field(ge=0)
+    adam_step: int = Field(ge=0)
+    """Updates that changed the weights: an overflow of fp16 or an empty batch changes nothing."""
+    loss_scaler: LossScaler | None
+    """fp16 only."""
+    layout: str
+    device: str
+    """cpu or cuda: random states of one mean nothing to the other."""
+    vocab_size: int = Field(gt=0)
+    """Rows of the embedding that are tokens; the rest is padding and follows the layout."""
+
+
+class LoadedState(NamedTuple):
+    """Where a resumed run stands."""
+
+    step: int
+    """Optimizer updates completed."""
+    random_states_continue: bool
+    """False where the layout is another one: the generators were seeded anew from the run's seed and the step."""
+
+
+def save_checkpoint(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+    step: int,
+) -> None:
+    """Saves everything that continuing needs and publishes it as the newest checkpoint. Collective over the world.
+
+    The parts of a parameter's state are brought together over DP x CP, bucket by bucket, and each of these ranks writes
+    its share of the parameters. Until the last rank is done, nothing of it is visible.
+
+    Args:
+        folder: The run's `checkpoints`, seen by all ranks.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer.
+        groups: The process groups.
+        config: Of the run.
+        step: Optimizer updates completed.
+
+    Raises:
+        RunFolderError: The step is published already.
+        MachineError: A rank could not write; nothing was published. On all ranks.
+    """
+    optimizer.gather_parameters()
+    state = TrainingState(
+        step=step,
+        consumed_samples=step * config.train.global_batch_size,
+        adam_step=optimizer_state.adam_step(optimizer.inner),
+        loss_scaler=optimizer_state.loss_scaler(optimizer.inner),
+        layout=str(groups.layout),
+        device=groups.device.type,
+        vocab_size=config.model.vocab_size,
+    )
+    attempt = on_first_rank(lambda: begin_attempt(folder, step))
+    try:
+        save_tensors(
+            attempt.path,
+            _tensors_to_save(chunks, optimizer, groups),
+            lambda: _write_state(attempt.path / STATE_NAME, state),
+        )
+        on_first_rank(lambda: _publish(attempt, config, groups))
+    except MtrainError:
+        if groups.rank == 0:
+            with contextlib.suppress(MtrainError):  # the first fault is the one to tell
+                abandon(attempt)
+        raise
+
+
+def load_checkpoint(
+    entry: CheckpointEntry,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+) -> LoadedState:
+    """Continues from a checkpoint of any layout. Collective over the world.
+
+    On the layout that saved it, training goes on bit for bit. On another one weights and moments are the same bits and
+    only the order of later sums differs.
+
+    Args:
+        entry: From the checkpoint directory.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer; it need not have stepped.
+        groups: The process groups.
+        config: Of the run.
+
+    Raises:
+        DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
+            ranks; the model may be half overwritten then.
+    """
+    optimizer.gather_parameters()
+    state = on_first_rank(lambda: _resumable_state(entry, config))
+    reader = on_all_ranks(lambda: verified_reader(entry.path))
+    is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
+    updated = {portion.parameter for portion in optimizer_state.portions(optimizer.inner)}
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    tensors: list[ShardedTensor] = []
+    for place in _places(chunks, groups):
+        tensors += shards(place, place.key, place.data)
+        if place.data in updated:
+            states[place.data] = {name: torch.empty(place.data.shape, dtype=torch.float32) for name in STATES}
+            for name, values in states[place.data].items():
+                tensors += shards(place, optimizer_key(name, place.key), values)
+    randomness = random_state.random_states(groups)
+    if is_same_layout:
+        tensors += random_state.sharded(randomness, groups)
+
+    def may_be_left(key: str) -> bool:
+        return _TE_STATE in key or (key.startswith(random_state.PREFIX) and not is_same_layout)
+
+    load_tensors(reader, tensors, may_be_left, state.vocab_size)
+    optimizer_state.set_states(optimizer.inner, states, state.adam_step)
+    optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
+    if is_same_layout:
+        random_state.set_random_states(randomness)
+    else:
+        _reseed(state, groups, config)
+    return LoadedState(state.step, is_same_layout)
+
+
+@torch.no_grad()
+def load_weights(
+    entry: CheckpointEntry,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+) -> None:
+    """Starts from the weights of a checkpoint; moments and counters stay as they are. Collective over the world.
+
+    The float32 main weights are read where the checkpoint has them, whatever precision it and this run compute in.
+
+    Args:
+        entry: From the checkpoint directory; of any layout.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer, whose main weights follow.
+        groups: The process groups.
+        config: Of this run.
+
+    Raises:
+        DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
+    """
+    optimizer.gather_parameters()
+    state = on_first_rank(lambda: _read_state(entry, config))
+    reader = on_all_ranks(lambda: verified_reader(entry.path))
+    saved = reader.metadata.state_dict_metadata
+    weights: dict[Tensor, Tensor] = {}
+    tensors: list[ShardedTensor] = []
+    for place in _places(chunks, groups):
+        main_key = optimizer_key(MAIN, place.key)
+        key = main_key if main_key in saved else place.key
+        dtype = reader.dtypes.get(key, torch.float32)
+        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
+        tensors += shards(place, key, weights[place.data])
+
+    def may_be_left(key: str) -> bool:
+        is_beside = key.startswith(random_state.PREFIX) or _TE_STATE in key
+        is_moment = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN)
+        return is_beside or is_moment or optimizer_key(MAIN, key) in saved
+
+    load_tensors(reader, tensors, may_be_left, state.vocab_size)
+    for parameter, values in weights.items():
+        parameter.copy_(values)
+    optimizer_state.set_main_weights(optimizer.inner, weights)
+
+
+def _tensors_to_save(
+    chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, groups: Groups
+) -> Iterator[ShardedTensor]:
+    places = {place.data: place for place in _places(chunks, groups)}
+    for place in places.values():
+        yield from shards(place, place.key, place.data)
+    for parameter, name, values in optimizer_state.whole_states(
+        optimizer.inner, lambda parameter: is_written_here(places[parameter])
+    ):
+        yield from shards(places[parameter], optimizer_key(name, places[parameter].key), values)
+    yield from random_state.sharded(random_state.random_states(groups), groups)
+
+
+def _places(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Place]:
+    return parameter_places([unwrap(chunk) for chunk in chunks], groups)
+
+
+def _publish(attempt: Attempt, config: Config, groups: Groups) -> None:
+    publish(
+        attempt,
+        layout=str(groups.layout),
+        config_hash=hashlib.sha256(config_yaml(config).encode()).hexdigest(),
+        versions={
+            "mtrain": mtrain.__version__,
+            "torch": torch.__version__,
+            "megatron-core": version("megatron-core"),
+        },
+    )
+    apply_retention(attempt.root, config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
+
+
+def _write_state(path: Path, state: TrainingState) -> None:
+    path.write_text(state.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
+    path = entry.path / STATE_NAME
+    try:
+        state = TrainingState.model_validate_json(path.read_bytes())
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
+    except ValidationError as fault:
+        raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg']}") from fault
+    if state.vocab_size != config.model.vocab_size:
+        raise DataError(
+            f"{entry.path} was saved with a vocabulary of {state.vocab_size}, but model.vocab_size is "
+            f"{config.model.vocab_size}; set it as it was saved"
+        )
+    return state
+
+
+def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
+    state = _read_state(entry, config)
+    if state.step != entry.step:
+        raise DataError(f"{entry.path / STATE_NAME} is of step {state.step}, but the checkpoint of step {entry.step}")
+    if state.consumed_samples != state.step * config.train.global_batch_size:
+        raise DataError(
+            f"{entry.path} has seen {state.consumed_samples} samples in {state.step} steps, which does not fit "
+            f"train.global_batch_size={config.train.global_batch_size}; set it as it was saved"
+        )
+    if (state.loss_scaler is not None) != (config.train.precision == "fp16"):
+        raise DataError(
+            f"{entry.path} was {'' if state.loss_scaler else 'not '}saved in fp16, but train.precision is "
+            f"{config.train.precision}; set it as it was saved"
+        )
+    return state
+
+
+def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
+    random_state.reseed(config.train.seed, state.step)
+    uses_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+    if groups.rank == 0 and uses_dropout:
+        _log.warning(
+            "the checkpoint was saved by %s on %s and continues on %s on %s: dropout draws from new seeds",
+            *(state.layout, state.device, groups.layout, groups.device.type),
+        )

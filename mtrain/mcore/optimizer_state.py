@@ -1,0 +1,209 @@
+"""Adam's state, one whole tensor for each model parameter, whatever the optimizer and its sharding.
+
+megatron-core 0.16.1 can write and read this form itself (`fully_reshardable`), but not exactly, so its state is taken
+and set here:
+
+- it looks parameters up by their place in the padded gradient buffer, in a tensor without the padding between buckets:
+  with more than one bucket the state of the later ones is shifted (distrib_optimizer.py:1093-1112, 1472-1485);
+- after a load all parameters share one `step` tensor, which every one of them advances (820-825);
+- loading visits torch Adam's `step`, which was not saved, and writes into leaves outside no_grad (938-940);
+- loading into an optimizer that has not stepped asserts (642).
+
+The float32 main weights travel beside the moments; half-precision weights are only a rounding of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+MAIN = "param"
+"""Name of the float32 main weights among a parameter's states, as megatron-core writes it."""
+STATES = (MAIN, "exp_avg", "exp_avg_sq")
+"""What a parameter has in the optimizer, each float32 and of the parameter's shape."""
+
+
+class Portion(NamedTuple):
+    """The part of a model parameter that this rank updates."""
+
+    parameter: Tensor
+    """The model parameter on this tensor-parallel rank."""
+    main: Tensor
+    """Its float32 main weights [end - start] (or the parameter's shape): the inner optimizer's own tensor."""
+    start: int
+    """First element, counted in the flattened parameter."""
+    end: int
+
+
+class LossScaler(BaseModel):
+    """The dynamic loss scale of fp16."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scale: float = Field(gt=0)
+    growth_tracker: int = Field(ge=0)
+    """Updates since the last change without an overflow."""
+    hysteresis_tracker: int
+    """Overflows left before the scale goes down."""
+
+
+def portions(optimizer: MegatronOptimizer) -> list[Portion]:
+    """Everything that this rank updates."""
+    return [portion for part in optimizer.chained_optimizers for portion in _portions_of(part)]
+
+
+def whole_states(
+    optimizer: MegatronOptimizer, wanted: Callable[[Tensor], bool]
+) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """The state of each model parameter: (parameter, name, float32 tensor of the parameter's shape on the CPU).
+
+    Collective: three all-gathers over DP x CP for each gradient bucket where the optimizer is distributed. The memory
+    on the device is that of one bucket in float32.
+
+    Args:
+        optimizer: megatron-core's optimizer. A parameter that was never updated has zero moments.
+        wanted: Which parameters this rank is to receive.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            yield from _gathered_states(part, wanted)
+            continue
+        for portion in _portions_of(part):
+            if wanted(portion.parameter):
+                states = _states(part, portion.main)
+                yield from ((portion.parameter, name, states[name].detach().cpu()) for name in STATES)
+
+
+@torch.no_grad()
+def set_states(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Mapping[str, Tensor]], adam_step: int) -> None:
+    """Puts main weights, moments and the step counter into the optimizer, which need not have stepped.
+
+    Args:
+        optimizer: megatron-core's optimizer.
+        whole: For every parameter of `portions`: state name -> tensor of the parameter's shape, any device.
+        adam_step: Updates that Adam has made.
+    """
+    for part in optimizer.chained_optimizers:
+        for portion in _portions_of(part):
+            own = {
+                name: states.flatten()[portion.start : portion.end] for name, states in whole[portion.parameter].items()
+            }
+            for name, values in _states(part, portion.main).items():
+                values.copy_(own[name].view(values.shape))
+            if _steps_by_parameter(part):
+                part.optimizer.state[portion.main]["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
+        if not _steps_by_parameter(part):
+            for group in part.optimizer.param_groups:
+                group["step"] = adam_step
+
+
+@torch.no_grad()
+def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor]) -> None:
+    """Puts float32 main weights into the optimizer and leaves the rest of its state as it is.
+
+    Args:
+        optimizer: megatron-core's optimizer.
+        whole: Parameter -> float32 tensor of its shape, for every parameter of `portions`.
+    """
+    for portion in portions(optimizer):
+        portion.main.copy_(whole[portion.parameter].flatten()[portion.start : portion.end].view(portion.main.shape))
+
+
+def adam_step(optimizer: MegatronOptimizer) -> int:
+    """Updates that Adam has made; fewer than the run's steps where fp16 overflowed or batches were empty.
+
+    One all-reduce over the world: a rank may hold no part of any parameter.
+    """
+    steps = {0}
+    for part in optimizer.chained_optimizers:
+        if _steps_by_parameter(part):
+            steps |= {int(state["step"]) for state in part.optimizer.state.values()}
+        else:
+            steps |= {int(group.get("step", 0)) for group in part.optimizer.param_groups}
+    assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
+    most = torch.tensor([max(steps)], dtype=torch.int64, device=torch.cuda.current_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def loss_scaler(optimizer: MegatronOptimizer) -> LossScaler | None:
+    """The loss scale and its counters; None in precisions that have none."""
+    first = optimizer.chained_optimizers[0]
+    if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
+        return None
+    state = first.grad_scaler.state_dict()
+    return LossScaler(
+        scale=float(state["scale"]),
+        growth_tracker=state["growth_tracker"],
+        hysteresis_tracker=state["hysteresis_tracker"],
+    )
+
+
+def set_loss_scaler(optimizer: MegatronOptimizer, saved: LossScaler | None) -> None:
+    """Continues with a saved loss scale; None only in precisions that have none."""
+    assert (loss_scaler(optimizer) is None) == (saved is None)
+    if saved is not None:
+        for part in optimizer.chained_optimizers:
+            part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
+
+
+def _steps_by_parameter(part: MegatronOptimizer) -> bool:
+    """torch counts steps for each parameter; the fused Adams of TransformerEngine and apex for each group."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _portions_of(part: MegatronOptimizer) -> Iterator[Portion]:
+    if isinstance(part, DistributedOptimizer):
+        for buckets in (ranges for buffer in part.gbuf_ranges for ranges in buffer.values()):
+            for parameter, place in (item for bucket in buckets for item in bucket["param_map"].items()):
+                group, order = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][order]
+                yield Portion(parameter, main, place["param"].start, place["param"].end)
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        groups = zip(part.float16_groups, part.fp32_from_float16_groups)
+        pairs = [pair for halves, mains in groups for pair in zip(halves, mains)]
+        pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
+        yield from (Portion(parameter, main, 0, parameter.numel()) for parameter, main in pairs)
+    else:
+        yield from (Portion(parameter, parameter, 0, parameter.numel()) for parameter in part.get_parameters())
+
+
+def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
+    """The tensors of one portion; moments of a parameter that was never updated are made, as zeros."""
+    state: dict[str, Any] = part.optimizer.state[main]
+    if not state:
+        if _steps_by_parameter(part):
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
+    return {name: main if name == MAIN else state[name] for name in STATES}
+
+
+@torch.no_grad()
+def _gathered_states(
+    part: DistributedOptimizer, wanted: Callable[[Tensor], bool]
+) -> Iterator[tuple[Tensor, str, Tensor]]:
+    group = part.data_parallel_group
+    own = {id(portion.parameter): _states(part, portion.main) for portion in _portions_of(part)}
+    for buffer, ranges in zip(part.buffers, part.gbuf_ranges):
+        (places,) = ranges.values()
+        for bucket, place in zip(buffer.buckets, places):
+            size = bucket.grad_data.numel()
+            local = torch.zeros(size // group.size(), dtype=torch.float32, device=bucket.grad_data.device)
+            whole = torch.empty(size, dtype=torch.float32, device=bucket.grad_data.device)
+            for name in STATES:
+                for parameter, where in place["param_map"].items():
+                    within = where["gbuf_local"]
+                    local[within.start : within.end] = own[id(parameter)][name].flatten()
+                dist.all_gather_into_tensor(whole, local, group=group)
+                for parameter in filter(wanted, bucket.params_list):
+                    start, end, _ = buffer.param_index_map[parameter]
+                    values = whole[start - bucket.offset : end - bucket.offset].view(parameter.shape)
+                    yield parameter, name, values.to("cpu", copy=True)
