@@ -66,12 +66,13 @@ def _take_up(config: Config, folder: RunFolder, groups: Groups, chunks: list[Any
     """Loads the run's newest checkpoint, else the weights it starts from; the number of completed updates."""
     entry = on_first_rank(lambda: _resumable(config, folder))
     if entry is not None:
-        return load_checkpoint(entry, chunks, optimizer, groups, config).step
+        state = load_checkpoint(entry, chunks, optimizer, groups, config)
+        return state.step
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
         start = on_first_rank(lambda: _announced(checkpoint_at(source)))
-        assert start is not None
-        load_weights(start, chunks, optimizer, groups)
+        assert start is not None, "checkpoint_at raises where there is none"
+        load_weights(start, chunks, optimizer, groups, config)
     return 0
 
 

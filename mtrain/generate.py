@@ -54,7 +54,9 @@ def generate_text(
     with open_world(_ALONE, config.train.device, config.train.process_group_timeout_s) as device:
         groups = open_groups(Layout(), device, seed, config.train.process_group_timeout_s)
         chunks = build_model(alone, groups)
-        load_weights(checkpoint_at(checkpoint).entry, chunks, Optimizer(alone, chunks, groups), groups)
+        entry = checkpoint_at(checkpoint).entry
+        assert entry is not None, "checkpoint_at raises where there is none"
+        load_weights(entry, chunks, Optimizer(alone, chunks, groups), groups, alone)
         model = unwrap(chunks[0]).eval()
         generator = torch.Generator().manual_seed(seed)
 
@@ -63,14 +65,14 @@ def generate_text(
             logits: Tensor = model(ids.unsqueeze(0).to(device), positions, None)
             return logits[-1, 0, : config.model.vocab_size].float().cpu()
 
-        return [
-            tokenizer.decode(
-                continue_ids(
-                    tokenizer.encode(prompt), next_logits, max_new_tokens, tokenizer.eos_id, temperature, generator
-                )
-            )
+        # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere
+        start = [] if config.data.kind != "jsonl" or tokenizer.bos_id is None else [tokenizer.bos_id]
+        eos_id = tokenizer.eos_id
+        continuations = [
+            continue_ids(start + tokenizer.encode(prompt), next_logits, max_new_tokens, eos_id, temperature, generator)
             for prompt in prompts
         ]
+    return [tokenizer.decode(ids) for ids in continuations]
 
 
 @torch.no_grad()

@@ -6,9 +6,11 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain.build import Run, build_run
+from mtrain.checkpoint.directory import clean_leftovers
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
@@ -24,7 +26,7 @@ from mtrain.mcore.optimizer import Update
 from mtrain.mcore.world import on_first_rank, open_world
 from mtrain.metrics.record import StepRecord, TermRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
-from mtrain.run_folder import RunFolder, difference
+from mtrain.run_folder import RunFolder, RunLock, difference
 from mtrain.step import StepTotals
 
 
@@ -44,16 +46,35 @@ def train(config: Config) -> None:
         open_world(environment, config.train.device, config.train.process_group_timeout_s) as device,
         contextlib.ExitStack() as held,
     ):
-        on_first_rank(lambda: _enter(folder, config, held))
+        lock = on_first_rank(lambda: _enter(folder, config, held))
         run = build_run(config, layout, device, folder)
         sinks = held.enter_context(_open_sinks(run, folder))
-        _loop(run, folder, sinks, signal)
+        _loop(run, Place(folder, lock), sinks, signal)
 
 
-def _enter(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, and its right to do so."""
+
+    folder: RunFolder
+    lock: RunLock
+
+    def save(self, run: Run, step: int) -> None:
+        """Publishes a checkpoint, unless another run has taken the folder over. Collective."""
+        run.optimizer.gather_parameters()
+        on_first_rank(self.lock.check)
+        save_checkpoint(self.folder.checkpoints, run.chunks, run.optimizer, run.groups, run.config, step)
+
+    def leave_marker(self, step: int) -> None:
+        """Says that the run stopped early and wants to be started again. Collective."""
+        on_first_rank(lambda: self.folder.set_requeue(f"stopped by a signal after step {step}"))
+
+
+def _enter(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> RunLock:
     """Takes the run folder for this run and writes the resolved configuration. On rank 0."""
     folder.create()
-    held.enter_context(folder.locked())
+    lock = held.enter_context(folder.locked())
+    clean_leftovers(folder.checkpoints)
     text, saved = config_yaml(config), folder.saved_config()
     if saved is not None and (changed := difference(saved, text)) and any(folder.checkpoints.glob("step_*")):
         raise RunFolderError(
@@ -62,6 +83,7 @@ def _enter(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Non
         )
     folder.write_config(text)
     folder.clear_requeue()
+    return lock
 
 
 def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
@@ -73,7 +95,7 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
     return Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
 
 
-def _loop(run: Run, folder: RunFolder, sinks: Sinks, signal: StopSignal) -> None:
+def _loop(run: Run, place: Place, sinks: Sinks, signal: StopSignal) -> None:
     config, start, last = run.config, run.start_step, run.config.train.num_steps
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0)
@@ -90,12 +112,12 @@ def _loop(run: Run, folder: RunFolder, sinks: Sinks, signal: StopSignal) -> None
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 _validate(run, sinks, done)
             if _is_due(done, config.checkpoint.interval_steps) or (done == last and config.checkpoint.at_end):
-                _save(run, folder, done)
+                place.save(run, done)
                 saved_step = done
             if totals.flag and done < last:
                 if saved_step != done:
-                    _save(run, folder, done)
-                _leave_marker(folder, done)
+                    place.save(run, done)
+                place.leave_marker(done)
                 return
 
 
@@ -116,15 +138,6 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
 def _validate(run: Run, sinks: Sinks, step: int) -> None:
     if run.validation is not None:
         sinks.write(evaluate(run.config, run.groups, run.chunks, run.optimizer, run.objective, run.validation, step))
-
-
-def _save(run: Run, folder: RunFolder, step: int) -> None:
-    run.optimizer.gather_parameters()
-    save_checkpoint(folder.checkpoints, run.chunks, run.optimizer, run.groups, run.config, step)
-
-
-def _leave_marker(folder: RunFolder, step: int) -> None:
-    on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {step}"))
 
 
 def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:

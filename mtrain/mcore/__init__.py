@@ -7,6 +7,7 @@ import warnings
 
 from mtrain.mcore import cpu
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # megatron-core warns at import about each optional package that is missing
-    cpu.install()
+# What megatron-core and torch warn about here is decided by this package (missing optional packages, names that are
+# deprecated between the two), not by the user, who would read it once for each rank.
+warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+cpu.install()
