@@ -55,6 +55,8 @@ class SentencePieceTokenizer(Tokenizer):
 
         content = _content(path)
         try:
+            if not content:
+                raise RuntimeError("it is empty")  # the library would take it for a model without tokens
             self._model = SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as fault:
             raise DataError(

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.data.order import PERIOD_LIMIT, Blend, SampleOrder, key_of, permutation, permuted, slots, whole_weights
@@ -14,6 +14,7 @@ SEEDS = st.integers(0, 2**63)
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
 
+@settings(max_examples=40)
 @given(weights=WEIGHTS, n=st.integers(0, 3000))
 def test_every_prefix_of_a_blend_holds_each_share_within_one(weights: list[float], n: int) -> None:
     blend = Blend(weights)
@@ -31,6 +32,7 @@ def test_shares_hold_far_from_the_start(parts: list[int], start: int) -> None:
         assert abs(turn.number - n * parts[turn.source] / sum(parts)) <= 1
 
 
+@settings(max_examples=40)
 @given(weights=WEIGHTS)
 def test_a_blend_numbers_the_samples_of_each_source_without_gaps(weights: list[float]) -> None:
     blend = Blend(weights)

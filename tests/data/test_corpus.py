@@ -1,0 +1,131 @@
+"""Tokenising text into corpora."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtrain.data import corpus as module
+from mtrain.data.corpus import tokenize_corpus
+from mtrain.data.documents import documents, find_files
+from mtrain.data.index import Corpus
+from mtrain.errors import DataError
+from mtrain.tokenizer import load_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with text files in several folders, and JSONL."""
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for name, text in [("b.txt", "a b"), ("a.txt", "c d e"), ("deep/c.txt", "f"), ("empty.txt", ""), ("x.md", "j j")]:
+        (folder / name).write_text(text)
+    lines = [{"text": "g h", "title": "i"}, {"text": "", "title": "j"}, {"text": "j", "title": "a"}]
+    (folder / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def read(prefix: Path) -> list[list[int]]:
+    found = Corpus(str(prefix), 1000)
+    return [found.read(number, 0, int(length)).tolist() for number, length in enumerate(found.document_lengths)]
+
+
+def test_documents_keep_the_order_of_the_inputs(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
+    """a = 4, b = 5, ..., </s> = 2; folders are sorted by path, empty texts left out."""
+    summary = tokenize_corpus([texts / "more.jsonl", texts], word_tokenizer, str(tmp_path / "out" / "c"))
+    assert read(tmp_path / "out" / "c") == [[10, 11, 2], [13, 2], [6, 7, 8, 2], [4, 5, 2], [9, 2]]
+    assert (summary.num_documents, summary.num_empty, summary.num_tokens, summary.num_bytes) == (5, 2, 14, 13)
+
+
+def test_options_choose_files_keys_and_ends(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
+    tokenize_corpus([texts], word_tokenizer, str(tmp_path / "c"), pattern="*.jsonl", text_key="title", append_eos=False)
+    assert read(tmp_path / "c") == [[12], [13], [4]]
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 200)  # many pieces of work for two workers
+    rng = np.random.default_rng(0)
+    lines = [{"text": " ".join(rng.choice(list("abcdefghij"), size=rng.integers(0, 40)))} for _ in range(200)]
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done: list[int] = []
+    one = tokenize_corpus([path], word_tokenizer, str(tmp_path / "one"))
+    two = tokenize_corpus([path], word_tokenizer, str(tmp_path / "two"), num_workers=2, progress=done.append)
+    assert (one.num_documents, one.num_tokens) == (two.num_documents, two.num_tokens)
+    assert sum(done) == two.num_bytes
+    assert len(done) > 10
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"one.{ending}").read_bytes() == (tmp_path / f"two.{ending}").read_bytes()
+    tokenizer = load_tokenizer(word_tokenizer)
+    assert read(tmp_path / "two") == [[*tokenizer.encode(one["text"]), 2] for one in lines if one["text"]]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_bad_input_is_named_and_leaves_nothing(tmp_path: Path, word_tokenizer: Path, num_workers: int) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "a"}\n{"txt": "b"}\n')
+    out = tmp_path / "out"
+    with pytest.raises(
+        DataError, match=r"bad\.jsonl line 2: has no 'text'; its keys are txt: name one with --text-key"
+    ):
+        tokenize_corpus([path], word_tokenizer, str(out / "c"), num_workers=num_workers)
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": 3}\n', r"in\.jsonl line 1: 'text' is a int, but must be a text"),
+        (b'{"text": "\\ud800"}\n', r"in\.jsonl line 1: the text holds half a surrogate pair"),
+        (b'{"text": ""}\n', r"in\.jsonl hold no text"),
+    ],
+)
+def test_bad_lines_are_told(tmp_path: Path, word_tokenizer: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        tokenize_corpus([path], word_tokenizer, str(tmp_path / "c"))
+
+
+def test_bad_files_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"a\.txt: byte 3 is not UTF-8"):
+        list(documents([tmp_path / "a.txt"], "text"))
+    with pytest.raises(DataError, match=r"input .*none does not exist"):
+        find_files([tmp_path / "none"], "*")
+    with pytest.raises(DataError, match=r"has no file that matches '\*\.md'"):
+        find_files([tmp_path], "*.md")
+
+
+def test_an_existing_pair_is_replaced_only_if_asked(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
+    prefix = str(tmp_path / "c")
+    tokenize_corpus([texts], word_tokenizer, prefix)
+    with pytest.raises(DataError, match=r"c\.bin exists; .* --overwrite"):
+        tokenize_corpus([texts / "b.txt"], word_tokenizer, prefix)
+    assert len(read(tmp_path / "c")) == 3
+    tokenize_corpus([texts / "b.txt"], word_tokenizer, prefix, overwrite=True)
+    assert read(tmp_path / "c") == [[4, 5, 2]]
+
+
+def test_the_tool_tells_what_it_wrote_and_leaves_with_the_errors_code(
+    texts: Path, tmp_path: Path, word_tokenizer: Path
+) -> None:
+    command = [sys.executable, "tools/tokenize_corpus.py", str(texts), "--tokenizer", str(word_tokenizer)]
+    command += ["--output-prefix", str(tmp_path / "c")]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
+        return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+
+    first, second = run(), run()
+    assert (first.returncode, second.returncode) == (0, 3)
+    assert f"{tmp_path / 'c'}: 3 documents (1 empty ones left out), 9 tokens" in first.stdout
+    assert second.stderr.startswith(f"error: {tmp_path / 'c'}.bin exists")
+    assert read(tmp_path / "c") == [[6, 7, 8, 2], [4, 5, 2], [9, 2]]

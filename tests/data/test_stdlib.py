@@ -1,0 +1,95 @@
+"""The corpus from the standard library."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.data.finetune import check_object
+from mtrain.data.stdlib import build_stdlib_corpus
+from mtrain.errors import DataError
+
+SOURCE = '''"""About the module."""
+import sys
+sys.exit("a corpus never imports what it reads")
+
+class Box(dict, metaclass=type):
+    """A box.
+
+    With details.
+    """
+
+    def open(self, *keys: str, key: int = 3, **more) -> None:
+        """Open the
+        box."""
+
+    def silent(self): pass
+
+async def fetch(url, /, *, timeout=1.5):
+    r"""Fetch \\d+ things."""
+'''
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small library with folders that are left out."""
+    root = tmp_path / "lib"
+    files = {"pkg/__init__.py": SOURCE, "pkg/test/test_a.py": SOURCE, "site-packages/b.py": SOURCE, "old.py": "print 1"}
+    files |= {f"m{n:02}.py": f'def f():\n    """Answer {n % 7}."""\n' for n in range(40)}
+    for name, source in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source)
+    (root / "latin.py").write_bytes(b"# \xe4\n")
+    return root
+
+
+def test_questions_are_signatures_and_answers_first_paragraphs(library: Path, tmp_path: Path) -> None:
+    written = build_stdlib_corpus("qa", tmp_path / "out", library)
+    assert [file.path.name for file in written] == ["qa-train.jsonl", "qa-valid.jsonl"]
+    pairs = {
+        one["prompt"]: one["response"] for file in written for one in lines(file.path) if one["path"].startswith("pkg")
+    }
+    assert pairs == {
+        "class pkg.Box(dict)": "A box.",
+        "def pkg.Box.open(self, *keys: str, key: int=3, **more)": "Open the box.",
+        "async def pkg.fetch(url, /, *, timeout=1.5)": "Fetch \\d+ things.",
+    }
+
+
+def test_held_out_answers_do_not_occur_in_training(library: Path, tmp_path: Path) -> None:
+    train, valid = (lines(file.path) for file in build_stdlib_corpus("qa", tmp_path / "out", library))
+    assert len(train) == 40
+    assert not {one["response"] for one in train} & {one["response"] for one in valid}
+
+
+def test_texts_are_the_sources_in_a_fixed_order(library: Path, tmp_path: Path) -> None:
+    written = build_stdlib_corpus("text", tmp_path / "out", library)
+    train, valid = (lines(file.path) for file in written)
+    assert [file.num_documents for file in written] == [len(train), len(valid)] == [39, 3]
+    assert [one["path"] for one in valid] == ["m00.py", "m20.py", "old.py"]
+    assert train[-1] == {"text": SOURCE, "path": "pkg/__init__.py"}
+    first = [file.path.read_bytes() for file in written]
+    assert [file.path.read_bytes() for file in build_stdlib_corpus("text", tmp_path / "out", library)] == first
+
+
+def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    counts = [sum(file.num_documents for file in build_stdlib_corpus(kind, tmp_path)) for kind in ("text", "qa")]
+    assert counts[0] > 200
+    assert counts[1] > 2000
+    assert "turtle" not in set(sys.modules) - before
+    pairs = lines(tmp_path / "qa-train.jsonl")
+    for pair in pairs:
+        check_object(pair)
+    assert any(pair["prompt"] == "def posixpath.join(a, *p)" for pair in pairs + lines(tmp_path / "qa-valid.jsonl"))
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no Python sources"):
+        build_stdlib_corpus("text", tmp_path / "out", tmp_path)

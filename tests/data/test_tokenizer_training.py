@@ -1,0 +1,54 @@
+"""Training tokenizers."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from mtrain.data.tokenizer_training import train_tokenizer
+from mtrain.errors import DataError
+from mtrain.tokenizer import load_tokenizer
+
+WORDS = ["value", "weight", "index", "length", "colour", "height", "parent", "child", "reader", "writer"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(f"class Number{n}:\n    {w} = {n}" for n in range(400) for w in WORDS))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_models_have_the_size_asked_for_and_are_repeatable(
+    text: Path, tmp_path: Path, kind: Literal["bpe", "unigram"]
+) -> None:
+    for name in ("a.model", "b.model"):
+        train_tokenizer([text], tmp_path / name, vocab_size=300, kind=kind)
+    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
+    tokenizer = load_tokenizer(tmp_path / "a.model")
+    assert tokenizer.vocab_size == 300
+    assert len(tokenizer.encode("class Number")) < len("class Number")
+    assert tokenizer.decode(tokenizer.encode("\t日本\n\n  x")) == "\t日本\n\n  x"
+
+
+def test_control_tokens_are_where_they_were_asked_for(text: Path, tmp_path: Path) -> None:
+    train_tokenizer([text], tmp_path / "a.model", vocab_size=300, bos_id=-1, eos_id=1, pad_id=-1)
+    tokenizer = load_tokenizer(tmp_path / "a.model")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, 1, 1)
+
+
+def test_a_size_that_the_text_cannot_give_is_told(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer of 90000 tokens can be trained on this text: .*90000"):
+        train_tokenizer([text], tmp_path / "a.model", vocab_size=90000)
+    assert not (tmp_path / "a.model").exists()
+
+
+def test_an_existing_model_is_replaced_only_if_asked(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.model"
+    output.write_text("precious")
+    with pytest.raises(DataError, match=r"a\.model exists; .* --overwrite"):
+        train_tokenizer([text], output, vocab_size=300)
+    assert output.read_text() == "precious"
+    train_tokenizer([text], output, vocab_size=300, overwrite=True)
+    assert load_tokenizer(output).vocab_size == 300

@@ -1,0 +1,131 @@
+"""Tokenizers: both kinds behave alike, and bad files are told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Model
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mtrain.data.tokenizer_training import train_tokenizer
+from mtrain.errors import DataError
+from mtrain.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+
+TEXTS = ["def f(x):\n    return x + 1\n", "    indented  twice", "", "naïve 日本 🙂 12345", "<s> </s> is text"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece model and, in folders of their own, the two kinds."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "text.txt").write_text("\n".join(f"def function_{n}(x):\n    return x + {n}" for n in range(300)))
+    (folder / "sp").mkdir()
+    train_tokenizer([folder / "text.txt"], folder / "sp" / "m.model", vocab_size=320)
+    (folder / "hf").mkdir()
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    model.train([str(folder / "text.txt")], trainer)
+    model.enable_truncation(3)
+    model.enable_padding(length=50)
+    model.save(str(folder / "hf" / "tokenizer.json"))
+    settings = {"bos_token": None, "eos_token": {"content": "</s>"}}
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sp", "hf"])
+def test_text_comes_back_as_it_was(folder: Path, kind: str) -> None:
+    tokenizer = load_tokenizer(folder / kind)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= id_ < tokenizer.vocab_size for id_ in ids)
+        assert tokenizer.eos_id not in ids
+        assert tokenizer.bos_id not in ids
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kind", ["sp", "hf"])
+def test_batches_are_encoded_like_single_texts(folder: Path, kind: str, num_threads: int) -> None:
+    tokenizer = load_tokenizer(folder / kind)
+    assert tokenizer.encode_batch(TEXTS, num_threads) == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_control_tokens_come_from_the_files(folder: Path) -> None:
+    sentencepiece, huggingface = load_tokenizer(folder / "sp"), load_tokenizer(folder / "hf")
+    assert isinstance(sentencepiece, SentencePieceTokenizer)
+    assert isinstance(huggingface, HuggingFaceTokenizer)
+    assert (sentencepiece.bos_id, sentencepiece.eos_id, sentencepiece.pad_id) == (1, 2, 3)
+    assert (huggingface.bos_id, huggingface.eos_id, huggingface.pad_id) == (None, 1, 1)
+    assert (sentencepiece.vocab_size, huggingface.vocab_size) == (320, 300)
+    assert sentencepiece.decode([1, *sentencepiece.encode("x + 1"), 2, 3]) == "x + 1"
+    assert huggingface.decode([*huggingface.encode("x + 1"), 1]) == "x + 1"
+
+
+def test_the_fingerprint_is_the_files(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.model"
+    copy.write_bytes((folder / "sp" / "m.model").read_bytes())
+    assert load_tokenizer(copy).fingerprint == load_tokenizer(folder / "sp").fingerprint
+    assert load_tokenizer(copy).fingerprint != load_tokenizer(folder / "hf").fingerprint
+
+
+def test_a_directory_with_both_kinds_gives_the_json(folder: Path, tmp_path: Path) -> None:
+    for name in ("sp/m.model", "hf/tokenizer.json", "hf/tokenizer_config.json"):
+        (tmp_path / Path(name).name).write_bytes((folder / name).read_bytes())
+    assert isinstance(load_tokenizer(tmp_path), HuggingFaceTokenizer)
+
+
+def _two_models(path: Path, folder: Path) -> None:
+    for name in ("a.model", "b.model"):
+        (path / name).write_bytes((folder / "sp" / "m.model").read_bytes())
+
+
+def _without_eos(path: Path, folder: Path) -> None:
+    (path / "tokenizer.json").write_bytes((folder / "hf" / "tokenizer.json").read_bytes())
+
+
+def _with_foreign_eos(path: Path, folder: Path) -> None:
+    _without_eos(path, folder)
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+
+
+def _with_broken_settings(path: Path, folder: Path) -> None:
+    _without_eos(path, folder)
+    (path / "tokenizer_config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "name", "message"),
+    [
+        (lambda path, _: None, "none.model", r"none\.model does not exist; give a \.model file"),
+        (
+            lambda path, _: (path / "m.model").write_bytes(b"garbage"),
+            "m.model",
+            r"m\.model is not a sentencepiece model",
+        ),
+        (lambda path, _: (path / "m.model").write_bytes(b""), "m.model", r"m\.model is not a sentencepiece model"),
+        (lambda path, _: (path / "tokenizer.json").write_text("{}"), "", r"tokenizer\.json is not a tokenizer\.json"),
+        (lambda path, _: (path / "vocab.txt").write_text("a"), "vocab.txt", r"vocab\.txt is neither"),
+        (lambda path, _: None, "", r"holds no tokenizer\.json and 0 \.model files"),
+        (_two_models, "", r"holds no tokenizer\.json and 2 \.model files"),
+        (_without_eos, "", r"has no end-of-document token; name it as eos_token in .*tokenizer_config\.json"),
+        (_with_foreign_eos, "", r"names '<end>' as eos_token, which .*tokenizer\.json does not hold"),
+        (_with_broken_settings, "", r"tokenizer_config\.json is not JSON"),
+    ],
+)
+def test_bad_files_are_told(
+    folder: Path, tmp_path: Path, prepare: Callable[[Path, Path], object], name: str, message: str
+) -> None:
+    prepare(tmp_path, folder)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path / name)
+
+
+def test_a_model_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:
+    train_tokenizer([folder / "text.txt"], tmp_path / "m.model", vocab_size=320, eos_id=-1)
+    with pytest.raises(DataError, match="has no end-of-sentence token"):
+        load_tokenizer(tmp_path / "m.model")
