@@ -29,6 +29,7 @@ LAYERS: dict[str, int] = {
     "layout": 0,
     "lr": 0,
     "planning": 0,
+    "tokenizer": 0,
     # 1: torch and numpy; these rooms do not import each other
     "checkpoint": 1,
     "data": 1,
@@ -38,7 +39,6 @@ LAYERS: dict[str, int] = {
     "metrics": 1,
     "rope": 1,
     "run_folder": 1,
-    "tokenizer": 1,
     # 2: the only room that imports megatron-core
     "mcore": 2,
     # 3: composition

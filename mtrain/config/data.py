@@ -33,7 +33,7 @@ class DataSection(Section):
     isolate_documents: bool = False
     """indexed: attention and positions start again at each document, and no token is predicted across an edge."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """jsonl: what happens to a sample of more than seq_length tokens."""
+    """jsonl: what happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
     prefetch_steps: int = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
 

@@ -22,6 +22,8 @@ _LEFT_OUT = {
     *("site-packages", "dist-packages", "_bundled", "lib-dynload", "__pycache__"),
 }
 """Folders of tests, applications, tables and third-party packages."""
+_PUBLIC_NAMES = {"posixpath": "os.path"}
+"""Modules that are known by another name."""
 _HOLD_OUT_EVERY = 20
 
 Kind = Literal["text", "qa"]
@@ -87,8 +89,8 @@ def _texts(root: Path) -> Iterator[dict[str, str]]:
 def _pairs(root: Path) -> Iterator[dict[str, str]]:
     seen: set[tuple[str, str]] = set()
     for name, source in _sources(root):
-        parts = [part for part in name.with_suffix("").parts if part != "__init__"]
-        for prompt, docstring in _documented(_parsed(source), ".".join(parts)):
+        scope = ".".join(part for part in name.with_suffix("").parts if part != "__init__")
+        for prompt, docstring in _documented(_parsed(source), _PUBLIC_NAMES.get(scope, scope)):
             response = " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
             if response and (prompt, response) not in seen:
                 seen.add((prompt, response))

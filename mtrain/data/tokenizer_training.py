@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mtrain.data.documents import documents, find_files
 from mtrain.errors import DataError
@@ -11,6 +11,15 @@ from mtrain.files import disk_faults, replacing
 
 _MAX_LINE_BYTES = 65536
 """Longer lines do not take part in the training."""
+
+_LOSSLESS: dict[str, Any] = {
+    "byte_fallback": True,
+    "character_coverage": 0.9995,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+}
 
 
 def train_tokenizer(
@@ -49,8 +58,7 @@ def train_tokenizer(
     """
     from sentencepiece import SentencePieceTrainer
 
-    if output.exists() and not overwrite:
-        raise DataError(f"{output} exists; choose another output, or overwrite it with --overwrite")
+    _refuse_existing(output, overwrite)
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -62,25 +70,29 @@ def train_tokenizer(
             bos_id=bos_id,
             eos_id=eos_id,
             pad_id=pad_id,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
             max_sentence_length=_MAX_LINE_BYTES,
             num_threads=1,
             minloglevel=2,
+            **_LOSSLESS,
         )
     except RuntimeError as fault:
         raise DataError(
             f"no tokenizer of {vocab_size} tokens can be trained on this text: {' '.join(str(fault).split())}; change "
             "the number of tokens or give more text"
         ) from fault
+    _write(output, model.getvalue())
+
+
+def _refuse_existing(output: Path, overwrite: bool) -> None:
+    if output.exists() and not overwrite:
+        raise DataError(f"{output} exists; choose another output, or overwrite it with --overwrite")
+
+
+def _write(output: Path, content: bytes) -> None:
     with disk_faults(f"write the tokenizer {output}"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as new:
-            new.write_bytes(model.getvalue())
+            new.write_bytes(content)
 
 
 def _lines(files: Sequence[Path], text_key: str) -> Iterator[str]:

@@ -87,7 +87,7 @@ def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp
     pairs = lines(tmp_path / "qa-train.jsonl")
     for pair in pairs:
         check_object(pair)
-    assert any(pair["prompt"] == "def posixpath.join(a, *p)" for pair in pairs + lines(tmp_path / "qa-valid.jsonl"))
+    assert any(pair["prompt"] == "def os.path.join(a, *p)" for pair in pairs + lines(tmp_path / "qa-valid.jsonl"))
 
 
 def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
