@@ -1,7 +1,8 @@
-"""What every rank does in a parity test."""
+"""What every rank does in a parity test; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,53 +10,119 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
+from mtrain.data.collate import collate, loss_terms
+from mtrain.data.order import slots
 from mtrain.loss.terms import Objective
+from mtrain.lr import learning_rate
+from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.initialize import sharded_tensors
+from mtrain.mcore.model import build_model, unwrap
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.pairs import TermTotals
+from mtrain.mcore.spec import global_name
+from mtrain.step import TrainingStep
+from tests.parity.batches import GlobalBatch
+
+Arrays = dict[str, Any]
+"""Global tensors by name, as numpy: a torch tensor would travel between processes as an open file."""
 
 
-class Rows(NamedTuple):
-    """A global batch: every row of a step."""
+class StepOutcome(NamedTuple):
+    """One optimizer step as a rank reports it."""
 
-    tokens: Tensor
-    labels: Tensor
-    weights: Tensor
-    shares: Tensor
+    loss: float
+    """The objective: the quantity that was differentiated."""
+    terms: dict[str, TermTotals]
+    grad_norm: float
+    gradients: Arrays | None
+    """Before clipping; on rank 0, else None."""
 
 
-def train(groups, config: Config, steps) -> dict[str, Any]:
-    from mtrain.mcore.gather import gradient_shards, parameter_shards
-    from mtrain.mcore.model import build_model
-    from mtrain.mcore.optimizer import Optimizer
-    from mtrain.step import TrainingStep
+class Outcome(NamedTuple):
+    """A run of a few steps."""
 
+    steps: list[StepOutcome]
+    parameters: Arrays | None
+    """After the last step; on rank 0, else None."""
+
+
+class Built(NamedTuple):
+    """A model ready to train on this rank."""
+
+    chunks: list[Any]
+    optimizer: Optimizer
+    training: TrainingStep
+
+
+def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None) -> Built:
+    """Model, optimizer and step, on given global parameters or on the initial weights."""
     chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    step = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss))
-    records = []
-    gradients = None
-    for rows in steps:
-        totals = step.forward_backward(microbatches(rows, groups, config) if groups.tp_rank == 0 else None)
-        if gradients is None:
-            gradients = gradient_shards(chunks, groups)
-        update = step.update(totals, config.optimizer.lr)
-        records.append({"loss": totals.loss, "grad_norm": update.grad_norm if update else None})
-    optimizer.gather_parameters()
-    return {"steps": records, "gradients": gradients, "parameters": parameter_shards(chunks, groups)}
+    if parameters is not None:
+        set_parameters(chunks, groups, parameters)
+    optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own
+    return Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss)))
 
 
-def microbatches(rows, groups, config):
-    mbs, dp = config.train.micro_batch_size, groups.layout.dp
-    out = []
-    for m in range(config.train.global_batch_size // (mbs * dp)):
-        start = m * dp * mbs + groups.dp_rank * mbs
-        s = slice(start, start + mbs)
-        seq = rows.tokens.shape[1]
-        out.append(
-            Microbatch(rows.tokens[s], rows.labels[s], torch.arange(seq).expand(mbs, seq), {"main": rows.weights[s]}, {"main": rows.shares[s]}, None)
+def train(
+    groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
+) -> Outcome:
+    """One optimizer step for each global batch."""
+    built = build(groups, config, parameters)
+    steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
+    built.optimizer.gather_parameters()
+    return Outcome(steps, arrays(gather_whole(parameter_shards(built.chunks, groups))))
+
+
+def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
+    """Gradients of a batch, gathered, and the update of step `number`."""
+    totals = built.training.forward_backward(own_microbatches(batch, groups, config))
+    gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)))
+    update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
+    return StepOutcome(totals.objective, dict(totals.terms), 0.0 if update is None else update.grad_norm, gradients)
+
+
+def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list[Microbatch] | None:
+    """The part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
+    if groups.tp_rank > 0:
+        return None
+    size = config.train.micro_batch_size
+    count = groups.layout.num_microbatches(len(batch), size)
+    rows = [slots(number, groups.dp_rank, groups.layout.dp, size) for number in range(count)]
+    return [
+        collate(
+            [batch[slot] for slot in row],
+            config.data.seq_length,
+            loss_terms(config.loss),
+            first_of_step=0 if row.start == 0 else None,
+            with_documents=config.data.isolate_documents,
         )
-    return out
+        for row in rows
+    ]
 
 
-def assemble_all(per_rank):
-    from mtrain.mcore.gather import assemble
+@torch.no_grad()
+def set_parameters(chunks: Sequence[Any], groups: Groups, parameters: Mapping[str, Any]) -> None:
+    """Cuts this rank's shards out of global tensors; rows of the padded vocabulary become 0.
 
-    return assemble(shard for rank in per_rank for shard in rank)
+    Args:
+        chunks: Model chunks, before the optimizer copies their weights.
+        groups: The process groups.
+        parameters: Arrays by global name, tables with their real rows only.
+    """
+    for chunk in chunks:
+        for part in sharded_tensors(unwrap(chunk), groups):
+            axes = part.prepend_axis_num
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            whole = torch.zeros(part.global_shape[axes:], dtype=torch.float64)
+            values = torch.as_tensor(parameters[name])
+            whole[: len(values)] = values
+            region = zip(part.global_offset[axes:], part.data.shape, strict=True)
+            part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
+
+
+def arrays(tensors: Mapping[str, Tensor] | None) -> Arrays | None:
+    """Tensors as numpy, half precision as float32."""
+    if tensors is None:
+        return None
+    return {name: (value.float() if value.element_size() == 2 else value).numpy() for name, value in tensors.items()}

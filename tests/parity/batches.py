@@ -1,0 +1,110 @@
+"""Global batches that are hard on a loss: ragged masks, empty samples, ranks without loss tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.sample import Sample
+
+BATCH, SEQ, VOCAB = 16, 32, 61
+"""Samples of a step, positions of a row, real tokens."""
+
+GlobalBatch = list[Sample]
+"""The samples of one step by slot."""
+
+Counts = list[int]
+
+RAGGED: Counts = [32, 0, 1, 30, 16, 0, 5, 25, 1, 31, 8, 3, 20, 0, 2, 12]
+"""Loss tokens of each sample, 0 % to 97 % masked, three samples empty; at random places of the row."""
+AT_THE_END: Counts = [4, 0, 1, 3, 2, 4, 1, 0, 2, 3, 4, 1, 0, 2, 4, 3]
+"""Loss tokens of each sample, all among the last four positions: with cp = 2 and cp = 4 they are rank 0's."""
+FIRST_RANK: Counts = [32, *[0] * 7, 9, *[0] * 7]
+"""Only slots 0 and 8 have loss tokens: every other data-parallel rank has none, for dp and micro-batch sizes to 4."""
+
+
+def random_places(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+    """[SEQ] mask of `count` ones."""
+    mask = np.zeros(SEQ)
+    mask[rng.permutation(SEQ)[:count]] = 1.0
+    return mask
+
+
+def last_places(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+    """[SEQ] mask of `count` ones among the last four positions."""
+    mask = np.zeros(SEQ)
+    mask[SEQ - 4 + rng.permutation(4)[:count]] = 1.0
+    return mask
+
+
+def batch_of(rng: np.random.Generator, masks: list[NDArray[np.float64]], weights: list[float]) -> GlobalBatch:
+    """Random tokens under these masks and sample weights."""
+    rows = [rng.integers(0, VOCAB, SEQ + 1) for _ in masks]
+    return [
+        Sample(tokens=row[:-1], labels=np.where(mask > 0, row[1:], 0), mask=mask, weight=weight)
+        for row, mask, weight in zip(rows, masks, weights, strict=True)
+    ]
+
+
+def three_steps(seed: int = 7) -> list[GlobalBatch]:
+    """Ragged masks; a context-parallel rank without loss tokens; data-parallel ranks without loss tokens."""
+    rng = np.random.default_rng(seed)
+    ones = [1.0] * BATCH
+    return [
+        batch_of(rng, [random_places(rng, count) for count in RAGGED], ones),
+        batch_of(rng, [last_places(rng, count) for count in AT_THE_END], ones),
+        batch_of(rng, [random_places(rng, count) for count in FIRST_RANK], ones),
+    ]
+
+
+def weighted_steps(seed: int = 8) -> list[GlobalBatch]:
+    """As `three_steps`, with fractional sample weights (one of them 0) and fractional token weights."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for batch in three_steps(seed):
+        samples = [1.0, 0.25, 2.5, 0.1, 1.0, 3.0, 0.7, 0.3, 0.9, 0.0, 1.1, 0.2, 1 / 3, 1.7, 0.6, 0.05]
+        masks = [sample.mask * rng.choice([1.0, 0.5, 0.125, 0.3], SEQ) for sample in batch]
+        steps.append(batch_of(rng, masks, samples))
+    return steps
+
+
+def full_batch(seed: int = 9) -> GlobalBatch:
+    """Every token has a loss, as in pretraining on whole rows."""
+    rng = np.random.default_rng(seed)
+    return batch_of(rng, [np.ones(SEQ)] * BATCH, [1.0] * BATCH)
+
+
+def empty_batch(seed: int = 10) -> GlobalBatch:
+    """Nothing to learn."""
+    rng = np.random.default_rng(seed)
+    return batch_of(rng, [np.zeros(SEQ)] * BATCH, [1.0] * BATCH)
+
+
+def documents_steps(seed: int = 11) -> list[GlobalBatch]:
+    """Rows of several documents whose edges fall inside chunks, on chunk borders, and which cross every border."""
+    rng = np.random.default_rng(seed)
+    edges = [[], [1], [31], [16], [8, 24], [4, 12, 20, 28], [3, 11, 19, 27], [5, 6, 7], [15, 17], [2, 30], [13]]
+    edges += [[8, 16, 24], [10, 11, 25], [1, 2, 3, 4], [29, 30, 31], [9, 18]]
+    steps = []
+    for _ in range(2):
+        masks = []
+        for row, count in zip(edges, RAGGED, strict=True):
+            mask = random_places(rng, count)
+            mask[[edge - 1 for edge in row]] = 0.0  # no token is predicted across an edge
+            masks.append(mask)
+        plain = batch_of(rng, masks, [1.0] * BATCH)
+        steps.append([_with_documents(sample, row) for sample, row in zip(plain, edges, strict=True)])
+        edges = edges[5:] + edges[:5]
+    return steps
+
+
+def _with_documents(sample: Sample, edges: list[int]) -> Sample:
+    starts = np.zeros(SEQ, np.int32)
+    starts[edges] = edges
+    return Sample(
+        tokens=sample.tokens,
+        labels=sample.labels,
+        mask=sample.mask,
+        weight=sample.weight,
+        document_starts=np.maximum.accumulate(starts),
+    )

@@ -1,0 +1,67 @@
+"""The promise: the layout does not change the run.
+
+For every layout the denominator is exact, and loss, grad-norm, every gathered gradient of three steps and the weights
+after three AdamW steps are those of one process that sees the whole batch in float64, and those of the other layouts.
+"""
+
+import numpy as np
+import pytest
+
+from mtrain.data.order import slots
+from mtrain.data.zigzag import zigzag_index
+from tests.parity.batches import BATCH, SEQ, three_steps
+from tests.parity.cases import LAYOUTS, SINGLE, Case
+from tests.parity.compare import between, deviation, run_case, run_oracle
+from tests.parity.ranks import Outcome
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: Pool) -> Outcome:
+    """The run of one float32 process."""
+    return run_case(pool, SINGLE, three_steps())
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_the_layout_does_not_change_the_run(pool: Pool, case: Case, one_process: Outcome) -> None:
+    batches, config = three_steps(), case.config()
+    outcome = run_case(pool, case, batches)
+    deviation(outcome, run_oracle(config, batches), config).assert_below()
+    between(outcome, one_process, config).assert_below()
+
+
+def test_every_kind_of_layout_is_there() -> None:
+    layouts = [case.resolved(case.config()) for case in LAYOUTS]
+    assert len(set(map(str, LAYOUTS))) == len(LAYOUTS) >= 24
+    for name, degrees in {"tp": {1, 2, 4}, "pp": {1, 2, 3, 4}, "cp": {1, 2, 4}, "dp": {1, 2, 4}, "vpp": {1, 2}}.items():
+        assert {getattr(layout, name) for layout in layouts} == degrees
+    assert {case.micro_batch_size for case in LAYOUTS} == {1, 2, 4}
+    assert {layout.cp_comm for layout in layouts if layout.cp > 1} == {"allgather", "ulysses"}
+    assert {layout.sp for layout in layouts if layout.tp > 1} == {True, False}
+    assert any(len(set(layout.layers_per_stage(4))) > 1 for layout in layouts)
+    assert max(layout.world_size for layout in layouts) == 8
+
+
+def test_masks_range_from_nothing_to_everything() -> None:
+    shares = {1 - float(sample.mask.mean()) for sample in three_steps()[0]}
+    assert min(shares) == 0
+    assert max(shares) == 1
+    assert 0.96 < max(shares - {1.0}) < 0.97
+
+
+@pytest.mark.parametrize("case", [case for case in LAYOUTS if "dp" in case.layout], ids=str)
+def test_a_data_parallel_rank_has_no_loss_tokens(case: Case) -> None:
+    dp, size = case.layout["dp"], case.micro_batch_size
+    count = BATCH // (dp * size)
+    tokens = [
+        [sum(batch[slot].mask.sum() for m in range(count) for slot in slots(m, rank, dp, size)) for rank in range(dp)]
+        for batch in three_steps()
+    ]
+    assert any(min(step) == 0 < max(step) for step in tokens)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_context_parallel_rank_has_no_loss_tokens(cp: int) -> None:
+    masks = [np.stack([sample.mask for sample in batch]) for batch in three_steps()]
+    tokens = [[mask[:, zigzag_index(SEQ, cp, rank).numpy()].sum() for rank in range(cp)] for mask in masks]
+    assert any(min(step) == 0 < max(step) for step in tokens)
