@@ -13,9 +13,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from mtrain.environment import RankEnvironment
-from mtrain.errors import MachineError, MtrainError
+from mtrain.errors import MachineError, MtrainError, RankLostError
 
 Result = TypeVar("Result")
+
+_SIGNS_OF_A_LOST_RANK = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -47,6 +55,7 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
 
     Raises:
         MachineError: The device is not there, or the other ranks cannot be reached.
+        RankLostError: Inside the `with` block the connection to another rank broke or it did not answer in time.
     """
     device = choose_device(wanted_device, environment.local_rank)
     if device.type == "cuda":
@@ -68,6 +77,11 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
         ) from error
     try:
         yield device
+    except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
+        if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
+            raise
+        reason = str(error).splitlines()[0]
+        raise RankLostError(f"rank {environment.rank} lost the connection to another rank: {reason}") from error
     finally:
         dist.destroy_process_group()
 

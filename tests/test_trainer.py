@@ -1,0 +1,228 @@
+"""Whole runs through the command line: what they leave behind, how they stop, go on and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 120
+BASE = """
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 48, num_attention_heads: 4, vocab_size: 64, vocab_multiple: 8}
+train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: fp32}
+optimizer: {lr: 1.0e-2, schedule: constant}
+data: {kind: mock, seq_length: 16}
+metrics: {tensorboard: false}
+"""
+LOSSES = """
+from mtrain.loss.next_token import next_token_loss
+from mtrain.loss.pair import LossPair
+
+
+def doubled(inputs):
+    pair = next_token_loss(inputs)
+    return LossPair(2 * pair.numerator, pair.denominator)
+
+
+def not_a_number(inputs):
+    pair = next_token_loss(inputs)
+    return LossPair(pair.numerator * float("nan"), pair.denominator)
+
+
+def counted_twice(inputs):
+    pair = next_token_loss(inputs)
+    return LossPair(pair.numerator, 2 * pair.denominator)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., list[str]]:
+    """Builds the command line of a run in `tmp_path/run`."""
+    config = tmp_path / "base.yaml"
+    config.write_text(BASE)
+    (tmp_path / "my_losses.py").write_text(LOSSES)
+
+    def build(*arguments: str, ranks: int = 1, run: str = "run") -> list[str]:
+        verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
+        return [sys.executable, "-m", "mtrain", *verb, str(config), f"run.dir={tmp_path / run}", *arguments]
+
+    return build
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[[list[str]], subprocess.Popen[str]]:
+    """Starts a command with the repository and `tmp_path` importable."""
+
+    def begin(arguments: list[str]) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    return begin
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, output, errors
+
+
+def records(run: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """Whole lines of metrics.jsonl."""
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    """Until the run has recorded the step."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(record["step"] >= step for record in records(run)):
+        assert time.monotonic() < deadline, "the run makes no progress"
+        time.sleep(0.02)
+
+
+def numbers(run: Path) -> list[tuple[Any, ...]]:
+    """What must not change, of every step."""
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["denominator"]) for r in records(run)]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(command: Any, start: Any, tmp_path: Path) -> None:
+    long = "train.num_steps=60"
+    assert finished(start(command(long, run="straight")))[0] == 0
+    process = start(command(long))
+    wait_for_step(tmp_path / "run", 3)
+    process.send_signal(signal.SIGTERM)
+    code, _, errors = finished(process)
+    stopped_at = records(tmp_path / "run")[-1]["step"]
+    assert code == 0, errors
+    assert stopped_at < 60
+    assert (tmp_path / "run" / "REQUEUE").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{stopped_at:08d}"]
+
+    code, output, errors = finished(start(command(long)))
+    assert code == 0, errors
+    assert f"step_{stopped_at:08d}" in output
+    assert not (tmp_path / "run" / "REQUEUE").exists()
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "straight")
+    assert len(numbers(tmp_path / "run")) == 60
+
+
+def test_a_signal_to_one_rank_stops_all_in_the_same_step(command: Any, start: Any, tmp_path: Path) -> None:
+    process = start(command("train.num_steps=2000", "layout.tp=2", ranks=2))
+    wait_for_step(tmp_path / "run", 2)
+    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    ranks[1].send_signal(signal.SIGUSR1)
+    code, _, errors = finished(process)
+    assert code == 0, errors
+    assert (tmp_path / "run" / "REQUEUE").exists()
+    last = records(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "mtrain.json").exists()
+
+
+def test_layouts_log_the_same_losses_and_denominators(command: Any, start: Any, tmp_path: Path) -> None:
+    options = ["valid.at_start=true", "valid.at_end=true", "valid.max_samples=7"]
+    assert finished(start(command(*options, run="one")))[0] == 0
+    code, _, errors = finished(start(command(*options, "layout.tp=2", "layout.sp=true", ranks=2, run="two")))
+    assert code == 0, errors
+    one, two = numbers(tmp_path / "one"), numbers(tmp_path / "two")
+    assert [r[4] for r in one] == [r[4] for r in two]
+    assert [r[1] for r in two] == pytest.approx([r[1] for r in one], rel=1e-5)
+    assert [r[2] for r in two] == pytest.approx([r[2] for r in one], rel=1e-5)
+    valid_one, valid_two = (records(tmp_path / run, "valid") for run in ("one", "two"))
+    assert [(r["step"], r["samples"], r["denominator"]) for r in valid_one] == [(0, 7, 112.0), (6, 7, 112.0)]
+    assert [r["valid_loss"] for r in valid_two] == pytest.approx([r["valid_loss"] for r in valid_one], rel=1e-5)
+
+
+def test_a_users_loss_plugs_in_by_name(command: Any, start: Any, tmp_path: Path) -> None:
+    assert finished(start(command(run="plain")))[0] == 0
+    assert finished(start(command("loss.function=my_losses:doubled", run="mine")))[0] == 0
+    assert records(tmp_path / "mine")[0]["loss"] == pytest.approx(2 * records(tmp_path / "plain")[0]["loss"], rel=1e-6)
+
+
+def test_a_run_starts_from_the_weights_of_another(command: Any, start: Any, tmp_path: Path) -> None:
+    assert finished(start(command("valid.at_end=true", run="first")))[0] == 0
+    arguments = [f"checkpoint.initialize_from={tmp_path / 'first'}", "layout.cp=2", "valid.at_start=true"]
+    code, _, errors = finished(start(command(*arguments, ranks=2, run="second")))
+    assert code == 0, errors
+    ended, began = records(tmp_path / "first", "valid")[-1], records(tmp_path / "second", "valid")[0]
+    assert began["valid_loss"] == pytest.approx(ended["valid_loss"], rel=1e-5)
+    assert records(tmp_path / "second")[0]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train.num_stps=3"], 2, ["train.num_stps", "num_steps"]),
+        (["layout.tp=3"], 2, ["num_attention_heads=4", "layout.tp=3"]),
+        (["loss.function=my_losses:halved"], 2, ["my_losses", "halved"]),
+        (["data.kind=indexed", "data.train=[{path: nowhere/corpus}]"], 3, ["nowhere/corpus"]),
+        (["checkpoint.initialize_from=nowhere"], 3, ["nowhere"]),
+        (["loss.function=my_losses:not_a_number"], 4, ["main", "nan"]),
+        (["loss.function=my_losses:counted_twice"], 4, ["main", "128.0", "64.0"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else str(value),
+)
+def test_faults_have_one_message_and_their_exit_code(
+    command: Any, start: Any, arguments: list[str], code: int, words: list[str]
+) -> None:
+    found, _, errors = finished(start(command(*arguments)))
+    assert found == code, errors
+    assert "Traceback" not in errors
+    assert errors.count("error:") == 1
+    assert all(word in errors for word in words), errors
+
+
+def test_a_fault_on_all_ranks_is_told_once(command: Any, start: Any) -> None:
+    code, output, errors = finished(start(command("loss.function=my_losses:not_a_number", "layout.cp=2", ranks=2)))
+    assert code == 4
+    assert (output + errors).count("error:") == 1
+    assert "Traceback" not in output + errors
+
+
+def test_a_second_run_in_one_folder_is_refused(command: Any, start: Any, tmp_path: Path) -> None:
+    first = start(command("train.num_steps=2000"))
+    wait_for_step(tmp_path / "run", 1)
+    code, _, errors = finished(start(command()))
+    first.send_signal(signal.SIGTERM)
+    assert finished(first)[0] == 0
+    assert code == 6
+    assert str(first.pid) in errors
+    assert "Traceback" not in errors
+
+
+def test_a_folder_of_another_configuration_is_refused(command: Any, start: Any) -> None:
+    assert finished(start(command()))[0] == 0
+    code, _, errors = finished(start(command("optimizer.lr=0.5")))
+    assert code == 6
+    assert "optimizer.lr" in errors
+
+
+def test_the_resolved_configuration_repeats_the_run(command: Any, start: Any, tmp_path: Path) -> None:
+    assert finished(start(command("train.seed=7")))[0] == 0
+    saved = str(tmp_path / "run" / "config.yaml")
+    repeat = [sys.executable, "-m", "mtrain", "train", saved, f"run.dir={tmp_path / 'again'}"]
+    assert finished(start(repeat))[0] == 0
+    assert numbers(tmp_path / "again") == numbers(tmp_path / "run")
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_path: Path) -> None:
+    process = start(command("train.num_steps=2000", "layout.tp=2", ranks=2))
+    wait_for_step(tmp_path / "run", 1)
+    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    ranks[1].kill()
+    code, output, errors = finished(process)
+    assert code == 5
+    assert "rank 1" in errors
+    assert "SIGKILL" in errors
+    assert "Traceback" not in output + errors
+    assert not any(child.is_running() for child in ranks.values())
