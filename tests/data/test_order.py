@@ -24,6 +24,18 @@ def test_every_prefix_of_a_blend_holds_each_share_within_one(weights: list[float
         assert abs(counts[source] - n * weight / sum(weights)) <= 1
 
 
+@given(parts=st.lists(st.integers(1, 60), min_size=2, max_size=6))
+def test_the_error_keeps_tijdemans_bound_and_is_zero_after_a_period(parts: list[int]) -> None:
+    blend = Blend(parts)
+    chosen = np.array([blend.locate(n).source for n in range(blend.period)])
+    counts = np.cumsum(chosen[:, None] == np.arange(len(parts)), axis=0)
+    turns = np.arange(1, blend.period + 1)[:, None]
+    error = np.abs(counts * blend.period - turns * np.array(blend.parts))  # in units of 1 / period: whole numbers
+    bound = blend.period * (2 * len(parts) - 3)
+    assert error.max() * (2 * len(parts) - 2) <= bound
+    assert not error[-1].any()
+
+
 @given(parts=st.lists(st.integers(1, 60), min_size=1, max_size=6), start=st.integers(0, 10**15))
 def test_shares_hold_far_from_the_start(parts: list[int], start: int) -> None:
     blend = Blend(parts)
