@@ -25,8 +25,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
 from mtrain.errors import DataError, MachineError
 from mtrain.mcore.safe_load import VerifiedReader
@@ -42,6 +44,16 @@ class _Writer(FileSystemWriter):
     def __init__(self, folder: Path, write_side_files: Callable[[], None]) -> None:
         super().__init__(folder, thread_count=1, overwrite=False)
         self._write_side_files = write_side_files
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """Tells what the disk refused; torch's zip writer says only that a position is not what it expected."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as fault:
+            refusal = fault.__context__
+            while refusal is not None and not isinstance(refusal, OSError):
+                refusal = refusal.__context__
+            raise refusal or fault from fault
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
@@ -141,7 +153,7 @@ def _check_keys(reader: VerifiedReader, keys: Collection[str], may_be_left: Call
 
 def _check_shapes(reader: VerifiedReader, shards: dict[str, list[ShardedTensor]], vocab_size: int) -> None:
     faults = []
-    for key, (tensor, *_) in shards.items():
+    for key, (tensor, *_) in sorted(shards.items()):
         saved = reader.metadata.state_dict_metadata[key]
         if not isinstance(saved, TensorStorageMetadata):
             faults.append(f"{key} is not a tensor")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
+from megatron.core import dist_checkpointing
+from torch import Tensor
 
 from mtrain.checkpoint.directory import load_entry, step_name
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
+from mtrain.errors import MtrainError
 from mtrain.loss.terms import Objective
 from mtrain.mcore.checkpoint import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.mcore.gather import Shard, gather_whole, parameter_shards
@@ -17,7 +24,7 @@ from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.optimizer_state import adam_step, loss_scaler, portions, whole_states
+from mtrain.mcore.optimizer_state import LossScaler, adam_step, loss_scaler, portions, whole_states
 from mtrain.mcore.spec import global_name
 from mtrain.step import TrainingStep
 from tests.crash import kill_self_before_operation
@@ -30,25 +37,31 @@ class Step(NamedTuple):
     """One optimizer step."""
 
     loss: float
-    grad_norm: float | None
-    """None where the batch was empty; NaN where fp16 overflowed."""
+    grad_norm: float
+    """NaN where fp16 overflowed."""
 
 
 class Standing(NamedTuple):
     """Everything that a rank continues from."""
 
+    parameters: list[Any]
+    """This rank's model weights."""
     held: list[Arrays]
-    """This rank's own part of each parameter's main weights, moments and step counter, as they lie in the optimizer."""
+    """This rank's part of each parameter's main weights, moments and step counter, as they lie in the optimizer."""
     adam_step: int
-    loss_scaler: Any
+    loss_scaler: LossScaler | None
     random_bytes: bytes
     """State of the generator that dropout draws from."""
-    parameters: Arrays | None
-    """Whole model weights by global name; on rank 0, else None."""
-    main: Arrays | None
-    """Whole float32 main weights, likewise."""
-    moments: Arrays | None
-    """Whole second moments, likewise."""
+
+
+class Whole(NamedTuple):
+    """The model on all ranks together, by global name; on rank 0, else empty."""
+
+    parameters: Arrays
+    main: Arrays
+    """Float32 main weights."""
+    moments: Arrays
+    """Second moments."""
 
 
 class Outcome(NamedTuple):
@@ -58,10 +71,15 @@ class Outcome(NamedTuple):
     begin: Standing
     end: Standing
     loaded: LoadedState | None
+    """Where it was resumed, if it was."""
+    saved: Standing | None
+    """When a checkpoint was saved, if one was."""
+    whole: dict[str, Whole]
+    """At "begin", "save" and "end", if asked for."""
 
 
 class Parts(NamedTuple):
-    """A run on this rank."""
+    """A model ready to train on this rank."""
 
     chunks: list[Any]
     optimizer: Optimizer
@@ -69,116 +87,154 @@ class Parts(NamedTuple):
 
 
 def build(groups: Groups, config: Config) -> Parts:
+    """Model, optimizer and step on the initial weights."""
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
-    return Parts(
-        chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss))
-    )
+    training = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss))
+    return Parts(chunks, optimizer, training)
 
 
 def train(
-    groups: Groups, config: Config, folder: Path, start: int, stop: int, save_at: int | None = None
+    groups: Groups,
+    config: Config,
+    folder: Path,
+    resume_at: int | None,
+    stop: int,
+    save_at: int | None = None,
+    gathers: bool = False,
 ) -> Outcome:
-    """Loads the checkpoint of step `start` unless that is 0, and trains to `stop`; may save on the way."""
-    parts, loaded = build(groups, config), None
-    if start > 0:
-        entry = load_entry(folder / step_name(start))
-        loaded = load_checkpoint(entry, parts.chunks, parts.optimizer, groups, config)
-    begin = standing(parts, groups)
+    """Trains from the start, or from the checkpoint of a step, until `stop` steps are done; may save on the way."""
+    parts, loaded, saved = build(groups, config), None, None
+    if resume_at is not None:
+        loaded = load_checkpoint(_entry(folder, resume_at), parts.chunks, parts.optimizer, groups, config)
+    begin, wholes = standing(parts), {"begin": whole(parts, groups)} if gathers else {}
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     steps = []
-    for step in range(start, stop):
+    for step in range(resume_at or 0, stop):
         if step == save_at:
             save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+            saved = standing(parts)
+            wholes |= {"save": whole(parts, groups)} if gathers else {}
         totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
         update = parts.training.update(totals, config.optimizer.lr)
-        steps.append(Step(totals.loss, None if update is None else update.grad_norm))
+        assert update is not None
+        steps.append(Step(totals.loss, update.grad_norm))
     parts.optimizer.gather_parameters()
-    return Outcome(steps, begin, standing(parts, groups), loaded)
+    wholes |= {"end": whole(parts, groups)} if gathers else {}
+    return Outcome(steps, begin, standing(parts), loaded, saved, wholes)
 
 
-def start_from(groups: Groups, config: Config, folder: Path, step: int) -> Standing:
-    """Takes the weights of a checkpoint into a new run."""
+def start_from(groups: Groups, config: Config, folder: Path, step: int) -> tuple[int, Whole]:
+    """Takes the weights of a checkpoint into a new run: updates that Adam has made, and the model."""
     parts = build(groups, config)
-    load_weights(load_entry(folder / step_name(step)), parts.chunks, parts.optimizer, groups, config)
-    return standing(parts, groups)
+    load_weights(_entry(folder, step), parts.chunks, parts.optimizer, groups, config)
+    return adam_step(parts.optimizer.inner), whole(parts, groups)
 
 
-def standing(parts: Parts, groups: Groups) -> Standing:
+def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> None:
+    """Saves the initial weights under the numbers of some steps."""
+    parts = build(groups, config)
+    for step in steps:
+        save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+
+
+def save_and_die(groups: Groups, config: Config, folder: Path, step: int, victim: int, operation: int) -> None:
+    """One rank is killed in the middle of a save, before one of its operations with files of the checkpoints."""
+    parts = build(groups, config)
+    if groups.rank == victim:
+        kill_self_before_operation(operation, folder)
+    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+
+
+def save_without_psutil(groups: Groups, config: Config, folder: Path) -> int:
+    """Saves where psutil cannot be imported; the number of processes that this started and left."""
+    parts = build(groups, config)
+    sys.modules["psutil"] = None  # type: ignore[assignment]
+    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
+    sys.modules["psutil"] = psutil
+    return len(psutil.Process().children(recursive=True))
+
+
+def save_on_full_disk(groups: Groups, config: Config, folder: Path, victim: int) -> tuple[str, str]:
+    """Class and text of what saving raises on this rank when the files of one rank may not grow."""
+    parts = build(groups, config)
+    if groups.rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 2))
+
+
+def save_error(groups: Groups, config: Config, folder: Path, step: int) -> tuple[str, str]:
+    """Class and text of what saving raises on this rank."""
+    parts = build(groups, config)
+    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step))
+
+
+def load_errors(groups: Groups, cases: Sequence[tuple[Config, Path]]) -> list[tuple[str, str]]:
+    """Class and text of what loading raises on this rank, for each configuration and folder of one checkpoint."""
+    return [_load_error(groups, config, folder) for config, folder in cases]
+
+
+def _load_error(groups: Groups, config: Config, folder: Path) -> tuple[str, str]:
+    parts = build(groups, config)
+    (path,) = folder.glob("step_*")
+    return _raised(lambda: load_checkpoint(load_entry(path), parts.chunks, parts.optimizer, groups, config))
+
+
+def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
+    """Global tensors as megatron-core's own loader reads them, by checkpoint key."""
+    return _arrays(dist_checkpointing.load_plain_tensors(str(folder / step_name(step))))
+
+
+def standing(parts: Parts) -> Standing:
+    """What this rank would continue from."""
     inner = parts.optimizer.inner
-    states = {name: {} for name in ("param", "exp_avg", "exp_avg_sq")}
     held = []
     for part in inner.chained_optimizers:
-        by_main = {id(main): state for main, state in part.optimizer.state.items()}
-        for portion in portions(inner):
-            state = by_main.get(id(portion.main), {})
-            held.append({"main": _numpy(portion.main), **{name: _numpy(value) for name, value in state.items()}})
-    for parameter, name, values in whole_states(inner, lambda parameter: True):
-        states[name][parameter] = values
-    return Standing(
-        held,
-        adam_step(inner),
-        loss_scaler(inner),
-        bytes(torch.get_rng_state().numpy()),
+        state_of = {id(main): state for main, state in part.optimizer.state.items()}
+        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, _, _ in portions(inner)]
+    parameters = [_numpy(parameter) for chunk in parts.chunks for parameter in chunk.parameters()]
+    random_bytes = bytes(torch.get_rng_state().numpy())
+    return Standing(parameters, held, adam_step(inner), loss_scaler(inner), random_bytes)
+
+
+def whole(parts: Parts, groups: Groups) -> Whole:
+    """The model, gathered."""
+    states: dict[str, dict[Tensor, Tensor]] = {}
+    for parameter, name, values in whole_states(parts.optimizer.inner, lambda parameter: True):
+        states.setdefault(name, {})[parameter] = values
+    return Whole(
         _arrays(gather_whole(parameter_shards(parts.chunks, groups))),
         _arrays(gather_whole(_shards(parts, groups, states["param"]))),
         _arrays(gather_whole(_shards(parts, groups, states["exp_avg_sq"]))),
     )
 
 
-def save_and_die(groups: Groups, config: Config, folder: Path, victim: int, operation: int) -> None:
-    """One rank is killed in the middle of a save, before one of its operations with files of the checkpoints."""
-    parts = build(groups, config)
-    if groups.rank == victim:
-        kill_self_before_operation(operation, folder)
-    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 2)
+def _entry(folder: Path, step: int) -> Any:
+    return load_entry(folder / step_name(step))
 
 
-def save_initial(groups: Groups, config: Config, folder: Path) -> None:
-    """Saves before the first step."""
-    parts = build(groups, config)
-    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
-
-
-def load_error(groups: Groups, config: Config, folder: Path, step: int) -> tuple[str, str]:
-    """Class and text of what loading raises on this rank."""
-    parts = build(groups, config)
-    return _raised(
-        lambda: load_checkpoint(
-            load_entry(folder / step_name(step)), parts.chunks, parts.optimizer, groups, config
-        )
-    )
-
-
-def save_error(groups: Groups, config: Config, folder: Path) -> tuple[str, str]:
-    """Class and text of what saving raises on this rank."""
-    parts = build(groups, config)
-    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 2))
-
-
-def _raised(action: Any) -> tuple[str, str]:
+def _raised(action: Callable[[], Any]) -> tuple[str, str]:
     try:
         action()
-    except Exception as fault:
+    except MtrainError as fault:
         return type(fault).__name__, str(fault)
     return "nothing", ""
 
 
-def _shards(parts: Parts, groups: Groups, values: dict[torch.Tensor, torch.Tensor]) -> list[Shard]:
+def _shards(parts: Parts, groups: Groups, values: Mapping[Tensor, Tensor]) -> list[Shard]:
     shards = []
     for chunk in parts.chunks:
         for part in sharded_tensors(unwrap(chunk), groups, lambda parameter: values[parameter]):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
-            shards.append(
-                Shard(name, tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:]), part.data.clone())
-            )
+            shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])
+            shards.append(Shard(name, shape, offset, part.data.clone()))
     return shards
 
 
-def _arrays(tensors: dict[str, torch.Tensor] | None) -> Arrays | None:
-    return None if tensors is None else {name: _numpy(tensor) for name, tensor in tensors.items()}
+def _arrays(tensors: Mapping[str, Tensor] | None) -> Arrays:
+    return {name: _numpy(tensor) for name, tensor in (tensors or {}).items()}
 
 
-def _numpy(tensor: torch.Tensor) -> Any:
+def _numpy(tensor: Tensor) -> Any:
     return tensor.detach().float().numpy().copy()
