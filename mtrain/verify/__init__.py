@@ -1,0 +1,1 @@
+"""The promise, checked on the user's own configuration."""

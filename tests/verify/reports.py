@@ -1,0 +1,72 @@
+"""A parity report with everything in it, for tests."""
+
+from __future__ import annotations
+
+import math
+
+from mtrain.verify.result import (
+    Deviation,
+    Diagnosis,
+    LayoutResult,
+    ParityReport,
+    StepValues,
+    Tolerance,
+)
+
+TENSORS = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "output_layer.weight")
+
+
+def step_values(step: int, grad_norm: float = 2.0) -> StepValues:
+    """A step of a loss with one side term."""
+    means = {"main": 4.0 - 0.1 * step, "z": 20.0}
+    counts = {"main": 100.0, "z": 100.0}
+    return StepValues(step, 4.0, means, {name: 100 * mean for name, mean in means.items()}, counts, grad_norm)
+
+
+def deviations(gradient: float = 1e-7) -> tuple[Deviation, ...]:
+    """Two steps; the second step's last gradient deviates as asked."""
+    found = []
+    for step in (1, 2):
+        found += [Deviation("denominator", term, step, 0.0, 0.0) for term in ("main", "z")]
+        found += [Deviation("loss", term, step, 2e-8, 1e-6) for term in ("main", "z")]
+        found += [Deviation("gradient", name, step, 1e-7, 1e-5) for name in TENSORS]
+        found += [Deviation("grad_norm", "grad_norm", step, 3e-8, 1e-5)]
+        found += [Deviation("update", name, step, 1e-8, 1e-6) for name in TENSORS]
+    last = max(index for index, each in enumerate(found) if each.kind == "gradient")
+    found[last] = Deviation("gradient", TENSORS[-1], 2, gradient, 1e-5)
+    return tuple(found)
+
+
+def layout_result(name: str, axes: dict[str, str], gradient: float = 1e-7) -> LayoutResult:
+    """Two steps of one layout."""
+    steps = (step_values(1), step_values(2))
+    return LayoutResult(name, axes, 2, 1.5, steps, steps, deviations(gradient))
+
+
+def report(gradient: float = 1e-7) -> ParityReport:
+    """A reference and three layouts; the second one's gradient deviates as asked, nan and inf included."""
+    steps = (step_values(1), step_values(2))
+    failed = not gradient <= 1e-5
+    diagnosis = Diagnosis(
+        "cp", "tp1-pp1-cp2-dp1-mbs1", 2, "gradient", TENSORS[-1], gradient, 1e-5, "layer 0 mlp", ("one", "two")
+    )
+    refused = LayoutResult("tp1-pp2-cp1-dp1-mbs1", {"pp": "2"}, 2, 0.1, error="rank 0 raised")
+    return ParityReport(
+        created="2026-01-01T00:00:00+00:00",
+        command="mtrain verify parity configs/model/tiny.yaml",
+        environment={"torch": "2.13", "device": "cpu"},
+        config={"model": {"num_layers": 2}},
+        changes=("model.hidden_size: 4096 -> 64",),
+        data="random tokens under random masks",
+        num_steps=2,
+        tolerances=tuple(Tolerance(kind, 1e-6, "u", {"u": 2.0**-24}, "relative") for kind in ("loss", "gradient")),
+        tensors=TENSORS,
+        reference=LayoutResult("reference", {}, 1, 0.5, steps, steps),
+        layouts=(
+            layout_result("tp2-pp1-cp1-dp1-mbs1", {"tp": "2"}),
+            layout_result("tp1-pp1-cp2-dp1-mbs1", {"cp": "2"}, gradient),
+            *([refused] if failed else []),
+        ),
+        injected="cp-scaled-loss" if failed and not math.isnan(gradient) else None,
+        diagnosis=diagnosis if failed else None,
+    )
