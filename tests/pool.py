@@ -26,7 +26,7 @@ TIMEOUT_S = 120
 _PRELOADED = ["pytest", "numpy", "mtrain.mcore", "mtrain.step", "torch._dynamo", "tests.pool"]
 
 
-class RankFailed(AssertionError):
+class RankFailed(AssertionError):  # noqa: N818 - not an error of its own: a failed assertion, on a rank
     """A rank raised, died or hung; carries its traceback."""
 
 

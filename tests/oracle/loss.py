@@ -69,10 +69,19 @@ def term_values(
     logits = _logits(parameters, model, batch)
     values = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
-        token_loss = _TOKEN_LOSSES[term.function]
+        token_loss = TOKEN_LOSSES[term.function]
         losses = [_masked(token_loss(each, sequence), sequence) for each, sequence in zip(logits, batch, strict=True)]
         values[name] = aggregate(losses, batch, term)
     return values
+
+
+def token_losses_of(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:
+    """Cross entropy of each token, 0 where masked: [length] of each sequence."""
+    logits = _logits(parameters, model, batch)
+    return [
+        _masked(_negative_log_probability(each, sequence), sequence)
+        for each, sequence in zip(logits, batch, strict=True)
+    ]
 
 
 def objective(values: dict[str, TermValue], loss: LossSection) -> Tensor:
@@ -142,7 +151,8 @@ def _squared_log_partition(logits: Tensor, sequence: Sequence) -> Tensor:
     return logits.logsumexp(-1) ** 2
 
 
-_TOKEN_LOSSES: dict[str, Callable[[Tensor, Sequence], Tensor]] = {
+TOKEN_LOSSES: dict[str, Callable[[Tensor, Sequence], Tensor]] = {
     "mtrain.loss.next_token:next_token_loss": _negative_log_probability,
     "mtrain.loss.z_loss:z_loss": _squared_log_partition,
 }
+"""Name in the configuration -> token losses of one sequence, float64; tests add their own."""

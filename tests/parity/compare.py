@@ -88,8 +88,8 @@ def deviation(outcome: Outcome, oracle: list[StepResult], config: Config) -> Dev
         assert_denominators(found, exact)
     weights = {name: value.numpy() for name, value in oracle[-1].parameters.items()}
     return Deviation(
-        loss=max(_relative(found.loss, exact.loss) for found, exact in pairs),
-        grad_norm=max(_relative(found.grad_norm, exact.grad_norm) for found, exact in pairs),
+        loss=max(relative(found.loss, exact.loss) for found, exact in pairs),
+        grad_norm=max(relative(found.grad_norm, exact.grad_norm) for found, exact in pairs),
         gradient=max(
             worst(found.gradients, {name: value.numpy() for name, value in exact.gradients.items()}, config)
             for found, exact in pairs
@@ -117,8 +117,8 @@ def between(one: Outcome, other: Outcome, config: Config) -> Deviation:
     )
     size = config.model.vocab_size
     return Deviation(
-        loss=max(_relative(a.loss, b.loss) for a, b in pairs),
-        grad_norm=max(_relative(a.grad_norm, b.grad_norm) for a, b in pairs),
+        loss=max(relative(a.loss, b.loss) for a, b in pairs),
+        grad_norm=max(relative(a.grad_norm, b.grad_norm) for a, b in pairs),
         gradient=max(worst(a.gradients, without_padding(b.gradients, size), config) for a, b in pairs),
         weights=worst(one.parameters, without_padding(other.parameters, size), config),
     )
@@ -147,5 +147,6 @@ def tensor_deviation(found: NDArray[Any], exact: NDArray[Any]) -> float:
     return difference / float(np.abs(exact).max()) if exact.any() else (0.0 if difference == 0 else float("inf"))
 
 
-def _relative(found: float, exact: float) -> float:
+def relative(found: float, exact: float) -> float:
+    """Difference / reference; inf where the reference is 0 and the other is not."""
     return abs(found - exact) / abs(exact) if exact != 0 else (0.0 if found == 0 else float("inf"))

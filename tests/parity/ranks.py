@@ -12,6 +12,7 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
+from mtrain.errors import NumericError
 from mtrain.loss.terms import Objective
 from mtrain.lr import learning_rate
 from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
@@ -126,3 +127,52 @@ def arrays(tensors: Mapping[str, Tensor] | None) -> Arrays | None:
     if tensors is None:
         return None
     return {name: (value.float() if value.element_size() == 2 else value).numpy() for name, value in tensors.items()}
+
+
+class Bits(NamedTuple):
+    """A rank's weights and optimizer state before and after a step."""
+
+    before: list[bytes]
+    after: list[bytes]
+    num_state_tensors: int
+    is_empty: bool
+    loss: float
+    largest_gradient: float
+
+
+def bits_around_a_step(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batches: Sequence[GlobalBatch]
+) -> Bits:
+    """Trains on all batches but the last, then compares every bit around the last one."""
+    built = build(groups, config, parameters)
+    for number, batch in enumerate(batches[:-1]):
+        run_step(built, groups, config, batch, number)
+    before = _bits(built)
+    totals = built.training.forward_backward(own_microbatches(batches[-1], groups, config))
+    largest = max(float(shard.values.abs().max()) for shard in gradient_shards(built.chunks, groups))
+    built.training.update(totals, config.optimizer.lr)
+    num_states = sum(len(state) for inner in _inner(built) for state in inner.state.values())
+    return Bits(before, _bits(built), num_states, totals.is_empty, totals.objective, largest)
+
+
+def _inner(built: Built) -> list[torch.optim.Optimizer]:
+    outer = getattr(built.optimizer.inner, "chained_optimizers", [built.optimizer.inner])
+    return [megatrons.optimizer for megatrons in outer]
+
+
+def _bits(built: Built) -> list[bytes]:
+    tensors = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
+    for inner in _inner(built):
+        tensors += [main for group in inner.param_groups for main in group["params"]]
+        tensors += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def numeric_error(groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch) -> str:
+    """The message of the NumericError that a step must raise."""
+    built = build(groups, config, parameters)
+    try:
+        built.training.forward_backward(own_microbatches(batch, groups, config))
+    except NumericError as error:
+        return str(error)
+    raise AssertionError("the step raised nothing")

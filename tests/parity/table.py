@@ -12,13 +12,10 @@ def main() -> None:
     batches = three_steps()
     print("| layout | loss | grad-norm | gradients | weights after 3 steps |")
     print("|---|---|---|---|---|")
-    try:
-        for case in LAYOUTS:
-            config = case.config()
-            found = deviation(run_case(pool, case, batches), run_oracle(config, batches), config)
-            print(f"| {case} | " + " | ".join(f"{value:.1e}" for value in found) + " |", flush=True)
-    finally:
-        pool.close()
+    for case in LAYOUTS:
+        config = case.config()
+        found = deviation(run_case(pool, case, batches), run_oracle(config, batches), config)
+        print(f"| {case} | " + " | ".join(f"{value:.1e}" for value in found) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Every aggregation under the layouts that cut its sums differently, against the oracle."""
+
+from typing import Any, get_args
+
+import pytest
+
+from mtrain.config.loss import NORM_AGGREGATIONS, Aggregation
+from tests.parity.batches import three_steps, weighted_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import deviation, run_case, run_oracle
+from tests.pool import Pool
+
+CASES = [
+    case(4),
+    case(4, dp=2),
+    case(4, cp=2),
+    case(2, cp=2, cp_comm="ulysses", dp=2),
+    case(4, tp=2, sp=True, pp=2),
+]
+
+
+def knobs(aggregation: str) -> dict[str, Any]:
+    """The constant length where the aggregation has one; it is neither the row's width nor a mean."""
+    return {"loss__aggregation": aggregation} | ({"loss__norm_length": 20} if aggregation in NORM_AGGREGATIONS else {})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_aggregations_with_fractional_weights(pool: Pool, aggregation: str, case: Case) -> None:
+    batches, config = weighted_steps()[:2], case.config(**knobs(aggregation))
+    outcome = run_case(pool, case, batches, **knobs(aggregation))
+    deviation(outcome, run_oracle(config, batches), config).assert_below()
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_empty_sequences_count_where_the_configuration_says_so(pool: Pool, aggregation: str, case: Case) -> None:
+    changes = knobs(aggregation) | {"loss__empty_sequences": "include"}
+    batches, config = three_steps(), case.config(**changes)
+    oracle = run_oracle(config, batches)
+    assert [step.denominators["main"] for step in oracle] == [16.0, 16.0, 16.0]
+    excluded = run_oracle(case.config(**knobs(aggregation)), batches)
+    assert [step.denominators["main"] for step in excluded] == [13.0, 13.0, 2.0]
+    deviation(run_case(pool, case, batches, **changes), oracle, config).assert_below()

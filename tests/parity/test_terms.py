@@ -1,0 +1,116 @@
+"""Several terms in one backward pass, loss functions of users, empty batches, and wrong denominators."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracle import loss as oracle_loss
+from tests.oracle.loss import Sequence, token_losses_of
+from tests.parity import ranks
+from tests.parity.batches import empty_batch, three_steps, weighted_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import (
+    Deviation,
+    deviation,
+    initial_parameters,
+    relative,
+    run_case,
+    run_oracle,
+    worst,
+)
+from tests.pool import Pool
+
+CASES = [
+    case(4),
+    case(4, dp=2),
+    case(4, cp=2),
+    case(2, cp=2, cp_comm="ulysses", dp=2),
+    case(4, tp=2, sp=True, pp=2),
+]
+TWO_TERMS: dict[str, Any] = {
+    "loss__aggregation": "seq-mean-token-mean",
+    "loss__side_terms": {
+        "z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05, "aggregation": "token-mean"},
+        "hardest": {"aggregation": "token-sum-norm", "norm_length": 40, "coefficient": 0.3},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_terms_with_different_denominators(pool: Pool, case: Case) -> None:
+    batches, config = weighted_steps()[:2], case.config(**TWO_TERMS)
+    deviation(run_case(pool, case, batches, **TWO_TERMS), run_oracle(config, batches), config).assert_below()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_users_loss_function(pool: Pool, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tests.parity.losses:focal_loss"
+
+    def focal(logits: Tensor, sequence: Sequence) -> Tensor:
+        labels = torch.where(sequence.weights > 0, sequence.labels, 0)
+        log_probability = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return -((1 - log_probability.exp()) ** 2.0) * log_probability
+
+    monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, name, focal)
+    changes = {"loss__function": name, "loss__options": {"gamma": 2.0}}
+    batches, config = three_steps(), case.config(**changes)
+    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_denominator_that_is_known_after_the_forward_pass(pool: Pool, case: Case) -> None:
+    changes = {
+        "loss__function": "tests.parity.losses:hard_tokens",
+        "loss__options": {"above": 4.2},
+        "loss__denominator": "measured",
+    }
+    config, batch = case.config(**changes), three_steps()[0]
+    (step,) = run_case(pool, case, [batch], **changes).steps
+    leaves = {name: torch.as_tensor(value).requires_grad_() for name, value in initial_parameters(config).items()}
+    losses = torch.cat(token_losses_of(leaves, config.model, [Sequence.of_sample(sample) for sample in batch]))
+    kept = losses > 4.2  # masked tokens have loss 0
+    assert 20 < kept.sum() < 160  # of 186
+    loss = losses[kept].mean()
+    loss.backward()
+    exact = {name: value.grad.numpy() for name, value in leaves.items() if value.grad is not None}
+    norm = float(np.sqrt(sum((value**2).sum() for value in exact.values())))
+    assert step.terms["main"].denominator == kept.sum().item()
+    Deviation(
+        relative(step.loss, loss.item()),
+        relative(step.grad_norm, norm),
+        worst(step.gradients, exact, config),
+        weights=0.0,
+    ).assert_below()
+
+
+@pytest.mark.parametrize("case", [*CASES, case(2, tp=2, sp=True, pp=2, vpp=2, dp=2)], ids=str)
+def test_an_empty_batch_leaves_every_bit(pool: Pool, case: Case) -> None:
+    config = case.config(**TWO_TERMS)
+    batches = [three_steps()[0], empty_batch()]
+    reports = pool.run(ranks.bits_around_a_step, case.resolved(config), config, initial_parameters(config), batches)
+    for report in reports:
+        assert report.is_empty
+        assert report.loss == 0.0
+        assert report.num_state_tensors > 0
+        assert report.largest_gradient == 0.0
+        assert report.before == report.after
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("double_counting", ["'main'", "372.0", "186.0"]),
+        ("negative", ["'main'", "-186.0"]),
+        ("not_a_number", ["'main'", "nan"]),
+    ],
+)
+def test_a_wrong_sum_stops_every_rank(pool: Pool, case: Case, function: str, words: list[str]) -> None:
+    config = case.config(loss__function=f"tests.parity.losses:{function}")
+    batch = three_steps()[0]
+    messages = pool.run(ranks.numeric_error, case.resolved(config), config, initial_parameters(config), batch)
+    assert len(set(messages)) == 1
+    assert all(word in messages[0] for word in words), messages[0]
