@@ -22,7 +22,6 @@ _PLAIN_CLASSES = {
     "builtins": {"set"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
     "torch": {"Size", "device"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -70,20 +69,26 @@ def verified_reader(folder: Path) -> VerifiedReader:
     try:
         with path.open("rb") as file:
             metadata = _DataUnpickler(file).load()
+        _check(metadata)
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as fault:
         raise DataError(f"{path} is not a list of tensors: {fault}; restore the checkpoint or use another") from fault
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DataError(f"{path} is not a list of tensors, but {type(metadata).__name__}")
-    for place in metadata.storage_data.values():
-        if PurePosixPath(place.relative_path).name != place.relative_path or place.transform_descriptors:
-            raise DataError(f"{path} names {place.relative_path!r}, which is not a plain file of the checkpoint")
     return VerifiedReader(folder, metadata)
+
+
+def _check(metadata: Metadata) -> None:
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it holds {type(metadata).__name__}")
+    for place in metadata.storage_data.values():
+        name = place.relative_path
+        if PurePosixPath(name).parts != (name,) or name == ".." or place.transform_descriptors:
+            raise ValueError(f"it names {name!r}, which is not a plain file of the checkpoint")
 
 
 class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 keeps the same classes
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _PLAIN_CLASSES.get(module, ()):
             return super().find_class(module, name)

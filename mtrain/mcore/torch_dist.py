@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from mtrain.errors import DataError, MachineError
+from mtrain.errors import DataError, MachineError, MtrainError
 from mtrain.mcore.safe_load import VerifiedReader
 from mtrain.mcore.world import on_all_ranks
 
+Fault = TypeVar("Fault", bound=MtrainError)
 _NAMES_TOLD = 8
 """Most names in one message."""
 
@@ -84,9 +85,11 @@ def save_tensors(folder: Path, tensors: Iterable[ShardedTensor], write_side_file
         )
     except CheckpointException as fault:
         rank, cause = _first_failure(fault)
-        raise MachineError(
-            f"could not save into {folder}: rank {rank}: {cause}; free space, mend the permissions or choose another "
-            "place"
+        raise _of_all_ranks(
+            MachineError(
+                f"could not save into {folder}: rank {rank}: {cause}; free space, mend the permissions or choose "
+                "another place"
+            )
         ) from None
 
 
@@ -121,8 +124,8 @@ def load_tensors(
         load(mcore_to_pyt_state_dict(dict(shards), is_loading=True), storage_reader=reader, planner=planner)
     except CheckpointException as fault:
         rank, cause = _first_failure(fault)
-        raise DataError(
-            f"{reader.folder} cannot be read: rank {rank}: {cause}; restore it or use another one"
+        raise _of_all_ranks(
+            DataError(f"{reader.folder} cannot be read: rank {rank}: {cause}; restore it or use another one")
         ) from None
 
 
@@ -148,7 +151,7 @@ def _check_keys(reader: VerifiedReader, keys: Collection[str], may_be_left: Call
         faults.append(f"lacks {_told(asked - saved)}, which the model has")
     if left:
         faults.append(f"holds {_told(left)}, which the model has not")
-    _refuse(f"{reader.folder} {' and '.join(faults)}; use the model that it was saved from")
+    raise _of_all_ranks(DataError(f"{reader.folder} {' and '.join(faults)}; use the model that it was saved from"))
 
 
 def _check_shapes(reader: VerifiedReader, shards: dict[str, list[ShardedTensor]], vocab_size: int) -> None:
@@ -159,20 +162,22 @@ def _check_shapes(reader: VerifiedReader, shards: dict[str, list[ShardedTensor]]
             faults.append(f"{key} is not a tensor")
             continue
         shape, wanted = tuple(saved.size), tuple(tensor.global_shape)
-        rows_suffice = tensor.allow_shape_mismatch and shape[0] >= vocab_size and shape[1:] == wanted[1:]
+        rows_suffice = tensor.allow_shape_mismatch and shape[:1] >= (vocab_size,) and shape[1:] == wanted[1:]
         if shape != wanted and not rows_suffice:
             faults.append(f"{key} has shape {list(shape)}, but the model needs {list(wanted)}")
         if saved.properties.dtype != tensor.dtype:
             faults.append(f"{key} is {saved.properties.dtype}, but the run needs {tensor.dtype}")
     if faults:
         more = f" and {len(faults) - _NAMES_TOLD} more" if len(faults) > _NAMES_TOLD else ""
-        _refuse(f"{reader.folder}: {'; '.join(faults[:_NAMES_TOLD])}{more}; use the model that it was saved from")
+        raise DataError(
+            f"{reader.folder}: {'; '.join(faults[:_NAMES_TOLD])}{more}; use the model that it was saved from"
+        )
 
 
-def _refuse(message: str) -> NoReturn:
-    error = DataError(message)
+def _of_all_ranks(error: Fault) -> Fault:
+    """Marks what all ranks raise, so that one of them tells it."""
     error.on_every_rank = True
-    raise error
+    return error
 
 
 def _told(keys: set[str]) -> str:
