@@ -16,6 +16,17 @@ _ADAM_BYTES = 2 * _FP32_BYTES
 """Both moments of a parameter."""
 
 
+_PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "MI300X": 1307e12,
+}
+
+
 @dataclass(frozen=True)
 class LayerParameters:
     """Parameters of one transformer layer, by how tensor parallelism holds them."""
@@ -148,6 +159,16 @@ def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float) -> 
         peak_flops: Operations per second of all devices together, in the precision that is used.
     """
     return tokens_per_second * flops_per_token / peak_flops
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak of a GPU in bf16 and fp16, FLOP/s; None where it is not known, or in fp32.
+
+    Source: the makers' data sheets, without sparsity, SXM or OAM form.
+    """
+    if precision == "fp32":
+        return None
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
 
 
 def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstimate:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mtrain.build import Run, build_run
 from mtrain.checkpoint.directory import clean_leftovers
 from mtrain.config import Config
@@ -26,6 +28,7 @@ from mtrain.mcore.optimizer import Update
 from mtrain.mcore.world import on_first_rank, open_world
 from mtrain.metrics.record import StepRecord, TermRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
+from mtrain.planning import flops_per_token, mfu, peak_flops
 from mtrain.run_folder import RunFolder, RunLock, difference
 from mtrain.step import StepTotals
 
@@ -161,4 +164,16 @@ def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: 
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,
         loss_scale=run.optimizer.loss_scale() if is_half else None,
+        mfu=_mfu(run, tokens / seconds),
     )
+
+
+def _mfu(run: Run, tokens_per_second: float) -> float | None:
+    """Model FLOPs utilisation of each GPU; None on CPUs and on GPUs of unknown peak."""
+    if run.groups.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(run.groups.device), run.config.train.precision)
+    if peak is None:
+        return None
+    per_token = flops_per_token(run.config.model, run.config.data.seq_length)
+    return mfu(tokens_per_second, per_token, peak * run.groups.layout.world_size)

@@ -150,3 +150,9 @@ def test_early_stages_keep_more_microbatches() -> None:
     kept = [activations(4, pp_rank, pp=4) for pp_rank in range(3)]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] == 2 * kept[2]
+
+
+def test_peaks_of_known_gpus_only() -> None:
+    assert planning.peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert planning.peak_flops("NVIDIA H200", "fp32") is None
+    assert planning.peak_flops("Some other card", "bf16") is None

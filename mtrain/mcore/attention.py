@@ -165,6 +165,9 @@ class CoreAttention(MegatronModule):
             is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
         elif not is_causal:
             mask = _prefix_mask(query_length, key_length, query.device)
+            if query.device.type == "cuda":  # the lower-right bias picks a kernel without looking at grouped heads
+                repeats = query.shape[2] // key.shape[2]
+                key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():

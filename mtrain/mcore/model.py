@@ -70,7 +70,7 @@ def unwrap(chunk: torch.nn.Module) -> LanguageModel:
 def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
     layout: Layout = groups.layout
     stage = groups.pp_rank + (vp_stage or 0) * layout.pp
-    backend = chosen_backend(config.model, groups.device)
+    backend = chosen_backend(config.model, config.data.isolate_documents, groups.device)
     model = LanguageModel(
         config=translated,
         transformer_layer_spec=block_spec(translated, config.model, backend, vp_stage),

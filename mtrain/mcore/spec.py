@@ -44,16 +44,23 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE)
 
 
-def chosen_backend(model: ModelSection, device: torch.device) -> str:
-    """`model.backend` with auto resolved: te where it is importable and a GPU is present, else torch.
+def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.device) -> str:
+    """`model.backend` with auto resolved: te where it is importable, a GPU is present and it can do the work.
+
+    TransformerEngine cuts packed rows by document, ours by row, so isolated documents need the torch spec.
 
     Raises:
         ConfigError: te was asked for where it cannot run.
     """
-    usable = device.type == "cuda" and has_transformer_engine()
+    reasons = {
+        "there is no GPU": device.type != "cuda",
+        "transformer_engine cannot be imported": not has_transformer_engine(),
+        "data.isolate_documents=true needs the torch backend": isolate_documents,
+    }
+    hindrances = [reason for reason, holds in reasons.items() if holds]
+    usable = not hindrances
     if model.backend == "te" and not usable:
-        reason = "there is no GPU" if device.type != "cuda" else "transformer_engine cannot be imported"
-        raise ConfigError(f"model.backend=te needs TransformerEngine on a GPU, but {reason}; use model.backend=auto")
+        raise ConfigError(f"model.backend=te cannot be used: {'; '.join(hindrances)}; use model.backend=auto")
     if model.backend == "auto":
         return "te" if usable else "torch"
     return model.backend

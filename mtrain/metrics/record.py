@@ -44,8 +44,6 @@ class StepRecord:
     lr: float
     tokens: int
     """Positions that the model processed in the global batch, masked ones included."""
-    loss_tokens: int | None = None
-    """Positions of weight above 0, where they were counted."""
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float

@@ -23,7 +23,6 @@ steps = st.builds(
     grad_norm=number,
     lr=finite,
     tokens=st.integers(0, 2**50),
-    loss_tokens=st.none() | st.integers(0, 2**50),
     seconds=finite,
     tokens_per_second=finite,
     terms=terms,
