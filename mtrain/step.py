@@ -95,8 +95,12 @@ class TrainingStep:
         run_schedule(self._chunks, rows, loss, accumulator, self._config, finalizer)
         assert finalizer.totals is not None
         terms, joined = finalizer.totals.read()
-        check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
+        self.check(terms)
         return self._totals(terms, joined)
+
+    def check(self, terms: Mapping[str, TermTotals]) -> None:
+        """Raises NumericError where a total cannot be right, on all ranks alike."""
+        check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
         """The optimizer step; None where the batch was empty: weights and state stay bit-identical."""
