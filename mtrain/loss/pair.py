@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,9 +43,22 @@ class TermInputs:
     """[batch, seq] float64: each token's share of the denominator; adds up to it over the global batch."""
     tokens: Tensor
     """[batch, seq] int64."""
+    teacher: VocabParallelLogits | None = None
+    """The frozen teacher's logits of the same tokens, split like the model's; None where the run has no teacher."""
 
 
 LossFunction = Callable[[TermInputs], LossPair]
+
+Function = TypeVar("Function", bound=Callable[..., LossPair])
+
+
+def needs_teacher(function: Function) -> Function:
+    """Marks a loss function that reads `TermInputs.teacher`: a run without `loss.teacher` refuses it.
+
+    The teacher runs for marked functions; an unmarked one finds it only where another term needs it.
+    """
+    function.__dict__["needs_teacher"] = True
+    return function
 
 
 def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:

@@ -1,19 +1,20 @@
 """Losses of logits whose vocabulary is split over a tensor-parallel group.
 
 Nothing here gathers the logits: each rank reduces its own columns and the ranks exchange numbers of one token each.
-The exponentials of the shard are computed once, kept once in float32, and shared by every loss of the microbatch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from mtrain.loss.cross_entropy import CrossEntropy, Entropy, LogSumExp, Target
+from mtrain.loss.divergence import Divergence, Tempered, divergence_of_sums, local_sums
+from mtrain.loss.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
 
 
 class VocabParallelLogits:
@@ -27,7 +28,9 @@ class VocabParallelLogits:
             softmax, and their gradient is exactly 0.
 
     Results are float32 (float64 for float64 logits), in nats, [batch, seq]; gradients have the dtype of `local`.
-    Every rank of the group must make the same calls in the same order.
+    Every rank of the group must make the same calls in the same order. All-reduces are over the group and counted for
+    a call that finds nothing done before it; what another call has found (a maximum, the exponentials) is not asked
+    for again. Backward never communicates.
     """
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup | None, first_index: int, vocab_size: int) -> None:
@@ -35,64 +38,106 @@ class VocabParallelLogits:
         self.group = group
         self.first_index = first_index
         self.vocab_size = vocab_size
-        self._exponentials: _Exponentials | None = None
+        self._maximum: Tensor | None = None
+        self._local_values: Tensor | None = None
+        self._exponentials: Exponentials | None = None
         self._losses: _TokenLosses | None = None
+        self._logsumexp: Tensor | None = None
+        self._entropy: Tensor | None = None
 
-    def cross_entropy(self, labels: Tensor) -> Tensor:
-        """The negative log probability of each label.
+    def cross_entropy(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The negative log probability of each label, or its mean under a smoothed label.
 
-        Two all-reduces over the group (the maximum; the sum of exponentials stacked with the label's logit), none in
-        backward. One where another method already knows the exponentials, none where `labels` is the tensor of the
-        call before.
+        Two all-reduces (the maximum; the sum of exponentials stacked with the target's logit). One where another
+        method already knows the exponentials, none where both arguments are those of the call before.
 
         Args:
             labels: [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0: the value
                 is finite and meaningless, so its weight has to be 0.
+            label_smoothing: Share of the target that is spread evenly over all vocab_size real tokens, the label
+                included; 0 <= label_smoothing < 1.
 
         Returns:
             [batch, seq] nats.
+
+        Source: label smoothing as in Szegedy et al. 2016, section 7, and in torch's own cross entropy.
         """
-        if self._losses is None or self._losses.labels is not labels:
-            self._losses = self._token_losses(labels)
-        return self._losses.cross_entropy
+        known = self._losses
+        if known is None or known.labels is not labels or known.label_smoothing != label_smoothing:
+            known = self._losses = self._token_losses(labels, label_smoothing)
+        return known.cross_entropy
 
     def logsumexp(self) -> Tensor:
         """The logarithm of the softmax's denominator at each token.
 
-        No collective after `cross_entropy`, else two all-reduces over the group (maximum, sum of exponentials); none
-        in backward.
+        Two all-reduces (maximum, sum of exponentials); none after any method of this distribution but a divergence.
 
         Returns:
             [batch, seq] nats.
         """
-        return self._own_logsumexp if self._losses is None else self._losses.logsumexp
+        if self._losses is not None:
+            return self._losses.logsumexp
+        if self._logsumexp is None:
+            result: Tensor = LogSumExp.apply(self.local, self._known_exponentials())  # type: ignore[no-untyped-call]
+            self._logsumexp = result.t()
+        return self._logsumexp
 
-    @cached_property
-    def _own_logsumexp(self) -> Tensor:
-        """`logsumexp` where no label is known."""
-        if self._exponentials is None:
-            values, maximum = self._exponentiate()
-            total = values.sum(-1)
-            _all_reduce(total, dist.ReduceOp.SUM, self.group)
-            self._exponentials = _Exponentials(values, maximum, total, self._num_real)
-        result: Tensor = _LogSumExp.apply(self.local, self._exponentials)  # type: ignore[no-untyped-call]
+    def entropy(self) -> Tensor:
+        """The entropy of the model's distribution at each token: the sum of -p log p over the vocabulary.
+
+        Two all-reduces (the maximum; the sum of exponentials stacked with the sum of their products with the logits),
+        one where another method already knows the exponentials.
+
+        Returns:
+            [batch, seq] nats, from 0 to log(vocab_size).
+        """
+        if self._entropy is None:
+            products = torch.xlogy(self._values(), self._values()).sum(-1)
+            mean = self._sum_with_total(products) / self._known_exponentials().total
+            result: Tensor = Entropy.apply(self.local, self._known_exponentials(), mean)  # type: ignore[no-untyped-call]
+            self._entropy = result.t()
+        return self._entropy
+
+    def kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
+        """KL(teacher || self) at each token, both softmaxes at the temperature; no gradient reaches the teacher.
+
+        Two all-reduces: the maxima of both, stacked, and three sums, stacked.
+
+        Args:
+            teacher: Logits of the same tokens, split in the same way.
+            temperature: Both logits are divided by it; above 0. The result is not multiplied by its square.
+
+        Returns:
+            [batch, seq] nats.
+        """
+        return self._divergence(teacher, temperature, is_reverse=False)
+
+    def reverse_kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
+        """KL(self || teacher) at each token: as `kl_divergence`, but the model's own distribution weighs."""
+        return self._divergence(teacher, temperature, is_reverse=True)
+
+    def _divergence(self, teacher: VocabParallelLogits, temperature: float, is_reverse: bool) -> Tensor:
+        assert teacher.local.shape == self.local.shape, "student and teacher are split in different ways"
+        _find_maxima([self, teacher])
+        own, other = self._tempered(temperature), teacher._tempered(temperature)
+        sums = local_sums(own, other) if is_reverse else local_sums(other, own)
+        all_reduce(sums, dist.ReduceOp.SUM, self.group)
+        value = divergence_of_sums(sums).to(own.maximum.dtype)
+        log_totals = (sums[0::2] if is_reverse else sums[0::2].flip(0)).log()
+        result: Tensor = Divergence.apply(self.local, own, other, log_totals, value, is_reverse)  # type: ignore[no-untyped-call]
         return result.t()
 
-    def _token_losses(self, labels: Tensor) -> _TokenLosses:
+    def _token_losses(self, labels: Tensor, label_smoothing: float) -> _TokenLosses:
         """Cross entropy, and log-sum-exp as a second output of the same node: one backward serves both."""
+        assert 0 <= label_smoothing < 1
         column, is_local = self._locate(labels)
-        if self._exponentials is None:
-            values, maximum = self._exponentiate()
-            stacked = torch.stack([values.sum(-1), self._shifted_logits(column, is_local, maximum)])
-            _all_reduce(stacked, dist.ReduceOp.SUM, self.group)
-            total, logits = stacked.unbind()
-            self._exponentials = _Exponentials(values, maximum, total, self._num_real)
-        else:
-            logits = self._shifted_logits(column, is_local, self._exponentials.maximum)
-            _all_reduce(logits, dist.ReduceOp.SUM, self.group)
-        target = _Target(column, is_local, logits)
-        entropy, logsumexp = _CrossEntropy.apply(self.local, self._exponentials, target)  # type: ignore[no-untyped-call]
-        return _TokenLosses(labels, entropy.t(), logsumexp.t())
+        label_share, uniform_share = 1.0 - label_smoothing, label_smoothing / self.vocab_size
+        logits = self._shifted_logits(column, is_local) * label_share
+        if label_smoothing > 0:
+            logits = logits + self._sum_of_shifted_logits() * uniform_share
+        target = Target(column, is_local, self._sum_with_total(logits), label_share, uniform_share)
+        entropy, logsumexp = CrossEntropy.apply(self.local, self._known_exponentials(), target)  # type: ignore[no-untyped-call]
+        return _TokenLosses(labels, label_smoothing, entropy.t(), logsumexp.t())
 
     @property
     def _num_real(self) -> int:
@@ -106,54 +151,54 @@ class VocabParallelLogits:
         is_local = (index >= 0) & (index < self._num_real)
         return torch.where(is_local, index, 0), is_local
 
-    def _shifted_logits(self, column: Tensor, is_local: Tensor, maximum: Tensor) -> Tensor:
+    def _shifted_logits(self, column: Tensor, is_local: Tensor) -> Tensor:
         """[seq, batch] the label's logit minus the token's maximum, 0 where another rank holds it."""
         logits = self.local.detach().gather(-1, column.unsqueeze(-1)).squeeze(-1)
-        return torch.where(is_local, logits - maximum, 0.0)
+        return torch.where(is_local, logits - self._known_maximum(), 0.0)
 
-    def _exponentiate(self) -> tuple[Tensor, Tensor]:
-        """[seq, batch, vocab_local] exponentials relative to each token's maximum, and [seq, batch] that maximum."""
-        maximum = self._maximum()
-        shifted = torch.sub(self.local.detach(), maximum.unsqueeze(-1))  # one pass: bf16 in, float32 out
-        shifted[..., self._num_real :] = float("-inf")
-        return shifted.exp_(), maximum
+    def _sum_of_shifted_logits(self) -> Tensor:
+        """[seq, batch] the sum over this rank's real columns of logit minus maximum."""
+        maximum, real = self._known_maximum(), self._num_real
+        parts = [
+            shifted_logits(self.local[rows, :, :real], maximum[rows], real).sum(-1) for rows in row_slices(self.local)
+        ]
+        return torch.cat(parts)
 
-    def _maximum(self) -> Tensor:
-        """Each token's largest real logit over the group, [seq, batch]; 0 where all are -inf, as any constant does."""
-        real = self.local.detach()[..., : self._num_real]
-        dtype = _compute_dtype(self.local)
-        if self._num_real == 0:
-            maximum = torch.full(real.shape[:-1], float("-inf"), dtype=dtype, device=real.device)
-        else:
-            maximum = real.amax(-1).to(dtype)
-        _all_reduce(maximum, dist.ReduceOp.MAX, self.group)
-        return torch.where(maximum == float("-inf"), 0.0, maximum)
+    def _known_maximum(self) -> Tensor:
+        """[seq, batch] over the group; one all-reduce where it is not known yet."""
+        if self._maximum is None:
+            _find_maxima([self])
+        assert self._maximum is not None
+        return self._maximum
 
+    def _values(self) -> Tensor:
+        """[seq, batch, vocab_local] exponentials relative to each token's maximum; 0 at padding."""
+        if self._local_values is None:
+            self._local_values = shifted_logits(self.local, self._known_maximum(), self._num_real).exp_()
+        return self._local_values
 
-@dataclass(frozen=True)
-class _Exponentials:
-    """The softmax before its division; the only [seq, batch, vocab_local] tensor that is kept for backward."""
+    def _known_exponentials(self) -> Exponentials:
+        """The exponentials and their sum; one all-reduce where that is not known yet."""
+        if self._exponentials is None:
+            total = self._values().sum(-1)
+            all_reduce(total, dist.ReduceOp.SUM, self.group)
+            self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
+        return self._exponentials
 
-    values: Tensor
-    """[seq, batch, vocab_local] exp(logit - maximum); 0 at padding."""
-    maximum: Tensor
-    """[seq, batch] over the whole vocabulary."""
-    total: Tensor
-    """[seq, batch]: sum of the values over the whole vocabulary."""
-    num_real: int
-    """Local columns that are not padding."""
+    def _sum_with_total(self, part: Tensor) -> Tensor:
+        """[seq, batch] this rank's numbers added up over the group, in one all-reduce with the exponentials if these
+        are not known yet."""
+        if self._exponentials is not None:
+            all_reduce(part, dist.ReduceOp.SUM, self.group)
+            return part
+        stacked = torch.stack([self._values().sum(-1), part])
+        all_reduce(stacked, dist.ReduceOp.SUM, self.group)
+        total, summed = stacked.unbind()
+        self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
+        return summed
 
-
-@dataclass(frozen=True)
-class _Target:
-    """Where the labels are; all [seq, batch]."""
-
-    column: Tensor
-    """Local column of the label, 0 where another rank holds it."""
-    is_local: Tensor
-    """Whether this rank holds the label's column."""
-    shifted_logit: Tensor
-    """Logit of the label minus the token's maximum."""
+    def _tempered(self, temperature: float) -> Tempered:
+        return Tempered(self.local.detach(), self._known_maximum(), self._num_real, temperature)
 
 
 @dataclass(frozen=True)
@@ -161,68 +206,20 @@ class _TokenLosses:
     """What one node of the graph gives."""
 
     labels: Tensor
+    label_smoothing: float
     cross_entropy: Tensor
     logsumexp: Tensor
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """(logits) -> (cross entropy, log-sum-exp), both [seq, batch]."""
+def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
+    """Each token's largest real logit over the group; 0 where all are -inf, as any constant does.
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, exponentials: _Exponentials, target: _Target) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(exponentials.values, exponentials.total, target.column, target.is_local)
-        ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
-        log_total = exponentials.total.log()
-        return log_total - target.shifted_logit, log_total + exponentials.maximum
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_entropy: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
-        values, total, column, is_local = ctx.saved_tensors
-        scale = grad_entropy + grad_logsumexp
-        gradient = _softmax_times(values, total, scale, ctx.num_real, ctx.dtype)
-        # softmax x scale minus the label's share, formed in full precision: near 1 the two almost cancel
-        column = column.unsqueeze(-1)
-        at_label = values.gather(-1, column).squeeze(-1) / total * scale
-        at_label = torch.where(scale == 0, 0.0, at_label) - torch.where(is_local, grad_entropy, 0.0)
-        kept = torch.where(is_local, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))
-        return gradient.scatter_(-1, column, kept.unsqueeze(-1)), None, None
-
-
-class _LogSumExp(torch.autograd.Function):
-    """(logits) -> log-sum-exp, [seq, batch]."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, exponentials: _Exponentials) -> Tensor:
-        ctx.save_for_backward(exponentials.values, exponentials.total)
-        ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
-        return exponentials.total.log() + exponentials.maximum
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logsumexp: Tensor) -> tuple[Tensor, None]:
-        values, total = ctx.saved_tensors
-        return _softmax_times(values, total, grad_logsumexp, ctx.num_real, ctx.dtype), None
-
-
-def _softmax_times(values: Tensor, total: Tensor, scale: Tensor, num_real: int, dtype: torch.dtype) -> Tensor:
-    """Softmax x scale in the logits' dtype, without another full-precision copy.
-
-    A token of scale 0 gets exactly 0 although its logits may hold inf or nan; so does every padding column.
+    One all-reduce for all logits whose maximum is not known yet; none where all are.
     """
-    gradient = torch.empty_like(values, dtype=dtype)
-    torch.mul(values, (scale / total).unsqueeze(-1), out=gradient)
-    gradient.masked_fill_((scale == 0).unsqueeze(-1), 0.0)
-    gradient[..., num_real:] = 0.0
-    return gradient
-
-
-def _compute_dtype(local: Tensor) -> torch.dtype:
-    """float32, or float64 for float64 logits."""
-    return torch.promote_types(local.dtype, torch.float32)
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-    """In place; nothing where the group is this rank alone."""
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+    unknown = [each for each in of if each._maximum is None]
+    if not unknown:
+        return
+    stacked = torch.stack([local_maximum(each.local, each._num_real) for each in unknown])
+    all_reduce(stacked, dist.ReduceOp.MAX, unknown[0].group)
+    for each, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
+        each._maximum = maximum

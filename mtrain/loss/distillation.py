@@ -1,0 +1,29 @@
+"""Divergence from a frozen teacher, to learn from its whole distribution or to stay near a reference."""
+
+from typing import Literal
+
+from mtrain.loss.pair import LossPair, TermInputs, needs_teacher, weigh
+
+
+@needs_teacher
+def distillation_loss(
+    inputs: TermInputs, direction: Literal["forward", "reverse"] = "forward", temperature: float = 1.0
+) -> LossPair:
+    """Weighs and sums the divergence between the teacher's and the model's distribution of each token, in nats.
+
+    Two all-reduces over the tensor-parallel group. Labels play no role, but the weights do.
+
+    Args:
+        inputs: One microbatch, with the teacher's logits.
+        direction: forward is KL(teacher || model), which covers all that the teacher would say; reverse is
+            KL(model || teacher), which stays within it.
+        temperature: Both logits are divided by it. The gradient shrinks with its square; where that is unwanted, give
+            the term a coefficient of temperature squared.
+
+    Source: Hinton et al. 2015; the reverse direction as in Gu et al. 2023 (MiniLLM).
+    """
+    teacher = inputs.teacher
+    assert teacher is not None, "the objective is refused without a teacher"
+    logits = inputs.logits
+    divergence = logits.kl_divergence if direction == "forward" else logits.reverse_kl_divergence
+    return weigh(divergence(teacher, temperature), inputs)

@@ -1,0 +1,102 @@
+"""Kullback-Leibler divergences between two distributions over one split vocabulary, of which the first is learnt.
+
+Backward computes both softmaxes anew from the logits, a few tokens at a time: beside the logits of student and
+teacher, which exist anyway, only numbers of one token each are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mtrain.loss.exponentials import cleared, row_slices, shifted_logits
+
+
+@dataclass(frozen=True)
+class Tempered:
+    """One of the two distributions: softmax of logits / temperature; statistics are [seq, batch]."""
+
+    local: Tensor
+    """[seq, batch, vocab_local] logits."""
+    maximum: Tensor
+    """Of the logits, over the whole vocabulary."""
+    num_real: int
+    """Local columns that are not padding."""
+    temperature: float
+
+    def scores(self, rows: slice) -> Tensor:
+        """(logit - maximum) / temperature of some positions; -inf at padding."""
+        return shifted_logits(self.local[rows], self.maximum[rows], self.num_real).div_(self.temperature)
+
+
+def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
+    """This rank's part of [sum of exp(a), sum of exp(a) (a - b), sum of exp(b)], with the scores a and b: [3, ...].
+
+    A token of the vocabulary whose exp(a) is 0 adds nothing to the middle one, whatever b is.
+    """
+    sums = torch.empty(3, *weighting.maximum.shape, dtype=weighting.maximum.dtype, device=weighting.local.device)
+    for rows in row_slices(weighting.local):
+        first, second = weighting.scores(rows), other.scores(rows)
+        sums[2, rows] = second.exp().sum(-1)
+        gap = torch.sub(first, second, out=second)
+        weights = first.exp_()
+        gap.masked_fill_(weights == 0, 0.0)
+        sums[0, rows] = weights.sum(-1)
+        sums[1, rows] = gap.mul_(weights).sum(-1)
+    return sums
+
+
+def divergence_of_sums(sums: Tensor) -> Tensor:
+    """sum of p (log p - log q) from `local_sums` added up over all ranks, p weighting.
+
+    In float64, because for similar distributions the three parts almost cancel.
+    """
+    weights, gaps, others = sums.double().unbind()
+    return gaps / weights - weights.log() + others.log()
+
+
+class Divergence(torch.autograd.Function):
+    """(student's logits) -> KL(teacher || student), or KL(student || teacher) where `is_reverse`; [seq, batch]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        student: Tempered,
+        teacher: Tempered,
+        log_totals: Tensor,
+        value: Tensor,
+        is_reverse: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(local, student.maximum, teacher.local, teacher.maximum, log_totals, value)
+        ctx.num_real, ctx.temperature, ctx.is_reverse = student.num_real, student.temperature, is_reverse
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        local, maximum, teacher_local, teacher_maximum, log_totals, value = ctx.saved_tensors
+        student = Tempered(local, maximum, ctx.num_real, ctx.temperature)
+        teacher = Tempered(teacher_local, teacher_maximum, ctx.num_real, ctx.temperature)
+        gradient = torch.empty_like(local)
+        for rows in row_slices(local):
+            log_p = student.scores(rows).sub_(log_totals[0, rows].unsqueeze(-1))
+            log_q = teacher.scores(rows).sub_(log_totals[1, rows].unsqueeze(-1))
+            if ctx.is_reverse:
+                part = _reverse_gradient(log_p, log_q, value[rows])
+            else:
+                part = log_p.exp_().sub_(log_q.exp_())
+            part.mul_((grad_value[rows] / ctx.temperature).unsqueeze(-1))
+            gradient[rows] = cleared(part, grad_value[rows] == 0, ctx.num_real)
+        return gradient, None, None, None, None, None
+
+
+def _reverse_gradient(log_p: Tensor, log_q: Tensor, value: Tensor) -> Tensor:
+    """p (log p - log q - KL), and 0 where p is 0."""
+    gap = torch.sub(log_p, log_q, out=log_q).sub_(value.unsqueeze(-1))
+    p = log_p.exp_()
+    return gap.masked_fill_(p == 0, 0.0).mul_(p)
