@@ -13,16 +13,20 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
 from mtrain.errors import NumericError
+from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.terms import Objective
 from mtrain.lr import learning_rate
+from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.pairs import TermTotals
+from mtrain.mcore.pairs import PairAccumulator, TermTotals
+from mtrain.mcore.schedule import LossOfLogits, run_schedule
+from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.mcore.spec import global_name
-from mtrain.step import TrainingStep
+from mtrain.step import TrainingStep, term_inputs
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]
@@ -37,7 +41,7 @@ class StepOutcome(NamedTuple):
     terms: dict[str, TermTotals]
     grad_norm: float
     gradients: Arrays | None
-    """Before clipping; on rank 0, else None."""
+    """Before clipping, without the loss scale of fp16; on rank 0, else None."""
 
 
 class Outcome(NamedTuple):
@@ -78,7 +82,7 @@ def train(
 def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
     """Gradients of a batch, gathered, and the update of step `number`."""
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
-    gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)))
+    gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale())
     update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
     return StepOutcome(totals.objective, dict(totals.terms), 0.0 if update is None else update.grad_norm, gradients)
 
@@ -122,11 +126,9 @@ def set_parameters(chunks: Sequence[Any], groups: Groups, parameters: Mapping[st
             part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
 
 
-def arrays(tensors: Mapping[str, Tensor] | None) -> Arrays | None:
-    """Tensors as numpy, half precision as float32."""
-    if tensors is None:
-        return None
-    return {name: (value.float() if value.element_size() == 2 else value).numpy() for name, value in tensors.items()}
+def arrays(tensors: Mapping[str, Tensor] | None, divisor: float = 1.0) -> Arrays | None:
+    """Tensors as numpy, half precision as float32, divided by a power of two."""
+    return None if tensors is None else {name: (value.float() / divisor).numpy() for name, value in tensors.items()}
 
 
 class Bits(NamedTuple):
@@ -176,3 +178,106 @@ def numeric_error(groups: Groups, config: Config, parameters: Mapping[str, Any],
     except NumericError as error:
         return str(error)
     raise AssertionError("the step raised nothing")
+
+
+class HalfStep(NamedTuple):
+    """What dynamic loss scaling did in a step."""
+
+    overflowed: bool
+    loss_scale: float
+    """After the step."""
+    changed: bool
+    """Whether a weight or a moment of the optimizer has changed."""
+    grad_norm: float
+    """nan where it overflowed."""
+
+
+def scaled_steps(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batches: Sequence[GlobalBatch]
+) -> list[HalfStep]:
+    """Steps in fp16, some of which may overflow."""
+    built = build(groups, config, parameters)
+    steps = []
+    for batch in batches:
+        before = _bits(built)
+        totals = built.training.forward_backward(own_microbatches(batch, groups, config))
+        update = built.training.update(totals, config.optimizer.lr)
+        assert update is not None
+        changed = before != _bits(built)
+        steps.append(HalfStep(update.overflowed, built.optimizer.loss_scale(), changed, update.grad_norm))
+    return steps
+
+
+def premultiplied_gradients(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch, premultipliers: Sequence[float]
+) -> list[Arrays | None]:
+    """The gradients of one batch for each factor that the objective is multiplied by before backward."""
+    built = build(groups, config, parameters)
+    objective = Objective.from_config(config.loss)
+    batches = share_batches(
+        own_microbatches(batch, groups, config),
+        groups.layout.num_microbatches(len(batch), config.train.micro_batch_size),
+        (MAIN_TERM,),
+        config,
+        groups,
+    )
+    found = []
+    for premultiplier in premultipliers:
+        accumulator = PairAccumulator((MAIN_TERM,), groups.device)
+        built.optimizer.zero_grad()
+        run_schedule(
+            built.chunks,
+            slice_for_rank(batches, groups),
+            _premultiplied(objective, premultiplier, config, groups),
+            accumulator,
+            config,
+            Finalizer(accumulator, [0.0], False, premultiplier, groups),
+        )
+        found.append(arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale()))
+    return found
+
+
+def _premultiplied(objective: Objective, premultiplier: float, config: Config, groups: Groups) -> LossOfLogits:
+    def loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+        pairs = objective.pairs(term_inputs(logits, batch, config, groups))
+        return objective.scalar(pairs, {}, premultiplier), pairs
+
+    return loss
+
+
+def logits_by_microbatch(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
+) -> list[Any]:
+    """This rank's logits [seq_local, batch, vocab_local] of each microbatch; nothing where it is not a last stage."""
+    built = build(groups, config, parameters)
+    objective = Objective.from_config(config.loss)
+    accumulator = PairAccumulator((MAIN_TERM,), groups.device)
+    count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
+    batches = share_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
+    seen: list[Any] = []
+    inner = _premultiplied(objective, 1.0, config, groups)
+
+    def loss(logits: Tensor, own: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+        seen.append(logits.detach().clone().numpy())
+        return inner(logits, own)
+
+    run_schedule(built.chunks, slice_for_rank(batches, groups), loss, accumulator, config, finalizer=None)
+    return seen
+
+
+def losses_along(
+    groups: Groups,
+    config: Config,
+    parameters: Mapping[str, Any],
+    direction: Mapping[str, Any],
+    steps: Sequence[float],
+    batch: GlobalBatch,
+) -> list[float]:
+    """The reported loss at parameters + step x direction for each step."""
+    built = build(groups, config, parameters)
+    found = []
+    for step in steps:
+        moved = {name: value + step * direction[name] for name, value in parameters.items()}
+        set_parameters(built.chunks, groups, moved)
+        found.append(built.training.forward_backward(own_microbatches(batch, groups, config)).objective)
+    return found

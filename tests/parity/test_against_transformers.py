@@ -1,0 +1,144 @@
+"""A second oracle: Hugging Face transformers with the same weights, on several layouts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from mtrain.data.order import slots
+from mtrain.data.zigzag import zigzag_index
+from mtrain.layout import Layout
+from tests.oracle.huggingface import from_huggingface
+from tests.parity import ranks
+from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import TOLERANCE, Deviation, relative, tensor_deviation, worst
+from tests.pool import Pool
+
+CASES = [
+    case(4),
+    case(4, tp=2, sp=True, pp=2),
+    case(4, tp=4, dp=2),
+    case(4, cp=2, cp_comm="ulysses", dp=2),
+    case(4, tp=2, cp=2),
+    case(4, pp=2, vpp=2),
+]
+
+
+class Reference(NamedTuple):
+    """A model of transformers and what it computes in float64 on the first batch."""
+
+    knobs: dict[str, Any]
+    """The same architecture in our words."""
+    state: dict[str, Any]
+    """Parameters by megatron-core's names."""
+    logits: Any
+    """[batch, seq, vocab_size]."""
+    loss: float
+    gradients: dict[str, Any]
+
+
+def llama() -> tuple[dict[str, Any], Any]:
+    rope = {"base": 500.0, "scaling": "llama3", "factor": 8.0, "original_max_positions": 32}
+    theirs = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    return {"model__rope": rope}, transformers.LlamaConfig(**common(), rope_parameters=theirs)
+
+
+def qwen2() -> tuple[dict[str, Any], Any]:
+    knobs = {"model__qkv_bias": True, "model__tied_embeddings": True, "model__rope": {"base": 1e6}}
+    theirs = {"rope_type": "default", "rope_theta": 1e6}
+    return knobs, transformers.Qwen2Config(**common() | {"tie_word_embeddings": True}, rope_parameters=theirs)
+
+
+def qwen3() -> tuple[dict[str, Any], Any]:
+    knobs = {"model__qk_norm": True, "model__head_dim": 16, "model__rope": {"base": 1e6}}
+    theirs = {"rope_type": "default", "rope_theta": 1e6}
+    return knobs, transformers.Qwen3Config(**common(), head_dim=16, rope_parameters=theirs)
+
+
+def common() -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+    }
+
+
+@pytest.fixture(scope="module", params=[llama, qwen2, qwen3])
+def reference(request: pytest.FixtureRequest) -> Reference:
+    family: Callable[[], tuple[dict[str, Any], Any]] = request.param
+    knobs, config = family()
+    torch.manual_seed(11)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    batch = three_steps()[0]
+    tokens, labels = (torch.tensor(np.stack([getattr(s, kind) for s in batch])) for kind in ("tokens", "labels"))
+    mask = torch.tensor(np.stack([sample.mask for sample in batch])) > 0
+    logits = theirs(tokens).logits
+    loss = F.cross_entropy(logits[mask], labels[mask])
+    loss.backward()  # type: ignore[no-untyped-call]
+    model = case(4).config(**knobs).model
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    return Reference(
+        knobs,
+        {name: value.numpy() for name, value in from_huggingface(theirs.state_dict(), model).items()},
+        logits.detach().numpy(),
+        loss.item(),
+        {name: value.numpy() for name, value in from_huggingface(gradients, model).items()},
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_are_those_of_transformers(pool: Pool, reference: Reference, case: Case) -> None:
+    config = case.config(**reference.knobs)
+    outcome = pool.run(ranks.train, case.resolved(config), config, reference.state, [three_steps()[0]])[0]
+    (step,) = outcome.steps
+    norm = float(np.sqrt(sum((value**2).sum() for value in reference.gradients.values())))
+    Deviation(
+        relative(step.loss, reference.loss),
+        relative(step.grad_norm, norm),
+        worst(step.gradients, reference.gradients, config),
+        weights=0.0,
+    ).assert_below()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_are_those_of_transformers(pool: Pool, reference: Reference, case: Case) -> None:
+    config = case.config(**reference.knobs)
+    layout = case.resolved(config)
+    parts = pool.run(ranks.logits_by_microbatch, layout, config, reference.state, three_steps()[0])
+    found = assemble_logits(parts, layout, case.micro_batch_size)
+    assert not np.isnan(found).any()
+    assert tensor_deviation(found, reference.logits) <= TOLERANCE
+
+
+def assemble_logits(parts: list[list[Any]], layout: Layout, micro_batch_size: int) -> Any:
+    """[batch, seq, vocab_size] from what each rank of the last stage saw."""
+    whole = np.full((BATCH, SEQ, 100), np.nan)
+    for rank, microbatches in enumerate(parts):
+        place = layout.coordinate(rank)
+        positions = zigzag_index(SEQ, layout.cp, place.cp).numpy() if layout.cp > 1 else np.arange(SEQ)
+        for number, logits in enumerate(microbatches):
+            rows = np.array(slots(number, place.dp, layout.dp, micro_batch_size))
+            columns = np.arange(logits.shape[-1]) + place.tp * logits.shape[-1]
+            whole[np.ix_(rows, positions, columns)] = logits.transpose(1, 0, 2)
+    return whole[..., :VOCAB]

@@ -1,0 +1,98 @@
+"""bf16 and fp16 agree with float64 as far as their rounding lets them, under every kind of layout.
+
+A value of p significant bits carries a relative error of at most u = 2^-p: 2^-8 for bf16, 2^-11 for fp16. The longest
+path through the four layers rounds about 13 times a layer on the way forward (norm, qkv, rotation, scores,
+probabilities, context, projection, residual; norm, fc1, activation, fc2, residual), and as often on the way back:
+K = 2 x 4 x 13 = 104 for a gradient. Independent roundings add up in quadrature to u x sqrt(K) = 10 u for the 2-norm of
+a tensor's gradient, and over the half of them to 7 u for a token's loss, whose errors the mean over tokens makes only
+smaller. Bounds are twice that.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain.config import Config
+from tests.oracle.run import StepResult
+from tests.parity import ranks
+from tests.parity.batches import three_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import initial_parameters, relative, run_case, run_oracle, without_padding
+from tests.parity.ranks import Arrays
+from tests.pool import Pool
+
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+LOSS_ROUNDINGS, GRADIENT_ROUNDINGS = 52, 104
+CASES = [case(4), case(4, tp=2, sp=True, pp=2), case(4, pp=2, vpp=2, dp=2), case(4, cp=2, cp_comm="ulysses", dp=2)]
+
+
+def worst_distance(found: Arrays | None, exact: StepResult, config: Config) -> float:
+    """The largest relative distance of a tensor in the 2-norm."""
+    real = without_padding(found, config.model.vocab_size)
+    expected = {name: value.numpy() for name, value in exact.gradients.items()}
+    return max(float(np.linalg.norm(real[name] - value) / np.linalg.norm(value)) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_half_precision_is_near_the_oracle(pool: Pool, precision: str, case: Case) -> None:
+    changes = {"train__precision": precision, "train__initial_loss_scale": 2.0**10}
+    batches, config = three_steps(), case.config(**changes)
+    steps = run_case(pool, case, batches, **changes).steps
+    oracle, unit = run_oracle(config, batches), ROUNDING[precision]
+    for step, exact in zip(steps, oracle, strict=True):
+        assert step.terms["main"].denominator == exact.denominators["main"]
+        assert relative(step.loss, exact.loss) < 2 * math.sqrt(LOSS_ROUNDINGS) * unit
+        assert relative(step.grad_norm, exact.grad_norm) < 2 * math.sqrt(GRADIENT_ROUNDINGS) * unit
+        assert worst_distance(step.gradients, exact, config) < 2 * math.sqrt(GRADIENT_ROUNDINGS) * unit
+
+
+@pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, pp=2, dp=2)], ids=str)
+def test_an_overflow_is_skipped_and_lowers_the_loss_scale(pool: Pool, case: Case) -> None:
+    config = case.config(train__precision="fp16", train__initial_loss_scale=2.0**28)
+    batch = three_steps()[0]
+    everyone = pool.run(ranks.scaled_steps, case.resolved(config), config, initial_parameters(config), [batch] * 12)
+    for steps in everyone:
+        assert [step.overflowed for step in steps] == [step.overflowed for step in everyone[0]]
+        assert [step.loss_scale for step in steps] == [step.loss_scale for step in everyone[0]]
+        assert all(step.changed != step.overflowed for step in steps)
+    steps = everyone[0]
+    first_good = [step.overflowed for step in steps].index(False)
+    assert first_good >= 2
+    # megatron-core halves from the second overflow in a row on
+    scales = [2.0 ** (28 - overflows) for overflows in range(first_good)]
+    assert [step.loss_scale for step in steps[:first_good]] == scales
+    (exact,) = run_oracle(config, [batch])
+    distance = relative(steps[first_good].grad_norm, exact.grad_norm)
+    assert distance < 2 * math.sqrt(GRADIENT_ROUNDINGS) * ROUNDING["fp16"]
+
+
+@pytest.mark.parametrize("case", [case(4, tp=2, dp=2), case(4, pp=2, cp=2)], ids=str)
+def test_the_premultiplier_changes_no_bit(pool: Pool, case: Case) -> None:
+    config = case.config()
+    arguments = (config, initial_parameters(config), three_steps()[0], [1.0, 2.0**-9, 2.0**7])
+    plain, small, large = pool.run(ranks.premultiplied_gradients, case.resolved(config), *arguments)[0]
+    for name, value in plain.items():
+        assert value.any()
+        assert value.tobytes() == small[name].tobytes() == large[name].tobytes()
+
+
+def test_plain_sums_would_overflow_in_fp16(pool: Pool) -> None:
+    """Without the premultiplier a step with the usual loss scale is lost; with it, it is near the oracle."""
+    one = case(4)
+    config = one.config(train__precision="fp16", train__initial_loss_scale=2.0**16)
+    batch = three_steps()[0]
+    tokens = sum(sample.mask.sum() for sample in batch)
+    near = 2.0 ** -round(math.log2(tokens))
+    plain, tamed = pool.run(
+        ranks.premultiplied_gradients, one.resolved(config), config, initial_parameters(config), batch, [1.0, near]
+    )[0]
+    assert not all(np.isfinite(value).all() for value in plain.values())
+    (exact,) = run_oracle(config, [batch])
+    bound = 2 * math.sqrt(GRADIENT_ROUNDINGS) * ROUNDING["fp16"]
+    assert worst_distance(tamed, exact, config) < bound
+    (step,) = run_case(pool, one, [batch], train__precision="fp16", train__initial_loss_scale=2.0**16).steps
+    assert worst_distance(step.gradients, exact, config) < bound
+    assert torch.finfo(torch.float16).max < 2.0**16
