@@ -1,12 +1,28 @@
-"""Who this process is among the ranks: told by torchrun, by srun, or alone."""
+"""What surrounds this process: who it is among the ranks (told by torchrun, by srun, or alone), and what it runs on."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mtrain import __version__
 from mtrain.errors import MachineError
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
+"""Distributions whose versions can change the numbers of a run."""
+
+
+def program_versions() -> dict[str, str]:
+    """Versions of this program, of Python and of PACKAGES, without importing any; those not installed are left out."""
+    found = {"mtrain": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        for distribution in importlib.metadata.distributions(name=name):
+            found[name] = distribution.version
+            break
+    return found
 
 
 @dataclass(frozen=True)

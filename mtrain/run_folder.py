@@ -1,10 +1,11 @@
 """The run folder: everything that a run leaves behind, and the lock that keeps a second run out of it."""
 
 import fcntl
+import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mtrain.errors import RunFolderError
+from mtrain.errors import DataError, RunFolderError
 from mtrain.files import disk_faults, write_atomically
 
 NEUTRAL_KEYS = (
@@ -45,6 +46,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved configuration, sufficient to repeat the run."""
         return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """What the latest start ran on: versions, device, layout; names no machine and no person."""
+        return self.path / "environment.json"
 
     @property
     def metrics(self) -> Path:
@@ -100,6 +106,26 @@ class RunFolder:
         """The configuration that an earlier start left here; None where there was none."""
         with disk_faults(f"read {self.config}"):
             return self.config.read_text(encoding="utf-8") if self.config.exists() else None
+
+    def write_environment(self, environment: Mapping[str, str]) -> None:
+        """Puts down what this start runs on, whole or not at all."""
+        with disk_faults(f"write {self.environment}"):
+            write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
+
+    def saved_environment(self) -> dict[str, str] | None:
+        """What the latest start ran on; None where it did not say.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        with disk_faults(f"read {self.environment}"):
+            if not self.environment.exists():
+                return None
+            text = self.environment.read_text(encoding="utf-8", errors="replace")
+        try:
+            return {str(name): str(value) for name, value in json.loads(text).items()}
+        except (ValueError, AttributeError) as fault:
+            raise DataError(f"{self.environment} is not a JSON object ({fault}); mend or remove it") from fault
 
     def set_requeue(self, reason: str) -> None:
         """Leaves the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
@@ -180,22 +206,44 @@ class RunLock:
             )
 
 
+@dataclass(frozen=True)
+class Change:
+    """One key whose value differs between two configurations."""
+
+    key: str
+    """Dotted."""
+    old: str | None
+    """As JSON, on one line; None where the key is missing."""
+    new: str | None
+    is_neutral: bool
+    """It leaves the run the same: one of NEUTRAL_KEYS, or below one."""
+
+
+def changes(old_yaml: str, new_yaml: str) -> list[Change]:
+    """What differs between two resolved configurations, sorted by key; neutral keys too."""
+    old, new = _flat(old_yaml), _flat(new_yaml)
+    missing = object()
+    return [
+        Change(key, _told(old, key), _told(new, key), _is_neutral(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, missing) != new.get(key, missing)
+    ]
+
+
 def difference(old_yaml: str, new_yaml: str) -> list[str]:
     """Dotted keys, sorted, whose values differ between two resolved configurations, or that one of them lacks.
 
     Keys that leave the run the same (NEUTRAL_KEYS) are not told.
     """
-    old, new = _flat(old_yaml), _flat(new_yaml)
-    missing = object()
-    return sorted(
-        key
-        for key in old.keys() | new.keys()
-        if old.get(key, missing) != new.get(key, missing) and not _is_neutral(key)
-    )
+    return [change.key for change in changes(old_yaml, new_yaml) if not change.is_neutral]
 
 
 def _is_neutral(key: str) -> bool:
     return any(key == neutral or key.startswith(f"{neutral}.") for neutral in NEUTRAL_KEYS)
+
+
+def _told(flat: dict[str, Any], key: str) -> str | None:
+    return json.dumps(flat[key], ensure_ascii=False, default=str) if key in flat else None
 
 
 def _flat(yaml: str) -> dict[str, Any]:

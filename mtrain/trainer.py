@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from mtrain.checkpoint.directory import clean_leftovers
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
-from mtrain.environment import RankEnvironment
+from mtrain.environment import RankEnvironment, program_versions
 from mtrain.errors import RunFolderError
 from mtrain.evaluate import evaluate
 from mtrain.health.signals import StopSignal
@@ -49,7 +49,8 @@ def train(config: Config) -> None:
         open_world(environment, config.train.device, config.train.process_group_timeout_s) as device,
         contextlib.ExitStack() as held,
     ):
-        lock = on_first_rank(lambda: _enter(folder, config, held))
+        surroundings = _surroundings(device, layout)
+        lock = on_first_rank(lambda: _enter(folder, config, surroundings, held))
         run = build_run(config, layout, device, folder)
         sinks = held.enter_context(_open_sinks(run, folder))
         _loop(run, Place(folder, lock), sinks, signal)
@@ -73,8 +74,14 @@ class Place:
         on_first_rank(lambda: self.folder.set_requeue(f"stopped by a signal after step {step}"))
 
 
-def _enter(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> RunLock:
-    """Takes the run folder for this run and writes the resolved configuration. On rank 0."""
+def _surroundings(device: torch.device, layout: Layout) -> dict[str, str]:
+    """What can change the last digits of a run's numbers; nothing that tells where or by whom it was run."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
+
+
+def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], held: contextlib.ExitStack) -> RunLock:
+    """Takes the run folder for this run and writes the resolved configuration and environment. On rank 0."""
     folder.create()
     lock = held.enter_context(folder.locked())
     clean_leftovers(folder.checkpoints)
@@ -85,6 +92,7 @@ def _enter(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Run
             "set another run.dir, or the same values"
         )
     folder.write_config(text)
+    folder.write_environment(surroundings)
     folder.clear_requeue()
     return lock
 

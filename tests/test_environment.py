@@ -1,8 +1,13 @@
 """Which rank a process is, by the variables of each launcher."""
 
-import pytest
+import subprocess
+import sys
 
-from mtrain.environment import RankEnvironment
+import numpy
+import pytest
+import torch
+
+from mtrain.environment import RankEnvironment, program_versions
 from mtrain.errors import MachineError
 
 TORCHRUN = {
@@ -104,3 +109,18 @@ def test_contradictions_are_named(change: dict[str, str], message: str) -> None:
 def test_contradictions_of_slurm_are_named(change: dict[str, str]) -> None:
     with pytest.raises(MachineError, match="SLURM_TASKS_PER_NODE="):
         RankEnvironment.from_environ(SRUN | change)
+
+
+def test_versions_are_those_that_would_be_imported() -> None:
+    versions = program_versions()
+    assert versions["torch"] == torch.__version__
+    assert versions["numpy"] == numpy.__version__
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert versions.keys() >= {"mtrain", "megatron-core"}
+
+
+def test_a_missing_package_is_left_out_of_the_versions() -> None:
+    program = "from mtrain.environment import program_versions; print(*program_versions())"
+    without_packages = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(without_packages, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["mtrain", "python"]

@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel
 
 from mtrain.config import Config
-from mtrain.errors import MachineError, RunFolderError
-from mtrain.run_folder import NEUTRAL_KEYS, RunFolder, difference
+from mtrain.errors import DataError, MachineError, RunFolderError
+from mtrain.run_folder import NEUTRAL_KEYS, Change, RunFolder, changes, difference
 from tests.crash import killed_at_every_file_operation
 
 HOLD_LOCK = """
@@ -148,6 +148,19 @@ def test_config_and_marker(folder: RunFolder) -> None:
     assert not folder.requeue_marker.exists()
 
 
+def test_the_environment_comes_back(folder: RunFolder) -> None:
+    assert folder.saved_environment() is None
+    folder.write_environment({"torch": "2.9", "device": "cpu"})
+    assert folder.saved_environment() == {"torch": "2.9", "device": "cpu"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"'])
+def test_a_damaged_environment_is_refused(folder: RunFolder, text: str) -> None:
+    folder.environment.write_text(text)
+    with pytest.raises(DataError, match=r"environment.json is not a JSON object .*remove it"):
+        folder.saved_environment()
+
+
 def test_a_file_in_the_way_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"could not write the run folder .*file/run"):
@@ -215,6 +228,15 @@ def test_differences_are_told_by_dotted_key() -> None:
 
 def test_a_null_and_a_missing_key_differ() -> None:
     assert difference("a: {b: null, c: 1}", "a: {c: 1}") == ["a.b"]
+    assert changes("a: {b: null, c: 1}", "a: {c: 1}") == [Change("a.b", "null", None, is_neutral=False)]
+
+
+def test_changes_tell_both_values_and_which_leave_the_run_the_same() -> None:
+    new = OLD.replace("tp: 2", "tp: 1").replace("path: a", "path: ü")
+    assert changes(OLD, new) == [
+        Change("data.train", '[{"path": "a", "weight": 1.0}]', '[{"path": "ü", "weight": 1.0}]', is_neutral=False),
+        Change("layout.tp", "2", "1", is_neutral=True),
+    ]
 
 
 @pytest.mark.parametrize("key", NEUTRAL_KEYS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -141,6 +142,15 @@ def test_layouts_log_the_same_losses_and_denominators(command: Any, start: Any, 
     valid_one, valid_two = (records(tmp_path / run, "valid") for run in ("one", "two"))
     assert [(r["step"], r["samples"], r["denominator"]) for r in valid_one] == [(0, 7, 112.0), (6, 7, 112.0)]
     assert [r["valid_loss"] for r in valid_two] == pytest.approx([r["valid_loss"] for r in valid_one], rel=1e-5)
+
+
+def test_a_run_folder_tells_what_the_run_ran_on_but_not_where(command: Any, start: Any, tmp_path: Path) -> None:
+    assert finished(start(command("train.num_steps=1")))[0] == 0
+    text = (tmp_path / "run" / "environment.json").read_text()
+    told = json.loads(text)
+    assert told.keys() >= {"mtrain", "python", "torch", "megatron-core", "numpy", "device", "layout", "world_size"}
+    assert (told["device"], told["layout"], told["world_size"]) == ("cpu", "tp1-pp1-cp1-dp1", "1")
+    assert socket.gethostname() not in text
 
 
 def test_a_users_loss_plugs_in_by_name(command: Any, start: Any, tmp_path: Path) -> None:

@@ -57,13 +57,13 @@ def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
         MachineError: the picture cannot be written.
     """
     runs = [load_curves(folder) for folder in run_folders]
-    names = _distinct_names(run_folders)
+    names = distinct_names(run_folders)
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         _draw_run(losses, norms, name, run, colour=f"C{number % 10}")
-    _finish(losses, "loss (nats)", is_log=False)
-    _finish(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
+    finish_axes(losses, "loss (nats)", is_log=False)
+    finish_axes(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
     losses.legend()
     norms.set_xlabel("step")
     with disk_faults(f"write {picture}"):
@@ -85,26 +85,29 @@ def running_mean(values: Sequence[float], half_window: int) -> list[float]:
     return [float(mean) for mean in np.where(num_numbers > 0, means, math.nan)]
 
 
-def _draw_run(losses: Any, norms: Any, name: str, run: Curves, colour: str) -> None:
-    learnt = [record for record in run.steps if not record.empty]
-    _draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in learnt], colour)
-    _draw_curve(norms, name, [(record.step, record.grad_norm) for record in learnt], colour)
-    if run.passes:
-        steps, values = [record.step for record in run.passes], [record.valid_loss for record in run.passes]
-        style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}
-        losses.plot(steps, values, color=colour, label=f"{name}, validation", **style)
+def draw_curve(
+    axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str, *, dashed: bool = False
+) -> None:
+    """One run's quantity over steps; a long one in a light tone under its running mean.
 
-
-def _draw_curve(axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str) -> None:
+    Args:
+        axes: Of matplotlib.
+        label: For the legend.
+        points: (step, value).
+        colour: As matplotlib names it.
+        dashed: To leave visible what lies under an equal curve.
+    """
+    line = "--" if dashed else "-"
     steps, values = [step for step, _ in points], [value for _, value in points]
     if len(points) <= SMOOTH_ABOVE_STEPS:
-        axes.plot(steps, values, color=colour, linewidth=1.4, label=label)
+        axes.plot(steps, values, color=colour, linewidth=1.4, linestyle=line, label=label)
         return
     axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
-    axes.plot(steps, running_mean(values, len(points) // 100), color=colour, linewidth=1.4, label=label)
+    axes.plot(steps, running_mean(values, len(points) // 100), color=colour, linewidth=1.4, linestyle=line, label=label)
 
 
-def _finish(axes: Any, label: str, *, is_log: bool) -> None:
+def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
+    """Labels and grid of one panel."""
     axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -112,8 +115,18 @@ def _finish(axes: Any, label: str, *, is_log: bool) -> None:
         axes.set_yscale("log")
 
 
-def _distinct_names(run_folders: Iterable[Path]) -> list[str]:
+def distinct_names(run_folders: Iterable[Path]) -> list[str]:
     """The folders' last names, or their whole paths where two of those are the same."""
     paths = [folder.resolve() for folder in run_folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def _draw_run(losses: Any, norms: Any, name: str, run: Curves, colour: str) -> None:
+    learnt = [record for record in run.steps if not record.empty]
+    draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in learnt], colour)
+    draw_curve(norms, name, [(record.step, record.grad_norm) for record in learnt], colour)
+    if run.passes:
+        steps, values = [record.step for record in run.passes], [record.valid_loss for record in run.passes]
+        style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}
+        losses.plot(steps, values, color=colour, label=f"{name}, validation", **style)
