@@ -1,0 +1,47 @@
+"""Devices, and how ranks agree."""
+
+import pytest
+import torch
+
+from mtrain.environment import RankEnvironment
+from mtrain.errors import MachineError, RankLostError
+from mtrain.layout import Layout
+from mtrain.mcore.world import choose_device, open_world
+from tests.mcore import world_ranks
+from tests.pool import Pool
+
+ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+
+
+def test_every_rank_gets_what_rank_zero_found(pool: Pool) -> None:
+    assert pool.run(world_ranks.result_of_rank_zero, Layout(dp=3)) == [7, 7, 7]
+
+
+def test_every_rank_raises_what_rank_zero_raised(pool: Pool) -> None:
+    assert pool.run(world_ranks.error_of_rank_zero, Layout(dp=3)) == [("seen on rank 0", True)] * 3
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", 0) == torch.device("cpu")
+    assert choose_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(MachineError, match=r"train\.device=cuda needs a GPU"):
+        choose_device("cuda", 0)
+
+
+def test_a_broken_connection_is_a_lost_rank_and_other_faults_stay_as_they_are() -> None:
+    with pytest.raises(RankLostError, match="rank 0 lost the connection"), open_world(ALONE, "auto", 10):
+        raise RuntimeError("[transport] Connection closed by peer [127.0.0.1]:1234")
+    with pytest.raises(RuntimeError, match="a shape does not fit"), open_world(ALONE, "auto", 10):
+        raise RuntimeError("a shape does not fit")
+
+
+def test_a_world_that_cannot_meet_says_where() -> None:
+    lonely = RankEnvironment(
+        rank=1, world_size=2, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=1
+    )
+    with (
+        pytest.raises(MachineError, match=r"rank 1 of 2 cannot meet the others at 127\.0\.0\.1:1"),
+        open_world(lonely, "auto", 1),
+    ):
+        raise AssertionError("not reached")
