@@ -1,0 +1,305 @@
+"""Which layouts are compared: derived from the user's own, or named on the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from mtrain.config import Config
+from mtrain.config.layout import LayoutSection
+from mtrain.config.messages import readable
+from mtrain.errors import ConfigError
+from mtrain.layout import Layout
+
+MAX_STAGES = 8
+"""Pipeline stages, virtual ones counted, of a derived layout: each needs a layer."""
+
+_TOKEN = re.compile(
+    r"(?P<axis>vpp|tp|pp|cp|dp|mbs)(?P<number>\d+)|(?P<flag>sp|ulysses|allgather)|\[(?P<stages>[\d+]+)\]|-"
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout to try, independent of the sizes of the model."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    cp_comm: Literal["allgather", "ulysses"] = "allgather"
+    dp: int = 1
+    micro_batch_size: int | None = 1
+    """None: a data-parallel rank's whole part of the global batch in one microbatch."""
+    stage_shares: tuple[int, ...] | None = None
+    """How unevenly the layers are shared between the (virtual) stages; None: evenly."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that it needs."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, virtual ones counted."""
+        return self.pp * self.vpp
+
+    @property
+    def batch_divisor(self) -> int:
+        """What the global batch must be a multiple of."""
+        return self.dp * (self.micro_batch_size or 1) * (self.pp if self.vpp > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trial on a model: legal, with a name."""
+
+    name: str
+    axes: dict[str, str]
+    """What it uses beyond one process with one microbatch."""
+    config: Config
+    layout: Layout
+
+
+def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
+    """The default set: every degree that the user's layout has above 1, alone and together, over micro-batch sizes and
+    data parallelism, on at most `max_ranks` ranks; larger degrees are brought down to a divisor that fits."""
+    parts = _parts(config.layout, max_ranks)
+    trials = [Trial(micro_batch_size=None), Trial(micro_batch_size=1), Trial(micro_batch_size=4)]
+    trials += [Trial(dp=2, micro_batch_size=None), Trial(dp=4, micro_batch_size=2)]
+    for variants in parts.values():
+        trials += variants
+    fullest = {axis: variants[-1] for axis, variants in parts.items()}
+    for count in range(2, len(fullest) + 1):
+        trials += [_together(group, max_ranks) for group in combinations(fullest.values(), count)]
+    richest = (
+        [*fullest.values(), _together(tuple(fullest.values()), max_ranks)] if len(fullest) > 1 else fullest.values()
+    )
+    trials += [replace(_limited(trial, max_ranks // 2), dp=2, micro_batch_size=1) for trial in richest]
+    fitting = [trial for trial in trials if trial.num_ranks <= max_ranks]
+    return list(dict.fromkeys(fitting))
+
+
+def _parts(section: LayoutSection, max_ranks: int) -> dict[str, list[Trial]]:
+    """For each axis of the user's layout its trials alone, the one that uses most of it last."""
+    tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
+    parts: dict[str, list[Trial]] = {}
+    if tp > 1:
+        parts["tp"] = [Trial(tp=tp, micro_batch_size=None)]
+        if section.sp:
+            parts["tp"].append(Trial(tp=tp, sp=True, micro_batch_size=None))
+    if pp > 1:
+        parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
+    if cp > 1:
+        kinds: list[Literal["allgather", "ulysses"]] = ["allgather", "ulysses"]
+        kinds.sort(key=lambda kind: kind == section.cp_comm)  # the user's own last
+        parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
+    return parts
+
+
+def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
+    yield Trial(pp=pp, micro_batch_size=2)
+    shares = _user_shares(section)
+    if shares is not None and pp == section.pp:
+        yield Trial(pp=pp, vpp=section.vpp, micro_batch_size=2, stage_shares=shares)
+    elif section.vpp > 1:
+        pp = _divisor_below(pp, MAX_STAGES // 2)
+        yield Trial(pp=pp, vpp=max(2, _divisor_below(section.vpp, MAX_STAGES // pp)), micro_batch_size=2)
+
+
+def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
+    """The user's uneven stages as shares; what lies between named ends counts 2 a stage, an end 1."""
+    num_stages = section.pp * section.vpp
+    if num_stages > MAX_STAGES:
+        return None
+    if section.stage_layers is not None:
+        return section.stage_layers if len(set(section.stage_layers)) > 1 else None
+    if section.first_stage_layers is None and section.last_stage_layers is None:
+        return None
+    first, last = (1 if end is not None else 2 for end in (section.first_stage_layers, section.last_stage_layers))
+    return (first, *[2] * (num_stages - 2), last) if first + last < 4 and (num_stages > 2 or first != last) else None
+
+
+def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
+    """One layout that uses the axes of all of them, on at most `max_ranks` ranks where that is possible."""
+    joint = Trial(micro_batch_size=2)
+    for trial in trials:
+        changed = {name: value for name, value in vars(trial).items() if value != getattr(Trial(), name)}
+        changed.pop("micro_batch_size", None)
+        joint = replace(joint, **changed)
+    return _limited(joint, max_ranks)
+
+
+def _limited(trial: Trial, max_ranks: int) -> Trial:
+    """With its largest degrees brought down, none of them to 1, until it fits or cannot be smaller."""
+    while trial.num_ranks > max_ranks:
+        degrees = {axis: getattr(trial, axis) for axis in ("tp", "pp", "cp")}
+        axis = max(degrees, key=lambda name: degrees[name])
+        smaller = degrees[axis] // _smallest_prime(degrees[axis])
+        if smaller <= 1:
+            return trial
+        trial = replace(trial, **{axis: smaller}, stage_shares=None if axis == "pp" else trial.stage_shares)
+    return trial
+
+
+def _smallest_prime(number: int) -> int:
+    return next(prime for prime in range(2, number + 1) if number % prime == 0)
+
+
+def _divisor_below(degree: int, limit: int) -> int:
+    """The largest divisor of `degree` that is not above `limit`."""
+    return next(divisor for divisor in range(min(degree, limit), 0, -1) if degree % divisor == 0)
+
+
+def parse_trials(text: str, config: Config, max_ranks: int) -> list[Trial]:
+    """`tp2cp2,pp4,...`: names as reports print them (`tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4`) or parts of them.
+
+    What is not named is 1, the microbatch too; cp_comm is the user's.
+
+    Raises:
+        ConfigError: with a line for each name that is no layout or needs more than `max_ranks` ranks.
+    """
+    trials, faults = [], []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            trials.append(_parsed(name, config, max_ranks))
+        except ConfigError as fault:
+            faults.append(str(fault))
+    if not trials and not faults:
+        faults.append("--layouts names no layout; write for instance --layouts tp2,cp2,pp2dp2")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return list(dict.fromkeys(trials))
+
+
+def _parsed(name: str, config: Config, max_ranks: int) -> Trial:
+    fields = _fields(name)
+    if "cp_comm" not in fields:
+        fields["cp_comm"] = config.layout.cp_comm if fields.get("cp", 1) > 1 else "allgather"
+    trial = Trial(**fields)
+    if min(trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.micro_batch_size or 1) < 1:
+        raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; mend the name")
+    if trial.num_ranks > max_ranks:
+        raise ConfigError(
+            f"--layouts {name} needs {trial.num_ranks} ranks, but --max-ranks is {max_ranks}; raise it or take smaller "
+            "degrees"
+        )
+    _section(trial, trial.stage_shares, f"--layouts {name}")
+    return trial
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """What a name says.
+
+    Raises:
+        ConfigError: it says nothing that is known, or something twice.
+    """
+    fields: dict[str, Any] = {}
+    place = 0
+    while place < len(name):
+        match = _TOKEN.match(name, place)
+        if match is None:
+            raise ConfigError(
+                f"--layouts {name}: {name[place:]!r} is not known; a layout is made of tp2, sp, pp2, vpp2, [1+2], cp2, "
+                "ulysses, allgather, dp2 and mbs2"
+            )
+        place = match.end()
+        for key, value in _meaning(match):
+            if key in fields:
+                raise ConfigError(f"--layouts {name}: {key} is given twice; keep one")
+            fields[key] = value
+    if not fields:
+        raise ConfigError(f"--layouts {name}: no degree is named; write for instance tp2cp2")
+    return fields
+
+
+def _meaning(match: re.Match[str]) -> Iterator[tuple[str, Any]]:
+    if match["axis"]:
+        yield {"mbs": "micro_batch_size"}.get(match["axis"], match["axis"]), int(match["number"])
+    elif match["flag"] == "sp":
+        yield "sp", True
+    elif match["flag"]:
+        yield "cp_comm", match["flag"]
+    elif match["stages"]:
+        yield "stage_shares", tuple(int(count) for count in match["stages"].split("+") if count)
+
+
+def prepared(trial: Trial, shrunk: Config) -> Prepared:
+    """The trial on the shrunk model.
+
+    Raises:
+        ConfigError: the model or the batch cannot be divided that way.
+    """
+    batch = shrunk.train.global_batch_size
+    size = batch // trial.dp if trial.micro_batch_size is None else trial.micro_batch_size
+    layers = shared_layers(shrunk.model.num_layers, trial.stage_shares)
+    section = _section(trial, layers, "layout")
+    train = shrunk.train.model_copy(update={"micro_batch_size": size})
+    config = shrunk.model_copy(update={"layout": section, "train": train})
+    try:
+        layout = Layout.from_config(config, trial.num_ranks)
+    except ConfigError as fault:
+        raise ConfigError(f"the layout {_short(trial)} does not fit the model: {fault}") from None
+    return Prepared(f"{layout}-mbs{size}", _axes(layout, batch // (layout.dp * size)), config, layout)
+
+
+def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> LayoutSection:
+    try:
+        return LayoutSection(
+            tp=trial.tp,
+            sp=trial.sp,
+            pp=trial.pp,
+            vpp=trial.vpp,
+            cp=trial.cp,
+            cp_comm=trial.cp_comm,
+            stage_layers=layers,
+        )
+    except ValidationError as error:
+        lines = [line for detail in error.errors(include_url=False) for line in readable(detail)]
+        raise ConfigError("\n".join(f"{place}: {line}" for line in lines)) from None
+
+
+def _short(trial: Trial) -> str:
+    names = [f"{axis}{getattr(trial, axis)}" for axis in ("tp", "pp", "vpp", "cp", "dp") if getattr(trial, axis) > 1]
+    return "".join(names) or "of one process"
+
+
+def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
+    used = {axis: str(getattr(layout, axis)) for axis in ("tp", "pp", "vpp", "cp", "dp") if getattr(layout, axis) > 1}
+    if layout.sp:
+        used["sp"] = "on"
+    if layout.stage_layers is not None:
+        used["stage_layers"] = "+".join(map(str, layout.stage_layers))
+    if layout.cp > 1 and layout.cp_comm == "ulysses":
+        used["cp_comm"] = "ulysses"
+    if num_microbatches > 1:
+        used["microbatches"] = str(num_microbatches)
+    return used
+
+
+def shared_layers(num_layers: int, shares: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """`num_layers` over the stages in these shares, at least one a stage, and uneven wherever there is one to move."""
+    if shares is None:
+        return None
+    spare, total = num_layers - len(shares), sum(shares)
+    assert spare >= 0, "the shrunk model has a layer for every stage"
+    layers = [1 + spare * share // total for share in shares]
+    largest_rest = sorted(range(len(shares)), key=lambda stage: -(spare * shares[stage] % total))
+    for stage in largest_rest[: num_layers - sum(layers)]:
+        layers[stage] += 1
+    if len(set(layers)) == 1 and layers[0] > 1:
+        layers[shares.index(min(shares))] -= 1
+        layers[shares.index(max(shares))] += 1
+    return tuple(layers)
+
+
+def common_multiple(numbers: Sequence[int]) -> int:
+    """The least common multiple; 1 for none."""
+    return math.lcm(*numbers) if numbers else 1

@@ -1,0 +1,155 @@
+"""A small configuration with the structure of the user's: what is kept is what a layout could break.
+
+Kept: number of query heads for each key/value head, norms, biases, activation, rotary scaling, ties, window, recompute,
+distributed optimizer and overlaps, aggregation and side terms, documents, optimizer constants. Made small: layers (one
+for every pipeline stage at least), sizes, sequence, batch. Precision is float32, where a fault cannot hide in rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.config import Config
+from mtrain.config.data import DataSection
+from mtrain.config.model import ModelSection
+from mtrain.errors import ConfigError
+from mtrain.verify.layouts import Trial, common_multiple
+
+HEAD_DIM = 8
+VOCAB_SIZE = 97
+"""Of random tokens: prime, so that the table is padded under every layout."""
+SEQ_LENGTH = 32
+BATCH_SIZE = 16
+_MIN_HIDDEN = 32
+_MAX_HEADS_PER_GROUP = 8
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small configuration of one process, and how it came about."""
+
+    config: Config
+    changes: tuple[str, ...]
+    """Lines such as `model.hidden_size: 4096 -> 64`."""
+    reads_files: bool
+    """Whether the samples come from the user's files; else they are random tokens."""
+
+
+def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH) -> Shrunk:
+    """The small configuration on which all trials are legal where the user's structure allows it.
+
+    Args:
+        config: The user's.
+        trials: Layouts that the sizes must divide over.
+        seq_length: Wanted length of a row; made a multiple of what the trials need.
+
+    Raises:
+        ConfigError: the model has dropout.
+    """
+    _refuse_dropout(config)
+    reads_files = has_files(config.data)
+    length = _multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
+    batch = _multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
+    content = config.model_dump()
+    content["model"] |= _model(config, trials, length, reads_files)
+    content["layout"] = {}
+    content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch, "precision": "fp32"}
+    content["optimizer"] |= {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "min_lr": 0.0}
+    content["data"] |= {"seq_length": length, "prefetch_steps": 0} | _data(config.data, reads_files)
+    content["valid"], content["checkpoint"] = {}, {}
+    small = Config.model_validate(content)
+    return Shrunk(small, tuple(_changes(config, small)), reads_files)
+
+
+def has_files(data: DataSection) -> bool:
+    """Whether the training data and the tokenizer that the configuration names are on this machine."""
+    if data.kind == "mock":
+        return False
+    paths = [Path(f"{source.path}.idx" if data.kind == "indexed" else source.path) for source in data.train]
+    if data.tokenizer is not None:
+        paths.append(Path(data.tokenizer))
+    return all(path.exists() for path in paths)
+
+
+def _refuse_dropout(config: Config) -> None:
+    keys = [key for key in ("attention_dropout", "hidden_dropout") if getattr(config.model, key) > 0]
+    if keys:
+        raise ConfigError(
+            f"model.{keys[0]}={getattr(config.model, keys[0])} draws other numbers under every layout, so that no two "
+            f"of them can be compared; add {' '.join(f'model.{key}=0' for key in keys)} to the command"
+        )
+
+
+def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files: bool) -> dict[str, Any]:
+    model = config.model
+    groups, heads = _heads(model, trials)
+    tp = common_multiple([trial.tp for trial in trials])
+    hidden = max(_MIN_HIDDEN, heads * HEAD_DIM)
+    is_own_width = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
+    width = max(1.0, min(4.0, model.ffn_hidden_size / model.hidden_size))
+    return {
+        "num_layers": _num_layers(model, trials),
+        "num_attention_heads": heads,
+        "num_query_groups": None if model.num_query_groups is None else groups,
+        "head_dim": HEAD_DIM if is_own_width or heads * HEAD_DIM != hidden else None,
+        "hidden_size": hidden + 2 * HEAD_DIM if is_own_width else hidden,
+        "ffn_hidden_size": _multiple_from(round(hidden * width), [tp, HEAD_DIM]),
+        "vocab_size": model.vocab_size if reads_files else min(VOCAB_SIZE, model.vocab_size),
+        "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
+        "sliding_window": _window(model, config.data.seq_length, seq_length),
+    }
+
+
+def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
+    """(key/value heads, query heads): the user's ratio, the smallest numbers that every trial divides."""
+    ratio = model.num_attention_heads // model.query_groups
+    while ratio > _MAX_HEADS_PER_GROUP:
+        ratio = next(each for each in range(ratio // 2, 0, -1) if ratio % each == 0)
+    shared = [trial.tp * trial.cp for trial in trials if trial.cp_comm == "ulysses" and trial.cp > 1]
+    if model.query_groups == 1:
+        return 1, _multiple_from(ratio, shared)
+    groups = _multiple_from(2, [trial.tp for trial in trials])
+    step = groups
+    while any(groups * ratio % divisor for divisor in shared):
+        groups += step
+    return groups, groups * ratio
+
+
+def _num_layers(model: ModelSection, trials: Sequence[Trial]) -> int:
+    even = [trial.num_stages for trial in trials if trial.stage_shares is None]
+    uneven = [2 * trial.num_stages for trial in trials if trial.stage_shares is not None]
+    return _multiple_from(max([min(2, model.num_layers), model.global_attention_every or 1, *uneven]), even)
+
+
+def _window(model: ModelSection, old: int, new: int) -> int | None:
+    """The same share of the row, but never the whole of a row that it did not cover."""
+    if model.sliding_window is None:
+        return None
+    return max(2, min(round(new * model.sliding_window / old), new - 1 if model.sliding_window < old else new))
+
+
+def _data(data: DataSection, reads_files: bool) -> dict[str, Any]:
+    if reads_files:
+        return {"too_long": "truncate", "valid": (), "test": ()} if data.split is None else {"too_long": "truncate"}
+    return {"kind": "mock", "train": (), "valid": (), "test": (), "split": None, "tokenizer": None}
+
+
+def _multiple_from(least: int, divisors: Sequence[int]) -> int:
+    """The smallest number from `least` on that all divisors divide."""
+    multiple = common_multiple(divisors)
+    return -(-least // multiple) * multiple
+
+
+def _changes(before: Config, after: Config) -> Iterator[str]:
+    old, new = before.model_dump(), after.model_dump()
+    for section in ("model", "train", "optimizer", "data"):
+        for key, value in old[section].items():
+            if new[section][key] != value:
+                yield f"{section}.{key}: {_shown(value)} -> {_shown(new[section][key])}"
+
+
+def _shown(value: Any) -> str:
+    return f"{len(value)} sources" if isinstance(value, list | tuple) and value else str(value)
