@@ -1,0 +1,142 @@
+"""Faults of megatron-core 0.16.1 that raise no error: each shown in plain Megatron-Core, and absent here.
+
+When an upgrade mends one, its test fails: then the workaround that the test names can go.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.mcore.groups import Groups
+from tests.mcore.plain import PlainStep, plain_initial_weights, plain_step
+from tests.oracle.run import StepResult
+from tests.parity.batches import GlobalBatch, full_batch, three_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import deviation, initial_parameters, relative, run_case, run_oracle, tensor_deviation
+from tests.pool import Pool
+
+WHOLE_TABLE = {"model__vocab_size": 64, "model__vocab_multiple": 8}
+"""Megatron-Core's softmax takes the padding of the vocabulary in, so these models have none."""
+INTERLEAVED = case(2, pp=2, vpp=2)
+
+
+def run_plain(pool: Pool, one: Case, batch: GlobalBatch, **fields: Any) -> list[PlainStep]:
+    config = one.config(**WHOLE_TABLE)
+    arguments = (config.model, initial_parameters(config), batch, one.micro_batch_size)
+    return pool.run(plain_step_with, one.resolved(config), *arguments, fields)
+
+
+def plain_step_with(
+    groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, fields: dict[str, Any]
+) -> PlainStep:
+    """`Pool.run` passes no keywords."""
+    return plain_step(groups, model, parameters, batch, size, **fields)
+
+
+def oracle_of(one: Case, batch: GlobalBatch) -> StepResult:
+    return run_oracle(one.config(**WHOLE_TABLE), [batch])[0]
+
+
+def worst_of_ranks(steps: list[PlainStep], exact: StepResult) -> float:
+    """The worst relative deviation of a gradient over pipeline ranks that hold whole tensors."""
+    found = {name: value for step in steps for name, value in step.gradients.items()}
+    assert found.keys() == exact.gradients.keys()
+    return max(tensor_deviation(found[name], value.numpy()) for name, value in exact.gradients.items())
+
+
+def assert_ours_is_exact(pool: Pool, one: Case, batch: GlobalBatch) -> None:
+    config = one.config(**WHOLE_TABLE)
+    outcome = run_case(pool, one, [batch], **WHOLE_TABLE)
+    deviation(outcome, run_oracle(config, [batch]), config).assert_below()
+
+
+def test_plain_megatron_agrees_where_nothing_is_wrong(pool: Pool) -> None:
+    """So the deviations below are those of the fault, not of the comparison."""
+    batch = three_steps()[0]
+    for one in (case(4), case(2, pp=2), case(4, dp=2)):
+        steps = run_plain(pool, one, batch, calculate_per_token_loss=True)
+        assert worst_of_ranks(steps, oracle_of(one, batch)) < 1e-5
+        assert relative(steps[-1].loss, oracle_of(one, batch).loss) < 1e-5
+
+
+def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -> None:
+    """Absent here: `batch_p2p_comm` is off where virtual stages are on (mtrain/mcore/translate.py)."""
+    batch = three_steps()[0]
+    steps = run_plain(pool, INTERLEAVED, batch, calculate_per_token_loss=True)
+    assert worst_of_ranks(steps, oracle_of(INTERLEAVED, batch)) > 0.01
+    mended = run_plain(
+        pool,
+        INTERLEAVED,
+        batch,
+        calculate_per_token_loss=True,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=True,
+        deallocate_pipeline_outputs=False,
+    )
+    assert worst_of_ranks(mended, oracle_of(INTERLEAVED, batch)) < 1e-5
+    assert_ours_is_exact(pool, INTERLEAVED, batch)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_weights_without_their_initialisation_miss_in_the_norm(pool: Pool, tp: int) -> None:
+    """Absent here: perform_initialization stays on and the initialisers do nothing (mtrain/mcore/translate.py)."""
+    batch, one = three_steps()[0], case(4, tp=tp)
+    exact = oracle_of(one, batch).grad_norm
+    good, bad = (
+        run_plain(pool, one, batch, calculate_per_token_loss=True, perform_initialization=initialised)[0].grad_norm
+        for initialised in (True, False)
+    )
+    assert relative(good, exact) < 1e-5
+    assert bad < 0.99 * exact
+    assert_ours_is_exact(pool, one, batch)
+
+
+def test_the_default_is_a_mean_of_means(pool: Pool) -> None:
+    """Gradients depend on the split while the logged loss agrees. Absent here: sums, divided once."""
+    ragged, even = three_steps()[0], full_batch()
+    for one in (case(2), case(2, dp=2), case(4, pp=2)):
+        steps, exact = run_plain(pool, one, ragged), oracle_of(one, ragged)
+        assert relative(steps[-1].loss, exact.loss) < 1e-5
+        assert relative(steps[0].grad_norm, exact.grad_norm) > 0.01
+        assert worst_of_ranks(steps, exact) > 0.01
+        assert worst_of_ranks(run_plain(pool, one, even), oracle_of(one, even)) < 1e-5
+        assert_ours_is_exact(pool, one, ragged)
+
+
+def test_initial_weights_depend_on_the_pipeline(pool: Pool) -> None:
+    """Absent here: tests/mcore/test_initialize.py."""
+    model = case(4).config(**WHOLE_TABLE).model
+    whole, *_ = pool.run(plain_initial_weights, case(4).resolved(case(4).config()), model)
+    two = case(4, pp=2)
+    stages = pool.run(plain_initial_weights, two.resolved(two.config()), model)
+    name = "decoder.layers.2.mlp.linear_fc1.weight"
+    assert np.abs(stages[1][name] - whole[name]).max() > 0.01
+
+
+def smoothed(groups: Groups, logits: Any, labels: Any) -> tuple[list[float], list[float]]:
+    """Label-smoothed losses by megatron-core and by torch on the whole vocabulary."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    whole: Tensor = torch.as_tensor(logits)
+    own = whole.chunk(groups.layout.tp, dim=-1)[groups.tp_rank].clone()  # computed in place
+    theirs = vocab_parallel_cross_entropy(own, torch.as_tensor(labels), label_smoothing=0.1)
+    right = torch.nn.functional.cross_entropy(
+        whole.flatten(0, 1), torch.as_tensor(labels).flatten(), label_smoothing=0.1 * 64 / 63, reduction="none"
+    )
+    return theirs.flatten().tolist(), right.tolist()
+
+
+def test_label_smoothing_is_wrong_under_tensor_parallelism(pool: Pool) -> None:
+    """Absent here: losses come from mtrain/loss/vocab_parallel.py."""
+    rng = np.random.default_rng(0)
+    logits, labels = (4 * rng.standard_normal((5, 3, 64))).astype(np.float32), rng.integers(0, 64, (5, 3))
+    deviations = []
+    for one in (case(4), case(4, tp=2)):
+        config = one.config(**WHOLE_TABLE)
+        theirs, right = pool.run(smoothed, one.resolved(config), logits, labels)[0]
+        deviations.append(float(np.abs(np.array(theirs) / np.array(right) - 1).max()))
+    assert deviations[0] < 1e-2 * deviations[1]
+    assert deviations[1] > 0.01

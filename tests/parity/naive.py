@@ -1,0 +1,80 @@
+"""What other trainers did, as loss functions: each returns a pair whose sums over ranks and microbatches are theirs.
+
+They are plugged in by name with `loss.denominator=measured`, since what they divide by is not what the masks say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.loss.pair import LossPair, TermInputs
+from mtrain.mcore.groups import Groups
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import Outcome, train
+
+_groups: list[Groups] = []
+
+
+def train_naively(
+    groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
+) -> Outcome:
+    """`ranks.train` for loss functions that want to know where they are."""
+    _groups[:] = [groups]
+    return train(groups, config, parameters, batches)
+
+
+def mean_of_micro_steps(inputs: TermInputs) -> LossPair:
+    """Token mean over the ranks of each micro-step; the micro-steps are averaged (verl's SFT trainer)."""
+    losses, counts = _sums(inputs)
+    everyone = counts.clone()
+    dist.all_reduce(everyone, group=_groups[0].dp_cp)
+    ranks = _groups[0].dp_cp.size()
+    return LossPair(losses / everyone.clamp(min=1).float(), _scalar(1 / ranks))
+
+
+def mean_of_means(inputs: TermInputs) -> LossPair:
+    """Token mean over what a rank sees in a microbatch; averaged over microbatches and ranks (TorchTNT, DDP)."""
+    losses, counts = _sums(inputs)
+    return LossPair(losses / counts.clamp(min=1).float(), _scalar(1.0))
+
+
+def mean_times_sequence_ranks(inputs: TermInputs) -> LossPair:
+    """Token mean over a rank's slice; the ranks' gradients are summed and divided by dp alone (DeepSpeed-Ulysses)."""
+    losses, counts = _sums(inputs)
+    return LossPair(losses / counts.clamp(min=1).float(), _scalar(1 / _groups[0].layout.cp))
+
+
+def mean_of_sequence_means(inputs: TermInputs) -> LossPair:
+    """Mean over the sequences that a rank sees in a microbatch; averaged over microbatches and ranks."""
+    losses, _ = _sums(inputs)
+    return LossPair(losses / _sequences_in_sight(inputs).clamp(min=1).float(), _scalar(1.0))
+
+
+def sequences_in_sight(inputs: TermInputs) -> LossPair:
+    """Every rank counts the sequences of which it holds a loss token, so a cut sequence counts several times."""
+    return LossPair(_sums(inputs)[0], _sequences_in_sight(inputs))
+
+
+def sequences_times_ranks(inputs: TermInputs) -> LossPair:
+    """The number of sequences is multiplied by dp, where the loss should have been (verl)."""
+    return LossPair(_sums(inputs)[0], inputs.shares.sum() * _groups[0].layout.dp)
+
+
+def _sums(inputs: TermInputs) -> tuple[Tensor, Tensor]:
+    """Token losses and loss tokens that are in sight; weights are 0 or 1."""
+    losses = torch.where(inputs.weights != 0, inputs.logits.cross_entropy(inputs.labels), 0.0)
+    return losses.sum(), (inputs.weights != 0).sum(dtype=torch.float64)
+
+
+def _sequences_in_sight(inputs: TermInputs) -> Tensor:
+    return (inputs.weights != 0).any(dim=1).sum(dtype=torch.float64)
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
