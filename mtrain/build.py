@@ -20,6 +20,7 @@ from mtrain.mcore.checkpoint import load_checkpoint, load_weights
 from mtrain.mcore.groups import Groups, open_groups
 from mtrain.mcore.model import build_model
 from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.teacher import Teacher, teacher_config
 from mtrain.mcore.world import on_first_rank
 from mtrain.run_folder import RunFolder
 from mtrain.step import TrainingStep
@@ -35,6 +36,8 @@ class Run:
     """Model chunks in DDP, one for each virtual pipeline stage."""
     optimizer: Optimizer
     objective: Objective
+    teacher: Teacher | None
+    """Where a loss function compares with one."""
     training: TrainingStep
     loader: StepLoader | None
     """None on ranks that receive their data from tensor-parallel rank 0."""
@@ -56,10 +59,31 @@ def build_run(config: Config, layout: Layout, device: torch.device, folder: RunF
     loader = StepLoader(config, groups.dp_rank, layout.dp) if groups.tp_rank == 0 else None
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
-    training = TrainingStep(config, groups, chunks, optimizer, objective)
+    teacher = load_teacher(config, groups)
+    training = TrainingStep(config, groups, chunks, optimizer, objective, teacher)
     validation = ValidationSet.open(loader)
     start_step = _take_up(config, folder, groups, chunks, optimizer)
-    return Run(config, groups, chunks, optimizer, objective, training, loader, validation, start_step)
+    return Run(config, groups, chunks, optimizer, objective, teacher, training, loader, validation, start_step)
+
+
+def load_teacher(config: Config, groups: Groups) -> Teacher | None:
+    """The teacher of `loss.teacher`; None where there is none. Collective over the world.
+
+    Raises:
+        ConfigError: Its model does not fit this run.
+        DataError: There is no checkpoint, or it is damaged.
+    """
+    if config.loss.teacher is None:
+        return None
+    source = Path(config.loss.teacher.checkpoint)
+
+    def found() -> tuple[CheckpointEntry, Config]:
+        entry = _announced(checkpoint_at(source))
+        assert entry is not None, "checkpoint_at raises where there is none"
+        return entry, teacher_config(config, entry.path)
+
+    entry, teachers = on_first_rank(found)
+    return Teacher.load(teachers, entry, groups)
 
 
 def _take_up(config: Config, folder: RunFolder, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> int:

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.loader import HeldOutBatches, StepLoader
-from mtrain.loss.pair import MAIN_TERM, LossPair
+from mtrain.loss.pair import MAIN_TERM
 from mtrain.loss.terms import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.pairs import GlobalTotals, PairAccumulator
-from mtrain.mcore.schedule import run_schedule
+from mtrain.mcore.pairs import GlobalTotals, PairAccumulator, TermTotals
+from mtrain.mcore.schedule import run_forward
 from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.mcore.teacher import Teacher
 from mtrain.mcore.world import on_first_rank
-from mtrain.metrics.record import ValidRecord
-from mtrain.step import check_totals, planned_denominators, term_inputs
+from mtrain.metrics.record import TermRecord, ValidRecord
+from mtrain.step import InputsOf, check_totals, planned_denominators, term_inputs_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def evaluate(
     objective: Objective,
     samples: ValidationSet,
     step: int,
+    teacher: Teacher | None = None,
 ) -> ValidRecord:
     """Runs the set through the pipeline, forward only.
 
@@ -62,9 +63,10 @@ def evaluate(
         groups: The process groups.
         chunks: This rank's model chunks; left in training mode.
         optimizer: Completes the parameters first.
-        objective: The main term is reported.
+        objective: Every term is reported, the main one as the validation loss.
         samples: The set.
         step: Optimizer updates completed.
+        teacher: Where a term needs one.
 
     Raises:
         NumericError: As in training.
@@ -76,9 +78,8 @@ def evaluate(
     accumulator = PairAccumulator(terms, groups.device)
     planned = dict.fromkeys(terms, 0.0)
 
-    def loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-        pairs = objective.pairs(term_inputs(logits, batch, config, groups))
-        return pairs[MAIN_TERM].numerator, pairs
+    def accumulate(rows: Sequence[Microbatch], inputs_of: InputsOf) -> None:
+        run_forward(chunks, rows, lambda *output: accumulator.add(objective.pairs(inputs_of(*output))), config)
 
     batches = None if samples.held_out is None else samples.held_out.batches()
     _set_training(chunks, False)
@@ -88,19 +89,32 @@ def evaluate(
             for term, value in planned_denominators(own or [], terms).items():
                 planned[term] += value
             rows = slice_for_rank(share_batches(own, num_microbatches, terms, config, groups), groups)
-            run_schedule(chunks, rows, loss, accumulator, config, finalizer=None)
+            accumulate(rows, term_inputs_of(rows, config, groups, teacher))
     finally:
         _set_training(chunks, True)
-    totals, _ = GlobalTotals(accumulator, list(planned.values()), False, groups).read()
+    totals = GlobalTotals(accumulator, list(planned.values()), False, groups).read().terms
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
-    main = totals[MAIN_TERM]
+    records = term_records(totals)
     return ValidRecord(
         step=step,
-        valid_loss=main.numerator / main.denominator if main.denominator else 0.0,
-        denominator=main.denominator,
+        valid_loss=records[MAIN_TERM].loss,
+        denominator=records[MAIN_TERM].denominator,
         samples=samples.num_samples,
         seconds=time.perf_counter() - start,
+        terms=records,
     )
+
+
+def term_records(totals: Mapping[str, TermTotals]) -> dict[str, TermRecord]:
+    """Each term as sum over sum, for the metrics; the mean of an empty term is 0."""
+    return {
+        term: TermRecord(
+            loss=each.numerator / each.denominator if each.denominator else 0.0,
+            numerator=each.numerator,
+            denominator=each.denominator,
+        )
+        for term, each in totals.items()
+    }
 
 
 def _set_training(chunks: Sequence[torch.nn.Module], training: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer, Update
-from mtrain.mcore.pairs import PairAccumulator, TermTotals, sum_over_world
+from mtrain.mcore.pairs import HostTotals, PairAccumulator, PlannedTotals, TermTotals
 from mtrain.mcore.schedule import connect, run_schedule
 from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.mcore.teacher import Teacher
 
 _WEIGHT_TOLERANCE = 1e-12
 """Relative difference allowed between planned and measured denominators: rounding of float64 sums of fractional
@@ -38,6 +39,8 @@ class StepTotals:
     terms: Mapping[str, TermTotals]
     flag: bool
     """Whether any rank raised its flag for this step."""
+    grad_norm: float | None
+    """Global L2 norm of the normalised gradient, before clipping; None in fp16, where the update finds it."""
 
     @property
     def loss(self) -> float:
@@ -54,10 +57,24 @@ class TrainingStep:
     """Runs steps of one model; holds no state of its own."""
 
     def __init__(
-        self, config: Config, groups: Groups, chunks: Sequence[Any], optimizer: Optimizer, objective: Objective
+        self,
+        config: Config,
+        groups: Groups,
+        chunks: Sequence[Any],
+        optimizer: Optimizer,
+        objective: Objective,
+        teacher: Teacher | None = None,
     ) -> None:
+        """Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks.
+        optimizer: Theirs.
+        objective: What is minimised.
+        teacher: Where a term of the objective needs one.
+        """
         self._config, self._groups, self._chunks = config, groups, list(chunks)
-        self._optimizer, self._objective = optimizer, objective
+        self._optimizer, self._objective, self._teacher = optimizer, objective, teacher
         self._terms = tuple(objective.coefficients)
         self._num_microbatches = groups.layout.num_microbatches(
             config.train.global_batch_size, config.train.micro_batch_size
@@ -67,8 +84,9 @@ class TrainingStep:
     def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
-        One all-reduce of a short float64 vector over all ranks, beside megatron-core's own collectives; a second one
-        before the forward pass where side terms or fp16 need the planned denominators.
+        One all-reduce of a short float64 vector over all ranks, beside megatron-core's own collectives; a second one,
+        before the forward pass, where side terms or fp16 need the planned denominators. One host synchronisation, at
+        the end, which brings the loss and the gradient norm; in fp16 one more for the plan.
 
         Args:
             batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
@@ -79,57 +97,115 @@ class TrainingStep:
             NumericError: A denominator is not what the batch planned, negative or not finite, or a loss is not finite;
                 on all ranks alike.
         """
-        planned = planned_denominators(batches or [], self._terms)
-        factors, premultiplier = self._factors(planned)
+        planned = list(planned_denominators(batches or [], self._terms).values())
+        plan = Plan(planned, self._objective, self._optimizer.unscales, self._groups)
         rows = slice_for_rank(
             share_batches(batches, self._num_microbatches, self._terms, self._config, self._groups), self._groups
         )
         accumulator = PairAccumulator(self._terms, self._groups.device)
-        finalizer = Finalizer(accumulator, list(planned.values()), flag, premultiplier, self._groups)
+        finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups)
+        inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
 
         def loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-            pairs = self._objective.pairs(term_inputs(logits, batch, self._config, self._groups))
-            return self._objective.scalar(pairs, factors, premultiplier), pairs
+            pairs = self._objective.pairs(inputs_of(logits, batch))
+            return self._objective.scalar(pairs, plan.factors(), plan.premultiplier), pairs
 
         self._optimizer.zero_grad()
         run_schedule(self._chunks, rows, loss, accumulator, self._config, finalizer)
+        plan.wait()
         assert finalizer.totals is not None
-        terms, joined = finalizer.totals.read()
-        self.check(terms)
-        return self._totals(terms, joined)
-
-    def check(self, terms: Mapping[str, TermTotals]) -> None:
-        """Raises NumericError where a total cannot be right, on all ranks alike."""
-        check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
+        squares = [] if self._optimizer.unscales else [self._optimizer.squared_norm()]
+        totals = finalizer.totals.read(*squares)
+        check_totals(totals.terms, compare_with_plan=self._config.loss.denominator == "planned")
+        return self._totals(totals)
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
         """The optimizer step; None where the batch was empty: weights and state stay bit-identical."""
-        return None if totals.is_empty else self._optimizer.update(lr)
+        if totals.is_empty:
+            return None
+        if totals.grad_norm is None:
+            return self._optimizer.unscale_and_update(lr)
+        return self._optimizer.update(lr, totals.grad_norm)
 
-    def _totals(self, terms: Mapping[str, TermTotals], flag: bool) -> StepTotals:
-        numerators = {term: totals.numerator for term, totals in terms.items()}
-        denominators = {term: totals.denominator for term, totals in terms.items()}
-        objective = self._objective.reported(numerators, denominators)
-        return StepTotals(term_means(numerators, denominators), objective, terms, flag)
+    def _totals(self, totals: HostTotals) -> StepTotals:
+        numerators = {term: each.numerator for term, each in totals.terms.items()}
+        denominators = {term: each.denominator for term, each in totals.terms.items()}
+        return StepTotals(
+            means=term_means(numerators, denominators),
+            objective=self._objective.reported(numerators, denominators),
+            terms=totals.terms,
+            flag=totals.flag,
+            grad_norm=math.sqrt(totals.beside[0]) if totals.beside else None,
+        )
 
-    def _factors(self, planned: Mapping[str, float]) -> tuple[dict[str, float], float]:
-        """Side-term factors and the fp16 premultiplier, from the plan of the whole global batch."""
-        is_half = self._config.train.precision == "fp16"
-        if len(self._terms) == 1 and not is_half:
-            return {}, 1.0
-        local = [value if self._groups.owns_plan else 0.0 for value in planned.values()]
-        world = dict(zip(planned, sum_over_world(local, self._groups.device)))
-        main = world[MAIN_TERM]
-        usable = is_half and math.isfinite(main) and main > 0
-        return side_term_factors(world, self._objective.coefficients), power_of_two_near(1 / main) if usable else 1.0
+
+class Plan:
+    """How numerators are scaled before backward, from the planned denominators of the whole global batch.
+
+    Where nothing but a main term in fp32 or bf16 is to be scaled, nothing is communicated.
+    """
+
+    def __init__(self, planned: Sequence[float], objective: Objective, is_fp16: bool, groups: Groups) -> None:
+        """Args:
+        planned: The denominator of each term over this rank's batch.
+        objective: The terms.
+        is_fp16: Gradients are kept near 1 by a premultiplier, an exact power of two. One host synchronisation.
+        groups: The process groups.
+        """
+        self._coefficients = objective.coefficients
+        is_needed = is_fp16 or len(planned) > 1
+        self._totals = PlannedTotals(planned, groups) if is_needed else None
+        self._factors: dict[str, Tensor] | None = None
+        self.premultiplier = self._power_of_two() if is_fp16 else 1.0
+
+    def factors(self) -> dict[str, Tensor]:
+        """One a side term; first called on the last stage after its first forward pass."""
+        if self._factors is None:
+            self._factors = (
+                {} if self._totals is None else side_term_factors(self._totals.on_device(), self._coefficients)
+            )
+        return self._factors
+
+    def wait(self) -> None:
+        """Ends the collective on ranks that have asked for no factor."""
+        if self._totals is not None:
+            self._totals.on_device()
+
+    def _power_of_two(self) -> float:
+        assert self._totals is not None
+        main = float(self._totals.on_device()[0])
+        return power_of_two_near(1 / main) if math.isfinite(main) and main > 0 else 1.0
 
 
 def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
     """Each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
-    return {term: math.fsum(float(batch.shares[term].sum()) for batch in batches) for term in terms}
+    return {term: math.fsum(batch.shares[term].numpy().sum() for batch in batches) for term in terms}
 
 
-def term_inputs(logits: Tensor, batch: Microbatch, config: Config, groups: Groups) -> dict[str, TermInputs]:
+InputsOf = Callable[[Tensor, Microbatch], dict[str, TermInputs]]
+"""(logits [seq_local, batch, vocab_local], sliced microbatch) -> what each term's loss function sees."""
+
+
+def term_inputs_of(
+    batches: Sequence[Microbatch], config: Config, groups: Groups, teacher: Teacher | None = None
+) -> InputsOf:
+    """`term_inputs` for every microbatch of one pass, with the teacher's logits where there is a teacher.
+
+    Args:
+        batches: All microbatches of the pass, sliced for context parallelism; a teacher behind a pipeline runs now.
+        config: The configuration.
+        groups: The process groups.
+        teacher: Where a term needs one.
+    """
+    if teacher is None:
+        return lambda logits, batch: term_inputs(logits, batch, config, groups)
+    teacher_logits = teacher.logits_of(batches)
+    return lambda logits, batch: term_inputs(logits, batch, config, groups, teacher_logits(batch))
+
+
+def term_inputs(
+    logits: Tensor, batch: Microbatch, config: Config, groups: Groups, teacher_logits: Tensor | None = None
+) -> dict[str, TermInputs]:
     """What each term's loss function sees of a sliced microbatch; the softmax is computed once for all.
 
     Args:
@@ -137,15 +213,17 @@ def term_inputs(logits: Tensor, batch: Microbatch, config: Config, groups: Group
         batch: The microbatch, sliced for context parallelism.
         config: The vocabulary's real size.
         groups: The tensor-parallel group.
+        teacher_logits: Shaped as `logits`, where a term needs them.
     """
-    shared = VocabParallelLogits(
-        logits,
-        group=groups.tp if groups.layout.tp > 1 else None,
-        first_index=groups.tp_rank * logits.shape[-1],
-        vocab_size=config.model.vocab_size,
+    group = groups.tp if groups.layout.tp > 1 else None
+    first_index = groups.tp_rank * logits.shape[-1]
+    student, teacher = (
+        None if each is None else VocabParallelLogits(each, group, first_index, config.model.vocab_size)
+        for each in (logits, teacher_logits)
     )
+    assert student is not None
     return {
-        term: TermInputs(shared, batch.labels, batch.weights[term], batch.shares[term], batch.tokens)
+        term: TermInputs(student, batch.labels, batch.weights[term], batch.shares[term], batch.tokens, teacher)
         for term in batch.weights
     }
 

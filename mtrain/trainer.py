@@ -18,7 +18,7 @@ from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment, program_versions
 from mtrain.errors import RunFolderError
-from mtrain.evaluate import evaluate
+from mtrain.evaluate import evaluate, term_records
 from mtrain.health.signals import StopSignal
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
@@ -26,7 +26,7 @@ from mtrain.lr import learning_rate
 from mtrain.mcore.checkpoint import save_checkpoint
 from mtrain.mcore.optimizer import Update
 from mtrain.mcore.world import on_first_rank, open_world
-from mtrain.metrics.record import StepRecord, TermRecord
+from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.planning import flops_per_token, mfu, peak_flops
 from mtrain.run_folder import RunFolder, RunLock, difference
@@ -148,7 +148,8 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
 
 def _validate(run: Run, sinks: Sinks, step: int) -> None:
     if run.validation is not None:
-        sinks.write(evaluate(run.config, run.groups, run.chunks, run.optimizer, run.objective, run.validation, step))
+        model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
+        sinks.write(evaluate(*model, run.validation, step, run.teacher))
 
 
 def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:
@@ -165,10 +166,7 @@ def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: 
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        terms={
-            name: TermRecord(loss=totals.means[name], numerator=term.numerator, denominator=term.denominator)
-            for name, term in totals.terms.items()
-        },
+        terms=term_records(totals.terms),
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,
         loss_scale=run.optimizer.loss_scale() if is_half else None,

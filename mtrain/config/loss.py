@@ -1,6 +1,8 @@
 """`loss.*`: what is minimised and by what it is divided."""
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,7 +22,23 @@ Aggregation = Literal[
 NORM_AGGREGATIONS = ("seq-mean-token-sum-norm", "token-sum-norm")
 """The aggregations that divide by a constant length."""
 
+_OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
+    "label_smoothing": lambda value: _is_number(value) and 0 <= value < 1,
+    "temperature": lambda value: _is_number(value) and 0 < value < math.inf,
+    "direction": lambda value: value in ("forward", "reverse"),
+}
+_LEGAL_OPTIONS = {
+    "label_smoothing": "a number from 0 to below 1",
+    "temperature": "a number above 0",
+    "direction": "forward or reverse",
+}
+"""Options of this package's own loss functions; those of other functions are theirs to check."""
+
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class TermSection(Section):
@@ -40,6 +58,17 @@ class TermSection(Section):
         if _FUNCTION.fullmatch(self.function):
             return None
         return f"function={self.function!r} needs the form package.module:name; name the function that way"
+
+    @rule
+    def options_of_our_own_functions_are_legal(self) -> str | None:
+        if not self.function.startswith("mtrain."):
+            return None
+        wrong = [
+            f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; mend it"
+            for name, value in self.options.items()
+            if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
+        ]
+        return "\n".join(wrong) or None
 
     @rule
     def norm_aggregations_need_a_length(self) -> str | None:
@@ -63,6 +92,23 @@ class SideTermSection(TermSection):
     coefficient: float = 1.0
 
 
+class TeacherSection(Section):
+    """A frozen model whose distribution the terms that ask for one compare with.
+
+    It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its own run
+    folder says what model it is; the vocabulary has to be the same. With layers that divide unevenly
+    (layout.stage_layers and the like) it needs as many as the model that is trained.
+
+    Without a pipeline nothing of it is kept: it sees each microbatch just before the model does. With layout.pp > 1 it
+    runs through the pipeline before the model, and the last stage holds its logits of all the step's microbatches until
+    they are used: num_microbatches x micro_batch_size x seq_length / cp x vocab_size / tp numbers of the run's
+    precision. Fewer microbatches a step (more data parallelism) or more tensor parallelism make that smaller.
+    """
+
+    checkpoint: str
+    """A run folder (its newest checkpoint), or a checkpoint directory inside one."""
+
+
 class LossSection(TermSection):
     """The main term, and the side terms beside it by name."""
 
@@ -70,6 +116,7 @@ class LossSection(TermSection):
     """planned: known from the masks before the forward pass, and checked against what was measured. measured: the loss
     function decides it from model outputs; no side terms are possible then."""
     side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
+    teacher: TeacherSection | None = None
 
     @rule
     def side_terms_need_a_planned_denominator(self) -> str | None:

@@ -39,6 +39,12 @@ def load_loss_function(path: str, options: Mapping[str, Any]) -> LossFunction:
     return functools.partial(function, **options)
 
 
+def asks_for_teacher(function: LossFunction) -> bool:
+    """Whether a function, with or without bound options, was marked by `mtrain.loss.pair.needs_teacher`."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return bool(getattr(inner, "needs_teacher", False))
+
+
 def _import(module_name: str, path: str) -> ModuleType:
     """Imports, and tells a module that is not there from one that fails."""
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mtrain.config.loss import LossSection
 from mtrain.errors import ConfigError
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
-from mtrain.loss.resolve import load_loss_function
+from mtrain.loss.resolve import asks_for_teacher, load_loss_function
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,35 @@ class Objective:
         """Loads every term's function.
 
         Raises:
-            ConfigError: A function cannot be loaded.
+            ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
-        return cls(
+        objective = cls(
             functions={name: load_loss_function(term.function, term.options) for name, term in terms.items()},
             coefficients={MAIN_TERM: 1.0} | {name: side.coefficient for name, side in section.side_terms.items()},
             names={name: term.function for name, term in terms.items()},
         )
+        objective._check_teacher(section)
+        return objective
+
+    @property
+    def teacher_terms(self) -> list[str]:
+        """Terms whose functions read the teacher's logits."""
+        return [term for term, function in self.functions.items() if asks_for_teacher(function)]
+
+    def _check_teacher(self, section: LossSection) -> None:
+        askers = [f"{self.names[term]} (term {term!r})" for term in self.teacher_terms]
+        if askers and section.teacher is None:
+            raise ConfigError(
+                f"loss.teacher is not given, but {', '.join(askers)} compares with one; set loss.teacher.checkpoint to "
+                "a run folder"
+            )
+        if section.teacher is not None and not askers:
+            raise ConfigError(
+                f"loss.teacher.checkpoint={section.teacher.checkpoint!r} is given, but no loss function asks for a "
+                "teacher; add such a term, mark your function with mtrain.loss.pair.needs_teacher, or remove the "
+                "teacher"
+            )
 
     def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
         """Evaluates every term on one microbatch.
@@ -56,7 +77,7 @@ class Objective:
         }
 
     def scalar(
-        self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], premultiplier: float = 1.0
+        self, pairs: Mapping[str, LossPair], factors: Mapping[str, Tensor], premultiplier: float = 1.0
     ) -> Tensor:
         """What a microbatch back-propagates: (N_main + sum_k factor_k N_k) x premultiplier.
 
@@ -83,21 +104,20 @@ def term_means(numerators: Mapping[str, float], denominators: Mapping[str, float
     return {term: numerators[term] / denominators[term] if denominators[term] != 0 else 0.0 for term in numerators}
 
 
-def side_term_factors(planned: Mapping[str, float], coefficients: Mapping[str, float]) -> dict[str, float]:
+def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
     """What each side term's numerator is multiplied by before backward: c_k x D_main / D_k.
 
     Args:
-        planned: Denominators of all terms over the global batch, the main one included.
-        coefficients: c_k by term; an entry for the main term is passed over.
+        planned: [terms] float64, denominators over the global batch, in the order of `coefficients`.
+        coefficients: c_k by term, the main one first.
 
     Returns:
-        One factor a side term; 0 where D_k is 0.
+        One factor a side term, float64 scalar on the device of `planned`; 0 where D_k is 0.
     """
-    main = planned[MAIN_TERM]
+    terms = list(zip(coefficients.items(), planned))
     return {
-        term: coefficient * (main / planned[term]) if planned[term] != 0 else 0.0
-        for term, coefficient in coefficients.items()
-        if term != MAIN_TERM
+        term: torch.where(denominator == 0, 0.0, coefficient * (planned[0] / denominator))
+        for (term, coefficient), denominator in terms[1:]
     }
 
 

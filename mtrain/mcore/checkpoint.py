@@ -199,6 +199,29 @@ def load_weights(
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
     optimizer.gather_parameters()
+    weights = _read_weights(entry, chunks, groups, config)
+    for parameter, values in weights.items():
+        parameter.copy_(values)
+    optimizer_state.set_main_weights(optimizer.inner, weights)
+
+
+@torch.no_grad()
+def load_frozen_weights(
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config
+) -> None:
+    """Fills a model that has no optimizer, as `load_weights` fills one that has. Collective over the world.
+
+    Raises:
+        DataError: As there.
+    """
+    for parameter, values in _read_weights(entry, chunks, groups, config).items():
+        parameter.copy_(values)
+
+
+def _read_weights(
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config
+) -> dict[Tensor, Tensor]:
+    """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
     state = on_first_rank(lambda: _read_state(entry, config))
     reader = on_all_ranks(lambda: verified_reader(entry.path))
     saved = reader.metadata.state_dict_metadata
@@ -217,9 +240,7 @@ def load_weights(
         return is_beside or is_moment or optimizer_key(MAIN, key) in saved
 
     load_tensors(reader, tensors, may_be_left, state.vocab_size)
-    for parameter, values in weights.items():
-        parameter.copy_(values)
-    optimizer_state.set_main_weights(optimizer.inner, weights)
+    return weights
 
 
 def _tensors_to_save(
@@ -235,7 +256,7 @@ def _tensors_to_save(
     yield from random_state.sharded(random_state.random_states(groups), groups)
 
 
-def _places(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Place]:
+def _places(chunks: Sequence[torch.nn.Module], groups: Groups) -> list[Place]:
     return parameter_places([unwrap(chunk) for chunk in chunks], groups)
 
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.data.batch import Microbatch
 from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import draw_weights
@@ -51,12 +52,20 @@ def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
     """
-    translated = transformer_config(config, groups.layout, groups.device)
-    stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
-    chunks = [_build_chunk(config, translated, groups, stage) for stage in stages]
+    translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
         draw_weights(chunk, config, groups)
     return [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
+
+
+def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
+    """This rank's chunks of a model that only runs forward: no gradients, no dropout, weights still to be loaded.
+
+    Raises:
+        ConfigError: As `build_model`.
+    """
+    translated, chunks = _build_chunks(config, groups)
+    return [_in_precision(config, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
 
 def unwrap(chunk: torch.nn.Module) -> LanguageModel:
@@ -65,6 +74,12 @@ def unwrap(chunk: torch.nn.Module) -> LanguageModel:
     while not isinstance(inner, LanguageModel):
         inner = inner.module
     return inner
+
+
+def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, list[LanguageModel]]:
+    translated = transformer_config(config, groups.layout, groups.device)
+    stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
+    return translated, [_build_chunk(config, translated, groups, stage) for stage in stages]
 
 
 def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
@@ -91,11 +106,26 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
 def _wrap(
     config: Config, translated: TransformerConfig, chunk: LanguageModel, groups: Groups, index: int
 ) -> DistributedDataParallel:
-    module = chunk if config.train.precision == "fp32" else Float16Module(translated, chunk)
     return DistributedDataParallel(
         config=translated,
         ddp_config=ddp_config(config),
-        module=module,
+        module=_in_precision(config, translated, chunk),
         disable_bucketing=index > 0,  # as Megatron-LM: only the first chunk's gradients are reduced in buckets
         pg_collection=groups.collection,
     )
+
+
+def _in_precision(config: Config, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
+    return chunk if config.train.precision == "fp32" else Float16Module(translated, chunk)
+
+
+def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor:
+    """One stage on one microbatch, sliced for context parallelism; logits stay in the precision of the run.
+
+    Returns:
+        Last stage: logits [seq_local, batch, vocab_local]. Other stages: hidden states.
+    """
+    is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
+    options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
+    output: Tensor = chunk(batch.tokens, batch.positions, batch.document_starts, **options)
+    return output

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.errors import NumericError
@@ -42,13 +44,15 @@ class Optimizer:
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
+        self._device = groups.device
+        self._is_fp16 = config.train.precision == "fp16"
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
         self._overlaps_gather = config.train.overlap_param_gather
         if self._overlaps_gather:
             self._set_gather_hooks(False, sync=False)  # nothing to gather before the first update
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies by the fp16 loss scale; 1 in other precisions."""
         return self.inner.scale_loss(loss)
 
@@ -62,34 +66,72 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
+    @property
+    def unscales(self) -> bool:
+        """fp16: the norm is known only after `unscale_and_update` has divided by the loss scale."""
+        return self._is_fp16
+
     @torch.no_grad()
-    def update(self, lr: float) -> Update:
-        """One AdamW step on the normalised, reduced gradients.
+    def squared_norm(self) -> Tensor:
+        """Squared global L2 norm of the reduced, normalised gradients: float64 scalar on the device; not in fp16.
+
+        One all-reduce of one number over the ranks that hold different gradients, and no host synchronisation.
+        """
+        assert not self._is_fp16
+        self.inner.prepare_grads()
+        return self._squared_norm()
+
+    @torch.no_grad()
+    def update(self, lr: float, grad_norm: float) -> Update:
+        """One AdamW step on the gradients whose norm was taken.
 
         The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM.
 
+        Args:
+            lr: The learning rate.
+            grad_norm: Square root of `squared_norm`.
+
         Raises:
-            NumericError: The gradient norm is not finite (fp32, bf16); weights and state are untouched.
+            NumericError: The gradient norm is not finite; weights and state are untouched.
         """
+        if not math.isfinite(grad_norm):
+            raise NumericError(f"the gradient norm is {grad_norm}; the weights were not updated")
         for group in self.inner.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
-        overflowed = bool(self.inner.prepare_grads())
-        if overflowed:
-            return Update(math.nan, overflowed=True)
-        grad_norm = float(self.inner.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise NumericError(f"the gradient norm is {grad_norm}; the weights were not updated")
         self._clip(grad_norm)
         self.inner.step_with_ready_grads()
         if self._overlaps_gather and not self.gathers_ahead:
             self._set_gather_hooks(True, sync=False)
         return Update(grad_norm, overflowed=False)
 
+    @torch.no_grad()
+    def unscale_and_update(self, lr: float) -> Update:
+        """One AdamW step in fp16, unless a gradient overflowed. Two host synchronisations."""
+        if self.inner.prepare_grads():
+            return Update(math.nan, overflowed=True)
+        return self.update(lr, math.sqrt(self._squared_norm().item()))
+
+    def _squared_norm(self) -> Tensor:
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for optimizer in self._optimizers():
+            group = optimizer.get_grad_stats_parallel_group()
+            by_group.setdefault(group, []).extend(optimizer.get_main_grads_for_grad_norm())
+        squares = []
+        for group, gradients in by_group.items():
+            square = _sum_of_squares(gradients, self._device)
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(square, group=group)
+            squares.append(square)
+        return torch.stack(squares).sum()
+
+    def _optimizers(self) -> list[Any]:
+        return list(getattr(self.inner, "chained_optimizers", [self.inner]))
+
     def _clip(self, grad_norm: float) -> None:
         if self._clip_grad == 0:
             return
-        for optimizer in getattr(self.inner, "chained_optimizers", [self.inner]):
+        for optimizer in self._optimizers():
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=grad_norm)
@@ -111,3 +153,10 @@ class Optimizer:
                 hooks.enable_forward_pre_hook()
             else:
                 hooks.disable_forward_pre_hook(param_sync=sync)
+
+
+def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Float64 scalar on the device."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()

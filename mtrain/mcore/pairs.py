@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,10 +53,10 @@ class GlobalTotals:
         flag: Any rank's true makes `flag` true on all.
         groups: The process groups.
         """
-        count, device = len(pairs.terms), groups.device
+        count = len(pairs.terms)
         host = [*(planned if groups.owns_plan else [0.0] * count), float(flag)]
         measured = pairs.sums.flatten() if groups.owns_loss else torch.zeros_like(pairs.sums).flatten()
-        self._vector = torch.cat((measured, torch.tensor(host, dtype=torch.float64, device=device)))
+        self._vector = torch.cat((measured, _on_device(host, groups.device)))
         self._terms = pairs.terms
         self._work = dist.all_reduce(self._vector, async_op=True) if dist.get_world_size() > 1 else None
 
@@ -69,20 +70,54 @@ class GlobalTotals:
         """The first term's measured denominator: float64 scalar on the device."""
         return self._wait()[1]
 
-    def read(self) -> tuple[dict[str, TermTotals], bool]:
-        """All totals and the flag, on the host. One device synchronisation."""
-        values = self._wait().tolist()
+    def read(self, *beside: Tensor) -> HostTotals:
+        """Everything on the host. One device synchronisation.
+
+        Args:
+            beside: Scalars on the device that are wanted on the host as well.
+        """
         count = len(self._terms)
+        vector = torch.cat((self._wait(), *(scalar.double().view(1) for scalar in beside)))
+        values = vector.tolist()
         totals = {
             term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])
             for index, term in enumerate(self._terms)
         }
-        return totals, values[-1] > 0
+        return HostTotals(totals, values[3 * count] > 0, values[3 * count + 1 :])
 
 
-def sum_over_world(values: Sequence[float], device: torch.device) -> list[float]:
-    """One all-reduce of a short float64 vector; the result on the host."""
-    vector = torch.tensor(values, dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(vector)
-    return [float(value) for value in vector.tolist()]
+class HostTotals(NamedTuple):
+    """What all ranks read."""
+
+    terms: dict[str, TermTotals]
+    flag: bool
+    beside: list[float]
+
+
+class PlannedTotals:
+    """Every term's denominator over the global batch, as the batches promise it before the forward pass.
+
+    One all-reduce over the world, started at once and awaited when used. The first pipeline stage knows its plan, once
+    for each replica of the data (`Groups.owns_plan`); all other ranks add zeros.
+    """
+
+    def __init__(self, planned: Sequence[float], groups: Groups) -> None:
+        """Args:
+        planned: The denominator of each term over this rank's batch.
+        groups: The process groups.
+        """
+        self._vector = _on_device(planned if groups.owns_plan else [0.0] * len(planned), groups.device)
+        self._work = dist.all_reduce(self._vector, async_op=True) if dist.get_world_size() > 1 else None
+
+    def on_device(self) -> Tensor:
+        """[terms] float64."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._vector
+
+
+def _on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """A float64 vector; the host does not wait for the copy."""
+    vector = torch.tensor(values, dtype=torch.float64)
+    return vector if device.type == "cpu" else vector.pin_memory().to(device, non_blocking=True)

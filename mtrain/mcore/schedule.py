@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import LossPair
 from mtrain.mcore.finalize import Finalizer
+from mtrain.mcore.model import run_chunk
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import PairAccumulator
 
@@ -58,31 +58,58 @@ def run_schedule(
         finalizer: Reduces and divides the gradients after the last backward; None: forward only, for validation.
     """
     get_model_config(chunks[0]).finalize_model_grads_func = finalizer
+
+    def consume(logits: Tensor, batch: Microbatch) -> Tensor:
+        objective, pairs = loss(logits, batch)
+        accumulator.add(pairs)
+        return objective
+
     with torch.set_grad_enabled(finalizer is not None):
-        get_forward_backward_func()(
-            forward_step_func=_forward_step(loss, accumulator),
-            data_iterator=[iter(batches) for _ in chunks],
-            model=list(chunks),
-            num_microbatches=len(batches),
-            seq_length=config.data.seq_length,
-            micro_batch_size=config.train.micro_batch_size,
-            forward_only=finalizer is None,
-        )
+        _run(chunks, batches, consume, config, forward_only=finalizer is None)
 
 
-def _forward_step(loss: LossOfLogits, accumulator: PairAccumulator) -> Callable[..., Any]:
-    def forward_step(iterator: Iterator[Microbatch], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+@torch.no_grad()
+def run_forward(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[Microbatch],
+    take: Callable[[Tensor, Microbatch], None],
+    config: Config,
+) -> None:
+    """Forward alone for every microbatch; `take` receives the logits of each on the last stage, in order."""
+
+    def consume(logits: Tensor, batch: Microbatch) -> Tensor:
+        take(logits, batch)
+        return torch.zeros((), device=logits.device)
+
+    _run(chunks, batches, consume, config, forward_only=True)
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[Microbatch],
+    consume: Callable[[Tensor, Microbatch], Tensor],
+    config: Config,
+    forward_only: bool,
+) -> None:
+    get_forward_backward_func()(
+        forward_step_func=_forward_step(consume),
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(batches),
+        seq_length=config.data.seq_length,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(consume: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
+    def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        # half precision logits stay as they are: the loss upcasts what it needs
-        options = {"fp32_output": False} if isinstance(chunk.module, Float16Module) else {}
-        output = chunk(batch.tokens, batch.positions, batch.document_starts, **options)
 
         def loss_of_output(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            objective, pairs = loss(logits, batch)
-            accumulator.add(pairs)
             # the three-part form is the one that megatron-core leaves alone; its own token count is not used
-            return objective, torch.zeros((), dtype=torch.int32, device=logits.device), {}
+            return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.device), {}
 
-        return output, loss_of_output
+        return run_chunk(chunk, batch), loss_of_output
 
     return forward_step

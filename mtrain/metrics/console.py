@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from mtrain.metrics.record import Record, StepRecord, ValidRecord
+from mtrain.metrics.record import MAIN_TERM, Record, StepRecord, ValidRecord
 
 ETA_WINDOW_STEPS = 50
 """The remaining time is told from the pace of so many steps, validation and saving between them included."""
@@ -51,10 +51,9 @@ class ConsoleSink:
                 self._pace.mark(record.step)
                 self._show_step(record, as_duration(self._pace.remaining_s(self._num_steps)))
             case ValidRecord():
-                self._print(
-                    f"step {record.step}/{self._num_steps}  valid_loss {record.valid_loss:.4f}  "
-                    f"samples {record.samples}  {record.seconds:.1f} s"
-                )
+                parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
+                parts += [*_side_terms(record), f"samples {record.samples}", f"{record.seconds:.1f} s"]
+                self._print("  ".join(parts))
 
     def close(self) -> None:
         """Leaves the bar as it stands and gives the terminal back."""
@@ -114,6 +113,7 @@ def as_duration(seconds: float | None) -> str:
 def _numbers(record: StepRecord) -> str:
     parts = [
         "loss -" if record.empty else f"loss {record.loss:.4f}",
+        *_side_terms(record),
         f"grad_norm {record.grad_norm:.3f}",
         f"lr {record.lr:.2e}",
         f"{record.tokens_per_second:,.0f} tokens/s",
@@ -125,3 +125,12 @@ def _numbers(record: StepRecord) -> str:
     if record.skipped is not None:
         parts.append(f"skipped: {record.skipped}")
     return "  ".join(parts)
+
+
+def _side_terms(record: Record) -> list[str]:
+    """The means of all terms but the main one, without coefficients."""
+    return [
+        f"{name} {term.loss:.4g}" if term.denominator else f"{name} -"
+        for name, term in record.terms.items()
+        if name != MAIN_TERM
+    ]

@@ -13,6 +13,9 @@ from typing import Any
 
 from mtrain.errors import DataError
 
+MAIN_TERM = "main"
+"""The term whose mean is `loss`; all others are beside it."""
+
 Json = Any
 """What json.loads gives back."""
 
@@ -71,6 +74,8 @@ class ValidRecord:
     denominator: float
     samples: int
     seconds: float
+    terms: Mapping[str, TermRecord] = field(default_factory=dict)
+    """Every term of the objective by name, over the same samples."""
 
 
 Record = StepRecord | ValidRecord
@@ -90,12 +95,13 @@ def from_json_line(line: str) -> Record:
     """
     try:
         values = json.loads(line)
-        match values.pop("kind"):
+        kind, terms = values.pop("kind"), values.pop("terms", {})
+        by_name = {name: TermRecord(**_numbers(term)) for name, term in terms.items()}
+        match kind:
             case "step":
-                terms = {name: TermRecord(**_numbers(term)) for name, term in values.pop("terms").items()}
-                return StepRecord(**_numbers(values), terms=terms)
+                return StepRecord(**_numbers(values), terms=by_name)
             case "valid":
-                return ValidRecord(**_numbers(values))
+                return ValidRecord(**_numbers(values), terms=by_name)
             case other:
                 raise ValueError(f"kind is {other!r}")
     except (ValueError, TypeError, AttributeError, KeyError) as fault:

@@ -32,10 +32,9 @@ class TensorBoardSink:
 def _scalars(record: Record) -> dict[str, float]:
     match record:
         case ValidRecord():
-            return {"valid/loss": record.valid_loss}
+            return {"valid/loss": record.valid_loss} | _term_means(record, "valid_terms")
         case StepRecord():
             loss = {} if record.empty else {"train/loss": record.loss}
-            terms = {f"terms/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}
             known = {"train/loss_scale": record.loss_scale, "speed/mfu": record.mfu}
             return {
                 **loss,
@@ -44,6 +43,11 @@ def _scalars(record: Record) -> dict[str, float]:
                 "train/denominator": record.denominator,
                 "speed/tokens_per_second": record.tokens_per_second,
                 "speed/seconds": record.seconds,
-                **terms,
+                **_term_means(record, "terms"),
                 **{tag: value for tag, value in known.items() if value is not None},
             }
+
+
+def _term_means(record: Record, prefix: str) -> dict[str, float]:
+    """Terms that had something to learn."""
+    return {f"{prefix}/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}

@@ -31,7 +31,7 @@ def test_one_backward_gives_each_term_its_own_denominator() -> None:
         first_token = torch.tensor([[1.0, 0.0, 0.0]])
         microbatches.append({MAIN_TERM: main, "z": with_other_weights(main, torch.full((1, 3), 0.5), 7 * first_token)})
     planned = {MAIN_TERM: 3.0, "z": 14.0}
-    factors = side_term_factors(planned, objective.coefficients)
+    factors = side_term_factors(torch.tensor(list(planned.values()), dtype=torch.float64), objective.coefficients)
 
     leaves = [inputs[MAIN_TERM].logits.local for inputs in microbatches]
     pairs = [objective.pairs(inputs) for inputs in microbatches]
@@ -47,30 +47,26 @@ def test_one_backward_gives_each_term_its_own_denominator() -> None:
     assert reported == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_factors_may_be_tensors() -> None:
-    objective = Objective.from_config(SECTION)
-    inputs = term_inputs(torch.ones(1, 4))
-    pairs = objective.pairs({MAIN_TERM: inputs, "z": inputs})
-    as_float = objective.scalar(pairs, {"z": 0.375})
-    as_tensor = objective.scalar(pairs, {"z": torch.tensor(0.375, dtype=torch.float64)})
-    assert torch.equal(as_tensor, as_float)
-    assert as_tensor.dtype == torch.float32
-
-
 def test_a_premultiplier_changes_exponents_only() -> None:
     objective = Objective.from_config(SECTION)
     inputs = term_inputs(torch.ones(2, 4))
     pairs = objective.pairs({MAIN_TERM: inputs, "z": inputs})
-    (plain,) = torch.autograd.grad(objective.scalar(pairs, {"z": 0.3}), inputs.logits.local, retain_graph=True)
+    (plain,) = torch.autograd.grad(
+        objective.scalar(pairs, {"z": torch.tensor(0.3)}), inputs.logits.local, retain_graph=True
+    )
     premultiplier = power_of_two_near(1 / 1000)
-    (small,) = torch.autograd.grad(objective.scalar(pairs, {"z": 0.3}, premultiplier), inputs.logits.local)
+    (small,) = torch.autograd.grad(
+        objective.scalar(pairs, {"z": torch.tensor(0.3)}, premultiplier), inputs.logits.local
+    )
     assert torch.equal(small / premultiplier, plain)
 
 
 def test_a_side_term_without_a_denominator_has_factor_0() -> None:
     coefficients = {MAIN_TERM: 1.0, "z": 0.5, "other": 2.0}
-    assert side_term_factors({MAIN_TERM: 6.0, "z": 0.0, "other": 3.0}, coefficients) == {"z": 0.0, "other": 4.0}
-    assert side_term_factors({MAIN_TERM: 0.0, "z": 5.0, "other": 3.0}, coefficients) == {"z": 0.0, "other": 0.0}
+    for planned, factors in (([6.0, 0.0, 3.0], [0.0, 4.0]), ([0.0, 5.0, 3.0], [0.0, 0.0]), ([0.0, 0.0, 0.0], [0, 0])):
+        found = side_term_factors(torch.tensor(planned, dtype=torch.float64), coefficients)
+        assert list(found) == ["z", "other"]
+        assert [factor.item() for factor in found.values()] == factors
 
 
 def test_an_empty_term_reports_0() -> None:
