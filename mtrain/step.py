@@ -116,8 +116,12 @@ class TrainingStep:
         assert finalizer.totals is not None
         squares = [] if self._optimizer.unscales else [self._optimizer.squared_norm()]
         totals = finalizer.totals.read(*squares)
-        check_totals(totals.terms, compare_with_plan=self._config.loss.denominator == "planned")
+        self.check(totals.terms)
         return self._totals(totals)
+
+    def check(self, terms: Mapping[str, TermTotals]) -> None:
+        """Raises NumericError where a total cannot be right, on all ranks alike."""
+        check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
         """The optimizer step; None where the batch was empty: weights and state stay bit-identical."""
