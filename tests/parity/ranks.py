@@ -23,7 +23,7 @@ from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import PairAccumulator, TermTotals
-from mtrain.mcore.schedule import LossOfLogits, run_schedule
+from mtrain.mcore.schedule import LossOfLogits, run_forward, run_schedule
 from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.mcore.spec import global_name
 from mtrain.step import TrainingStep, term_inputs
@@ -250,18 +250,15 @@ def logits_by_microbatch(
 ) -> list[Any]:
     """This rank's logits [seq_local, batch, vocab_local] of each microbatch; nothing where it is not a last stage."""
     built = build(groups, config, parameters)
-    objective = Objective.from_config(config.loss)
-    accumulator = PairAccumulator((MAIN_TERM,), groups.device)
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
     batches = share_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
     seen: list[Any] = []
-    inner = _premultiplied(objective, 1.0, config, groups)
-
-    def loss(logits: Tensor, own: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-        seen.append(logits.detach().clone().numpy())
-        return inner(logits, own)
-
-    run_schedule(built.chunks, slice_for_rank(batches, groups), loss, accumulator, config, finalizer=None)
+    run_forward(
+        built.chunks,
+        slice_for_rank(batches, groups),
+        lambda logits, own: seen.append(logits.clone().numpy()),
+        config,
+    )
     return seen
 
 

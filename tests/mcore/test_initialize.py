@@ -1,0 +1,87 @@
+"""The run starts from the same weights whatever the layout."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.config import Config
+from mtrain.mcore.gather import gather_whole, parameter_shards
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import build_model
+from tests.parity.cases import Case, case
+from tests.parity.compare import without_padding
+from tests.parity.ranks import Arrays, arrays
+from tests.pool import Pool
+
+LARGE = {"model__hidden_size": 64, "model__ffn_hidden_size": 704, "model__vocab_size": 1000}
+"""Some tensors have more rows than are drawn at once."""
+CASES = [
+    case(tp=2, sp=True),
+    case(tp=4),
+    case(pp=2),
+    case(pp=2, vpp=2),
+    case(pp=4),
+    case(pp=2, first_stage_layers=1),
+    case(cp=2, dp=2),
+    case(tp=2, sp=True, pp=2, vpp=2, dp=2),
+]
+
+
+def initial_weights(groups: Groups, config: Config) -> Arrays | None:
+    """Whole tensors on rank 0."""
+    return arrays(gather_whole(parameter_shards(build_model(config, groups), groups)))
+
+
+def weights_of(pool: Pool, one: Case, **changes: Any) -> Arrays:
+    config = one.config(**{**LARGE, **changes})
+    whole = pool.run(initial_weights, one.resolved(config), config)[0]
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert not whole.get(name, np.zeros(0))[config.model.vocab_size :].any()
+    return without_padding(whole, config.model.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def single(pool: Pool) -> Arrays:
+    return weights_of(pool, case())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_are_the_same_bits_under_every_layout(pool: Pool, case: Case, single: Arrays) -> None:
+    found = weights_of(pool, case)
+    assert found.keys() == single.keys()
+    for name, value in single.items():
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.parametrize("one", [case(tp=2, sp=True, pp=2), case(pp=2, vpp=2)], ids=str)
+def test_tied_tables_start_as_one(pool: Pool, one: Case) -> None:
+    changes = {"model__tied_embeddings": True, "model__linear_bias": True, "model__norm": "layernorm"}
+    alone, found = weights_of(pool, case(), **changes), weights_of(pool, one, **changes)
+    assert "output_layer.weight" not in found
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in alone.items()
+    }
+
+
+def test_deviations_are_as_configured(pool: Pool) -> None:
+    weights = weights_of(pool, case(), model__init_std=0.05, model__linear_bias=True)
+    for name, value in weights.items():
+        if value.ndim == 1:
+            assert (value == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
+            continue
+        into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        deviation = 0.05 / np.sqrt(2 * 4) if into_residual else 0.05
+        # standard error of a standard deviation: 1 / sqrt(2 n)
+        assert value.std() == pytest.approx(deviation, rel=4 / np.sqrt(2 * value.size)), name
+        assert abs(value.mean()) < 4 * deviation / np.sqrt(value.size), name
+
+
+def test_tensors_and_seeds_differ(pool: Pool, single: Arrays) -> None:
+    layers = [f"decoder.layers.{i}.mlp.linear_fc1.weight" for i in range(4)]
+    drawn = [single[name].tobytes() for name in [*layers, "embedding.word_embeddings.weight", "output_layer.weight"]]
+    assert len(set(drawn)) == len(drawn)
+    blocks = single[layers[0]].reshape(-1, 64)
+    assert len({row.tobytes() for row in blocks}) == len(blocks)
+    other = weights_of(pool, case(), train__seed=7)
+    assert all(other[name].tobytes() != single[name].tobytes() for name in layers)
