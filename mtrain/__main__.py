@@ -73,6 +73,21 @@ def local(
     raise typer.Exit(code)
 
 
+@app.command()
+def compare(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run folder.", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The other one.", show_default=False)],
+    rtol: Annotated[float, typer.Option(help="Relative difference that counts as equal.")] = 1e-5,
+    output: Annotated[Path, typer.Option(help="Folder for compare.html and compare.png.")] = Path(),
+) -> None:
+    """Compares two runs: what differs, and from which step and quantity on; exit 0 equal, 1 divergent."""
+    with one_message():
+        from mtrain.verify.compare_report import report_comparison
+
+        is_equal = report_comparison(run_a, run_b, rtol, output)
+    raise typer.Exit(0 if is_equal else 1)
+
+
 @launch_app.callback()
 def _launch() -> None:
     """Keeps `local` a verb of its own, though it is the only one."""

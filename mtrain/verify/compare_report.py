@@ -1,0 +1,118 @@
+"""What `mtrain compare` shows: lines and a table on the terminal, a picture, and a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mtrain.files import disk_faults, replacing, write_atomically
+from mtrain.metrics.plot import draw_curve, finish_axes
+from mtrain.run_folder import Change
+from mtrain.verify.compare_page import comparison_page
+from mtrain.verify.compare_runs import Comparison, Quantity, compare_runs
+
+_PLAIN_WIDTH = 160
+"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+
+
+def report_comparison(run_a: Path, run_b: Path, rtol: float, output: Path) -> bool:
+    """Compares two runs, prints what was found and writes `compare.html` and `compare.png`; whether they are equal.
+
+    Raises:
+        DataError: As `compare_runs`.
+        MachineError: A file cannot be read or written.
+    """
+    comparison = compare_runs(run_a, run_b, rtol)
+    page, picture = output / "compare.html", output / "compare.png"
+    with disk_faults(f"write the comparison to {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        write_atomically(page, comparison_page(comparison))
+        with replacing(picture) as new:
+            comparison_picture(comparison).savefig(new, format="png")
+    print_comparison(comparison)
+    print(f"{page}\n{picture}")
+    return comparison.divergence is None
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Prints differences and verdict to standard output; plain lines where that is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    divergence = comparison.divergence
+    verdict = f"equal within {comparison.rtol:.0e}" if divergence is None else f"divergent from {divergence}"
+    for name, value in {**_facts(comparison), "verdict": verdict}.items():
+        console.print(f"[bold]{name:<15}[/bold]{escape(value)}", soft_wrap=True)
+    console.print(_table(comparison, plain=not console.is_terminal))
+
+
+def comparison_picture(comparison: Comparison) -> Figure:
+    """Loss, gradient norm and denominator of both runs above their relative differences."""
+    kinds = ("loss", "grad_norm", "denominator")
+    panels = [next(each for each in comparison.quantities if each.kind == kind) for kind in kinds]
+    figure = Figure(figsize=(9, 11), dpi=120, layout="constrained")
+    *values, differences = figure.subplots(4, 1, sharex=True)
+    name_a, name_b = comparison.names
+    for axes, quantity in zip(values, panels, strict=True):
+        draw_curve(axes, name_a, list(zip(quantity.steps, quantity.a, strict=True)), "C0")
+        draw_curve(axes, name_b, list(zip(quantity.steps, quantity.b, strict=True)), "C1", dashed=True)
+        finish_axes(axes, quantity.name, is_log=False)
+    values[0].legend()
+    _draw_differences(differences, panels, comparison.rtol)
+    return figure
+
+
+def _draw_differences(axes: Any, panels: Sequence[Quantity], rtol: float) -> None:
+    """Relative differences; what is exactly equal has no point on an axis of logarithms."""
+    shown = [[value if 0 < value < math.inf else math.nan for value in panel.differences] for panel in panels]
+    for number, (panel, values) in enumerate(zip(panels, shown, strict=True), start=2):
+        axes.plot(panel.steps, values, ".-", color=f"C{number}", linewidth=0.8, markersize=4, label=panel.name)
+    if rtol > 0:
+        axes.axhline(rtol, color="red", linestyle="--", linewidth=1, label="tolerance")
+    is_log = rtol > 0 or any(not math.isnan(value) for values in shown for value in values)
+    finish_axes(axes, "relative difference", is_log=is_log)
+    axes.legend()
+    axes.set_xlabel("step")
+
+
+def _facts(comparison: Comparison) -> dict[str, str]:
+    told = {
+        label: f"{name}, {count} steps"
+        for label, name, count in zip("AB", comparison.names, comparison.num_steps, strict=True)
+    }
+    steps = comparison.steps
+    told["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    told["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
+    told["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
+    told["environment"] = _in_one_line(comparison.environment)
+    if comparison.unrecorded:
+        told["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
+    return told
+
+
+def _in_one_line(changes: Sequence[Change]) -> str:
+    if not changes:
+        return "the same"
+    return ", ".join(f"{change.key}: {change.old or 'missing'} -> {change.new or 'missing'}" for change in changes)
+
+
+def _table(comparison: Comparison, plain: bool) -> Table:
+    """One row for each quantity."""
+    table = Table(pad_edge=False)
+    if plain:
+        table.box = None
+    table.add_column("quantity")
+    for heading in ("worst difference", "tolerance", "first step not bit-equal", "first step beyond tolerance"):
+        table.add_column(heading, justify="right")
+    for quantity in comparison.quantities:
+        first, beyond = (quantity.first_step_beyond(rtol) for rtol in (0.0, quantity.rtol))
+        cells = (f"{quantity.worst:.1e}", f"{quantity.rtol:.0e}", str(first or "none"), str(beyond or "none"))
+        table.add_row(quantity.name, *cells)
+    return table

@@ -1,0 +1,226 @@
+"""Two run folders against each other: where configuration, environment and numbers differ, and which differed first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
+from mtrain.errors import ConfigError, DataError
+from mtrain.metrics.plot import distinct_names, load_curves
+from mtrain.metrics.record import MAIN_TERM, StepRecord
+from mtrain.run_folder import Change, RunFolder, changes
+
+KINDS = ("denominator", "loss", "grad_norm", "lr")
+"""In the order in which a step computes them: the first that differs is nearest to the cause."""
+
+DENOMINATOR_RTOL = 1e-12
+"""Denominators are sums of float64: counts below 1e12 must be equal, fractional weights up to the order of the sum."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One number a step, in both runs, over the steps that both have."""
+
+    kind: str
+    """One of KINDS."""
+    name: str
+    """The kind, with the term where there are several, such as `loss of z`."""
+    steps: tuple[int, ...]
+    a: tuple[float, ...]
+    """nan where the run does not have it."""
+    b: tuple[float, ...]
+    rtol: float
+    """Largest relative difference that counts as equal."""
+
+    @cached_property
+    def differences(self) -> tuple[float, ...]:
+        """Relative, of each step."""
+        return tuple(relative_difference(a, b) for a, b in zip(self.a, self.b, strict=True))
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference."""
+        return max(self.differences)
+
+    def first_step_beyond(self, rtol: float) -> int | None:
+        """The first step whose relative difference is larger; None where there is none."""
+        pairs = zip(self.steps, self.differences, strict=True)
+        return next((step for step, difference in pairs if difference > rtol), None)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first step and quantity that two runs do not share."""
+
+    step: int
+    name: str
+    """Of the quantity."""
+    a: float
+    b: float
+    difference: float
+    """Relative."""
+    rtol: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, {self.name}: {self.a!r} and {self.b!r}, relative difference {self.difference:.1e} "
+            f"(tolerance {self.rtol:.0e})"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was compared."""
+
+    names: tuple[str, str]
+    """Of the two runs, distinct."""
+    num_steps: tuple[int, int]
+    """That each run has recorded."""
+    rtol: float
+    changes: tuple[Change, ...]
+    """Of the configuration, `old` from A and `new` from B."""
+    environment: tuple[Change, ...]
+    """Of the environment; differences there may excuse last digits, nothing more."""
+    unrecorded: tuple[str, ...]
+    """Names of the runs that do not tell their environment."""
+    quantities: tuple[Quantity, ...]
+    """In the order of KINDS, the main term first."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that both runs have."""
+        return self.quantities[0].steps
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The first by step, then in the order of the quantities; None where the runs are equal."""
+        found = [
+            (step, place)
+            for place, quantity in enumerate(self.quantities)
+            if (step := quantity.first_step_beyond(quantity.rtol)) is not None
+        ]
+        if not found:
+            return None
+        step, place = min(found)
+        quantity = self.quantities[place]
+        index = quantity.steps.index(step)
+        a, b, difference = quantity.a[index], quantity.b[index], quantity.differences[index]
+        return Divergence(step, quantity.name, a, b, difference, quantity.rtol)
+
+
+def compare_runs(run_a: Path, run_b: Path, rtol: float) -> Comparison:
+    """Reads two run folders, also while the runs go on.
+
+    Args:
+        run_a: The `run.dir` of one run.
+        run_b: That of the other.
+        rtol: Largest relative difference of losses, gradient norms and learning rates that counts as equal;
+            denominators must be equal.
+
+    Raises:
+        ConfigError: `rtol` is negative or not finite.
+        DataError: A folder lacks its configuration or metrics, a file is damaged, or the runs have no step in common.
+        MachineError: A file cannot be read.
+    """
+    if not 0 <= rtol < math.inf:
+        raise ConfigError(f"--rtol must be a number from 0 on, but is {rtol}; give one such as 1e-5")
+    recorded = [{record.step: record for record in load_curves(run).steps} for run in (run_a, run_b)]
+    shared = sorted(recorded[0].keys() & recorded[1].keys())
+    if not shared:
+        raise DataError(
+            f"{run_a} and {run_b} have no step in common ({_span(recorded[0])} and {_span(recorded[1])}); compare runs "
+            "whose steps overlap"
+        )
+    name_a, name_b = distinct_names([run_a, run_b])
+    environments = [RunFolder(run).saved_environment() for run in (run_a, run_b)]
+    return Comparison(
+        names=(name_a, name_b),
+        num_steps=(len(recorded[0]), len(recorded[1])),
+        rtol=rtol,
+        changes=tuple(_config_changes(run_a, run_b)),
+        environment=tuple(_environment_changes(*environments)),
+        unrecorded=tuple(name for name, told in zip((name_a, name_b), environments, strict=True) if told is None),
+        quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], rtol)),
+    )
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|a - b| / max(|a|, |b|): 0 where both are the same, nan included; inf where only one is a finite number."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    largest = max(abs(a), abs(b))
+    return abs(a / largest - b / largest)
+
+
+def _span(records: Mapping[int, StepRecord]) -> str:
+    return f"steps {min(records)} to {max(records)}" if records else "no steps"
+
+
+def _config_changes(run_a: Path, run_b: Path) -> list[Change]:
+    texts = []
+    for run in (run_a, run_b):
+        text = RunFolder(run).saved_config()
+        if text is None:
+            raise DataError(f"{run}/config.yaml is not there; give the run.dir of a run")
+        texts.append(text)
+    try:
+        return changes(*texts)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:
+        reason = " ".join(str(fault).split())
+        raise DataError(f"config.yaml of {run_a} or {run_b} is damaged ({reason}); mend it") from fault
+
+
+def _environment_changes(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> list[Change]:
+    if a is None or b is None:
+        return []
+    return [
+        Change(key, a.get(key), b.get(key), True) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+    ]
+
+
+def _quantities(pairs: list[tuple[StepRecord, StepRecord]], rtol: float) -> list[Quantity]:
+    side_terms = sorted({term for pair in pairs for record in pair for term in record.terms} - {MAIN_TERM})
+    names = {
+        "denominator": ("denominator", "", DENOMINATOR_RTOL),
+        **{f"denominator of {term}": ("denominator", term, DENOMINATOR_RTOL) for term in side_terms},
+        "loss": ("loss", "", rtol),
+        **{f"loss of {term}": ("loss", term, rtol) for term in side_terms},
+        "gradient norm": ("grad_norm", "", rtol),
+        "learning rate": ("lr", "", rtol),
+    }
+    steps = tuple(a.step for a, _ in pairs)
+    return [
+        Quantity(
+            kind,
+            name,
+            steps,
+            tuple(_value(a, kind, term) for a, _ in pairs),
+            tuple(_value(b, kind, term) for _, b in pairs),
+            allowed,
+        )
+        for name, (kind, term, allowed) in names.items()
+    ]
+
+
+def _value(record: StepRecord, kind: str, term: str) -> float:
+    """A record's number; nan for a term it does not have and for the loss of a step without loss tokens."""
+    match kind:
+        case "denominator" | "loss" if term:
+            told = record.terms.get(term)
+            return math.nan if told is None else told.denominator if kind == "denominator" else told.loss
+        case "denominator":
+            return record.denominator
+        case "loss":
+            return math.nan if record.empty else record.loss
+        case "grad_norm":
+            return record.grad_norm
+        case _:
+            return record.lr
