@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from mtrain.config.loss import LossSection, TermSection
 from mtrain.config.model import ModelSection
 from mtrain.data.sample import Sample
+from tests.oracle import distributions
 from tests.oracle.model import Parameters, logits_of
 
 
@@ -62,17 +64,44 @@ class TermValue:
         return self.numerator / self.denominator if self.denominator != 0 else self.numerator * 0.0
 
 
+class Teacher(NamedTuple):
+    """A frozen model."""
+
+    parameters: Parameters
+    model: ModelSection
+
+
 def term_values(
-    parameters: Parameters, model: ModelSection, loss: LossSection, batch: list[Sequence]
+    parameters: Parameters,
+    model: ModelSection,
+    loss: LossSection,
+    batch: list[Sequence],
+    teacher: Teacher | None = None,
 ) -> dict[str, TermValue]:
     """Every term of the objective over a global batch; the main one is named "main"."""
     logits = _logits(parameters, model, batch)
+    others = logits if teacher is None else _logits(*teacher, batch)  # nobody asks where there is no teacher
     values = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
-        token_loss = TOKEN_LOSSES[term.function]
-        losses = [_masked(token_loss(each, sequence), sequence) for each, sequence in zip(logits, batch, strict=True)]
+        losses = [
+            _masked(_term_losses(term, each, sequence, other), sequence)
+            for each, sequence, other in zip(logits, batch, others, strict=True)
+        ]
         values[name] = aggregate(losses, batch, term)
     return values
+
+
+def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_logits: Tensor) -> Tensor:
+    labels = torch.where(sequence.weights > 0, sequence.labels, 0)
+    match term.function.partition(":")[2]:
+        case "next_token_loss" if term.options:
+            return distributions.smoothed_cross_entropy(logits, labels, **term.options)
+        case "entropy_loss":
+            return distributions.entropy(logits)
+        case "distillation_loss":
+            return distributions.divergence(logits, teacher_logits, **term.options)
+        case _:
+            return TOKEN_LOSSES[term.function](logits, sequence)
 
 
 def token_losses_of(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:

@@ -38,6 +38,7 @@ def oracle_steps(
     optimizer: OptimizerSection,
     learning_rates: Sequence[float],
     batches: Iterable[Sequence[definitions.Sequence]],
+    teacher: definitions.Teacher | None = None,
 ) -> list[StepResult]:
     """Trains, one step a batch.
 
@@ -48,12 +49,13 @@ def oracle_steps(
         optimizer: AdamW's constants; its learning rate and schedule are not read.
         learning_rates: One a batch.
         batches: All sequences of each global batch.
+        teacher: What distillation terms compare with; in float64.
     """
     current = {name: value.detach().double() for name, value in parameters.items()}
     adam = AdamW(optimizer)
     results = []
     for lr, batch in zip(learning_rates, batches, strict=True):
-        results.append(_step(current, model, loss, adam, lr, list(batch)))
+        results.append(_step(current, model, loss, adam, lr, list(batch), teacher))
         current = results[-1].parameters
     return results
 
@@ -65,9 +67,10 @@ def _step(
     adam: AdamW,
     lr: float,
     batch: list[definitions.Sequence],
+    teacher: definitions.Teacher | None,
 ) -> StepResult:
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
-    values = definitions.term_values(leaves, model, loss, batch)
+    values = definitions.term_values(leaves, model, loss, batch, teacher)
     is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
     objective = definitions.objective(values, loss)
     found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()))

@@ -1,0 +1,26 @@
+"""Token losses of whole distributions, straight from their definitions, in float64."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def smoothed_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """Cross entropy against a target that is written out: [length, vocab_size] logits -> [length]."""
+    num_tokens = logits.shape[-1]
+    target = torch.full_like(logits, label_smoothing / num_tokens)
+    target = target + (1 - label_smoothing) * F.one_hot(labels, num_tokens)
+    return -(target * logits.log_softmax(-1)).sum(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """[length, vocab_size] logits -> [length]."""
+    probabilities = logits.softmax(-1)
+    return -(probabilities * probabilities.log()).sum(-1)
+
+
+def divergence(logits: Tensor, teacher_logits: Tensor, direction: str = "forward", temperature: float = 1.0) -> Tensor:
+    """KL(teacher || model), or the reverse: [length, vocab_size] logits each -> [length]."""
+    model, teacher = (each / temperature for each in (logits, teacher_logits))
+    first, second = (teacher, model) if direction == "forward" else (model, teacher)
+    return (first.softmax(-1) * (first.softmax(-1).log() - second.softmax(-1).log())).sum(-1)

@@ -1,0 +1,91 @@
+"""What every rank does in a parity test with a teacher; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.layout import Layout
+from mtrain.loss.terms import Objective
+from mtrain.mcore.gather import gather_whole, parameter_shards
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import build_frozen_model, build_model
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.mcore.teacher import Teacher
+from mtrain.step import TrainingStep
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import Built, Outcome, arrays, own_microbatches, run_step, set_parameters
+
+
+class Taught(NamedTuple):
+    """A rank's report."""
+
+    outcome: Outcome
+    teacher_moved: bool
+    """A bit of the teacher's parameters changed, or one of them got a gradient."""
+
+
+def train_with_teacher(
+    groups: Groups,
+    config: Config,
+    parameters: Mapping[str, Any],
+    teacher_config: Config,
+    teacher_parameters: Mapping[str, Any],
+    batches: Sequence[GlobalBatch],
+) -> Taught:
+    """One optimizer step for each global batch, beside a teacher of given global parameters."""
+    teacher, frozen = build_teacher(groups, teacher_config, teacher_parameters)
+    before = [parameter.clone() for chunk in frozen for parameter in chunk.parameters()]
+    chunks = build_model(config, groups)
+    set_parameters(chunks, groups, parameters)
+    optimizer = Optimizer(config, chunks, groups)
+    objective = Objective.from_config(config.loss)
+    built = Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, objective, teacher))
+    steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
+    optimizer.gather_parameters()
+    outcome = Outcome(steps, arrays(gather_whole(parameter_shards(chunks, groups))))
+    after = [parameter for chunk in frozen for parameter in chunk.parameters()]
+    moved = any(not torch.equal(old, new) or new.grad is not None for old, new in zip(before, after, strict=True))
+    return Taught(outcome, moved)
+
+
+def build_teacher(
+    groups: Groups, config: Config, parameters: Mapping[str, Any]
+) -> tuple[Teacher, list[torch.nn.Module]]:
+    """A teacher, and its chunks."""
+    own = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
+    chunks = build_frozen_model(config, own)
+    set_parameters(chunks, own, parameters)
+    return Teacher(config, chunks, groups), chunks
+
+
+def held_logits(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
+) -> tuple[int, list[int]]:
+    """Forward passes that the teacher makes before the first microbatch asks for its logits, and how many pieces of
+    logits are alive after each that was asked for."""
+    teacher, (chunk, *_) = build_teacher(groups, config, parameters)
+    calls: list[object] = []
+    chunk.register_forward_hook(lambda *call: calls.append(call[0]))
+    count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
+    shared = share_batches(own_microbatches(batch, groups, config), count, ["main"], config, groups)
+    rows: list[Microbatch] = slice_for_rank(shared, groups)
+    logits_of = teacher.logits_of(rows)
+    num_early, alive = len(calls), []
+    if groups.pp_rank == groups.layout.pp - 1:
+        for row in rows:
+            logits = logits_of(row)
+            assert not logits.requires_grad
+            alive.append(_num_held(logits_of))
+    return num_early, alive
+
+
+def _num_held(logits_of: object) -> int:
+    cells = getattr(logits_of, "__closure__", None) or ()
+    return sum(len(cell.cell_contents) for cell in cells if isinstance(cell.cell_contents, dict))

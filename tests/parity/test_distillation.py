@@ -1,0 +1,114 @@
+"""A frozen teacher beside the model: loss, gradient norm and every gradient are those of one float64 process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config import Config
+from mtrain.lr import learning_rate
+from tests.oracle.loss import Sequence, Teacher
+from tests.oracle.run import StepResult, oracle_steps
+from tests.parity import teacher_ranks
+from tests.parity.batches import three_steps, weighted_steps
+from tests.parity.cases import SINGLE, Case, case
+from tests.parity.compare import deviation, initial_parameters, run_case, run_oracle
+from tests.pool import Pool
+
+CASES = [
+    SINGLE,
+    case(2, dp=2),
+    case(2, cp=2, dp=2),
+    case(2, tp=2, sp=True),
+    case(2, pp=2),
+    case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses"),
+    case(4, tp=2, sp=True, pp=2),
+    case(2, tp=4, dp=2),
+    case(4, tp=2, cp=2, pp=2, vpp=2),
+]
+TEACHER: dict[str, Any] = {  # another architecture: wider, without grouped queries, with other norms and tied tables
+    "model__hidden_size": 48,
+    "model__ffn_hidden_size": 64,
+    "model__num_query_groups": 8,
+    "model__norm": "layernorm",
+    "model__activation": "gelu",
+    "model__linear_bias": True,
+    "model__tied_embeddings": True,
+}
+DISTILLATION = "mtrain.loss.distillation:distillation_loss"
+NEEDED = {"loss__teacher": {"checkpoint": "not read here"}}
+ALONE: dict[str, Any] = NEEDED | {"loss__function": DISTILLATION, "loss__aggregation": "seq-mean-token-mean"}
+FOUR_TERMS: dict[str, Any] = NEEDED | {
+    "loss__options": {"label_smoothing": 0.1},
+    "loss__side_terms": {
+        "kl": {
+            "function": DISTILLATION,
+            "options": {"direction": "reverse", "temperature": 2.0},
+            "coefficient": 0.7,
+            "aggregation": "seq-mean-token-sum",
+        },
+        "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.2},
+        "z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05, "aggregation": "seq-mean-token-sqrt"},
+    },
+}
+_oracles: dict[str, list[StepResult]] = {}
+
+
+def run_oracle_with_teacher(config: Config, teacher: Config, batches: list[Any]) -> list[StepResult]:
+    key = config.loss.model_dump_json()
+    if key not in _oracles:
+        _oracles[key] = oracle_steps(
+            {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()},
+            config.model,
+            config.loss,
+            config.optimizer,
+            [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
+            [[Sequence.of_sample(sample) for sample in batch] for batch in batches],
+            Teacher({name: torch.as_tensor(v) for name, v in initial_parameters(teacher, 5).items()}, teacher.model),
+        )
+    return _oracles[key]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("changes", [ALONE, FOUR_TERMS], ids=["alone", "four terms"])
+def test_a_teacher_is_the_same_under_every_layout(pool: Pool, changes: dict[str, Any], case: Case) -> None:
+    batches, config, teacher = weighted_steps(), case.config(**changes), case.config(**TEACHER)
+    given = (config, initial_parameters(config), teacher, initial_parameters(teacher, 5), batches)
+    reports = pool.run(teacher_ranks.train_with_teacher, case.resolved(config), *given)
+    assert not any(report.teacher_moved for report in reports)
+    deviation(reports[0].outcome, run_oracle_with_teacher(config, teacher, batches), config).assert_below()
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(pool: Pool, direction: str) -> None:
+    case_ = CASES[4]
+    config = case_.config(**{**ALONE, "loss__options": {"direction": direction}})
+    given = (config, initial_parameters(config), config, initial_parameters(config), three_steps()[:1])
+    (step,) = pool.run(teacher_ranks.train_with_teacher, case_.resolved(config), *given)[0].outcome.steps
+    assert abs(step.loss) < 1e-6
+    assert step.grad_norm < 1e-5
+
+
+@pytest.mark.parametrize(("case", "is_piped"), [(case(2, tp=2), False), (case(2, pp=2), True)], ids=str)
+def test_only_a_pipeline_holds_logits_and_lets_them_go(pool: Pool, case: Case, is_piped: bool) -> None:
+    config = case.config(**TEACHER)
+    reports = pool.run(
+        teacher_ranks.held_logits, case.resolved(config), config, initial_parameters(config, 5), three_steps()[0]
+    )
+    num_early, alive = reports[-1]
+    assert num_early == (8 if is_piped else 0)
+    assert alive == ([7, 6, 5, 4, 3, 2, 1, 0] if is_piped else [0] * 8)
+
+
+@pytest.mark.parametrize("case", [SINGLE, case(2, tp=4), case(2, cp=2, dp=2), case(4, tp=2, sp=True, pp=2)], ids=str)
+@pytest.mark.parametrize("smoothing", [0.1, 0.9])
+def test_label_smoothing_and_entropy(pool: Pool, case: Case, smoothing: float) -> None:
+    changes: dict[str, Any] = {
+        "loss__options": {"label_smoothing": smoothing},
+        "loss__side_terms": {
+            "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.5, "aggregation": "sum"},
+            "sharp": {"coefficient": 0.3, "aggregation": "seq-mean-token-sum-norm", "norm_length": 20},
+        },
+    }
+    batches, config = three_steps(), case.config(**changes)
+    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
