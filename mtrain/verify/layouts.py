@@ -82,7 +82,7 @@ def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
     richest = (
         [*fullest.values(), _together(tuple(fullest.values()), max_ranks)] if len(fullest) > 1 else fullest.values()
     )
-    trials += [replace(_limited(trial, max_ranks // 2), dp=2, micro_batch_size=1) for trial in richest]
+    trials += [replace(_limited(trial, max_ranks // 2), dp=2, micro_batch_size=2) for trial in richest]
     fitting = [trial for trial in trials if trial.num_ranks <= max_ranks]
     return list(dict.fromkeys(fitting))
 

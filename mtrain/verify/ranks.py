@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+from mtrain.errors import MtrainError
 from mtrain.layout import Layout
 
 TIMEOUT_S = 120
@@ -56,7 +57,8 @@ class Pool:
             seed: Of megatron-core's RNG tracker.
 
         Raises:
-            RankFailedError: A rank raised, died or did not answer in time.
+            MtrainError: A rank raised it.
+            RankFailedError: A rank raised something else, died or did not answer in time.
         """
         with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
             job = (function, layout, arguments, seed, self.device, os.path.join(folder, "store"))
@@ -112,6 +114,8 @@ class _Ranks:
         except EOFError:
             self._processes[rank].join()
             raise RankFailedError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+        if isinstance(value, MtrainError):
+            raise value
         if not succeeded:
             raise RankFailedError(f"rank {rank}: {value}")
         return value
@@ -123,6 +127,8 @@ def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
         answer = (True, _call(*job))
+    except MtrainError as error:
+        answer = (False, error)
     except BaseException:  # whatever it is, the caller has to show it
         answer = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))  # by value: a tensor sent as multiprocessing does ends with its rank

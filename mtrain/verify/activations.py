@@ -1,0 +1,136 @@
+"""Outputs of modules in forward order, put together over the ranks: where two forward passes part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mtrain.config import Config
+from mtrain.data.order import slots
+from mtrain.data.zigzag import zigzag_index
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import unwrap
+
+IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")
+"""Modules of a layer in forward order; the layer itself follows."""
+_COLUMNS_OVER_TP = ("self_attention.core_attention", "output_layer")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a module's output over the whole global batch."""
+
+    module: str
+    slots: tuple[int, ...]
+    """Samples of the global batch."""
+    positions: NDArray[np.int64]
+    """[seq_local]: places in the row."""
+    first_column: int
+    values: NDArray[Any]
+    """[seq_local, batch, columns]."""
+
+
+class Watch:
+    """Collects module outputs while it is open; does nothing where it is not enabled."""
+
+    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, enabled: bool) -> None:
+        self._groups, self._config = groups, config
+        self._models = [unwrap(chunk) for chunk in chunks] if enabled else []
+        self._handles: list[RemovableHandle] = []
+        self.pieces: list[Piece] = []
+
+    def __enter__(self) -> Self:
+        for model in self._models:
+            chunk = _Chunk(self, self._groups.layout.dp)
+            self._handles.append(model.register_forward_pre_hook(chunk.begin))
+            for name, module in named_modules(model):
+                if type(module).__name__ != "IdentityOp":  # TransformerEngine's norms are inside the projections
+                    self._handles.append(module.register_forward_hook(chunk.hook(name)))
+            self._handles.append(model.register_forward_hook(chunk.end))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def add(self, module: str, microbatch: int, output: Tensor) -> None:
+        """Notes the part of an output that this rank holds."""
+        groups, size = self._groups, self._config.train.micro_batch_size
+        layout, length = groups.layout, self._config.data.seq_length
+        positions = zigzag_index(length, layout.cp, groups.cp_rank).numpy() if layout.cp > 1 else np.arange(length)
+        if layout.sp and len(output) < len(positions):
+            positions = positions[groups.tp_rank * len(output) : (groups.tp_rank + 1) * len(output)]
+        first = groups.tp_rank * output.shape[-1] if module.endswith(_COLUMNS_OVER_TP) else 0
+        rows = tuple(slots(microbatch, groups.dp_rank, layout.dp, size))
+        values = output.detach().to("cpu", copy=True).numpy()
+        self.pieces.append(Piece(module, rows, positions, first, values))
+
+
+class _Chunk:
+    """Counts the forward passes of one model chunk; recomputation in backward is not one."""
+
+    def __init__(self, watch: Watch, dp: int) -> None:
+        self._watch, self._microbatch, self._is_forward = watch, -1, False
+
+    def begin(self, module: nn.Module, inputs: object) -> None:
+        self._microbatch += 1
+        self._is_forward = True
+
+    def end(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._is_forward = False
+
+    def hook(self, name: str) -> Callable[[nn.Module, object, Any], None]:
+        def note(module: nn.Module, inputs: object, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            if self._is_forward and isinstance(value, Tensor) and value.ndim == 3:
+                self._watch.add(name, self._microbatch, value)
+
+        return note
+
+
+def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The watched modules of a chunk, in forward order, under names of the whole model."""
+    if model.pre_process:
+        yield "embedding", model.embedding
+    for layer in model.decoder.layers:
+        for name in IN_LAYER:
+            yield f"layer {layer.layer_number - 1} {name}", layer.get_submodule(name)
+        yield f"layer {layer.layer_number - 1}", layer
+    if model.post_process:
+        yield "final_layernorm", model.decoder.final_layernorm
+        yield "output_layer", model.output_layer
+
+
+def module_order(num_layers: int) -> list[str]:
+    """Every watched module of a model, in forward order."""
+    layers = [f"layer {number}{name and ' '}{name}" for number in range(num_layers) for name in (*IN_LAYER, "")]
+    return ["embedding", *layers, "final_layernorm", "output_layer"]
+
+
+def put_together(pieces: Iterable[Piece], config: Config) -> dict[str, NDArray[Any]]:
+    """Module -> [seq, global batch, columns]; nan where no rank had a part, columns of the padded vocabulary cut."""
+    held = list(pieces)
+    whole: dict[str, NDArray[Any]] = {}
+    columns = {piece.module: 0 for piece in held}
+    for piece in held:
+        columns[piece.module] = max(columns[piece.module], piece.first_column + piece.values.shape[-1])
+    for piece in held:
+        if piece.module not in whole:
+            shape = (config.data.seq_length, config.train.global_batch_size, columns[piece.module])
+            whole[piece.module] = np.full(shape, np.nan)
+        last = piece.first_column + piece.values.shape[-1]
+        whole[piece.module][np.ix_(piece.positions, np.array(piece.slots), np.arange(piece.first_column, last))] = (
+            piece.values
+        )
+    if "output_layer" in whole:
+        whole["output_layer"] = whole["output_layer"][..., : config.model.vocab_size]
+    return whole

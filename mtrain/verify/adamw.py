@@ -1,0 +1,70 @@
+"""AdamW in float64 from its definition, and how large its rounding in float32 can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.config.train import OptimizerSection
+
+Arrays = dict[str, NDArray[Any]]
+
+_CLIPPING_OFFSET = 1e-6
+"""Added to the norm before clip_grad is divided by it, as torch and Megatron-LM do."""
+
+
+class Updated(NamedTuple):
+    """Weights after one step."""
+
+    weights: Arrays
+    scales: Arrays
+    """By element: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon), the size of what float32 adds up."""
+
+
+class AdamW:
+    """Decoupled weight decay and clipping by a given global norm.
+
+    Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
+    """
+
+    def __init__(self, section: OptimizerSection) -> None:
+        self._section = section
+        self._num_updates = 0
+        self._first: Arrays = {}
+        self._second: Arrays = {}
+        self._magnitude: Arrays = {}
+
+    def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
+        """One step.
+
+        Args:
+            weights: Before the step.
+            gradients: Normalised, before clipping.
+            grad_norm: What the gradients are clipped by.
+            lr: Of this step.
+        """
+        self._num_updates += 1
+        clip = self._section.clip_grad
+        factor = min(1.0, clip / (grad_norm + _CLIPPING_OFFSET)) if clip > 0 else 1.0
+        new: Arrays = {}
+        scales: Arrays = {}
+        for name, value in weights.items():
+            new[name], scales[name] = self._one(name, np.asarray(value, np.float64), gradients[name] * factor, lr)
+        return Updated(new, scales)
+
+    def _one(
+        self, name: str, value: NDArray[Any], gradient: NDArray[Any], lr: float
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        beta1, beta2, step = self._section.beta1, self._section.beta2, self._num_updates
+        gradient = np.asarray(gradient, np.float64)
+        self._first[name] = beta1 * self._first.get(name, 0.0) + (1 - beta1) * gradient
+        self._magnitude[name] = beta1 * self._magnitude.get(name, 0.0) + (1 - beta1) * np.abs(gradient)
+        self._second[name] = beta2 * self._second.get(name, 0.0) + (1 - beta2) * gradient**2
+        divisor = np.sqrt(self._second[name] / (1 - beta2**step)) + self._section.epsilon
+        decays = value.ndim > 1 or self._section.decay_norms_and_biases
+        decay = self._section.weight_decay if decays else 0.0
+        new = value - lr * (self._first[name] / (1 - beta1**step) / divisor + decay * value)
+        return new, np.abs(value) + lr * self._magnitude[name] / (1 - beta1**step) / divisor

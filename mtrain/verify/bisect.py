@@ -1,0 +1,113 @@
+"""Where parity breaks: the axis that fails alone, the first step, the first quantity, the first module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.verify.result import Deviation, Diagnosis, LayoutResult
+
+EVERY_LAYOUT = "every layout"
+
+Watched = Callable[[LayoutResult, int], str | None]
+"""(layout, step from 1) -> the first module of the forward pass whose output deviates."""
+
+_IN_WORDS = {
+    "denominator": "denominator of term {name}",
+    "loss": "loss of term {name}",
+    "gradient": "gradient of {name}",
+    "grad_norm": "gradient norm",
+    "update": "updated weights of {name}",
+}
+_BEFORE = {
+    "denominator": "",
+    "loss": "; denominators agree",
+    "gradient": "; denominators and losses agree",
+    "grad_norm": "; denominators, losses and gradients agree",
+    "update": "; denominators, losses, gradients and their norm agree",
+}
+
+
+def diagnosed(results: Sequence[LayoutResult], watched: Watched) -> Diagnosis | None:
+    """The diagnosis; None where every layout passes.
+
+    Args:
+        results: Of all layouts.
+        watched: Runs a layout again and watches its modules; asked once, for the smallest layout that fails.
+    """
+    axis = failing_axis(results)
+    if axis is None:
+        return None
+    smallest = _smallest_failures(results)[0]
+    first = smallest.first_failure()
+    module = watched(smallest, first.step) if first is not None else None
+    return Diagnosis(
+        axis=axis,
+        layout=smallest.name,
+        step=None if first is None else first.step,
+        kind=None if first is None else first.kind,
+        name=None if first is None else first.name,
+        value=None if first is None else first.value,
+        tolerance=None if first is None else first.tolerance,
+        module=module,
+        lines=(_where(axis, smallest, first), _what(smallest, first, module)),
+    )
+
+
+def failing_axis(results: Sequence[LayoutResult]) -> str | None:
+    """What the layouts that fail have in common and the others do not: `cp`, `tp x pp`, `dp, cp`, `every layout`.
+
+    A layout is a set of axes. Of every smallest failing set, what already passes in a part of it is innocent; what is
+    left is at fault. Several axes that each fail alone are separated by commas; those that fail only together by x.
+    """
+    failures = _smallest_failures(results)
+    if not failures:
+        return None
+    passing = [set(result.axes) for result in results if result.passed]
+    names: dict[str, None] = {}
+    for result in failures:
+        used = set(result.axes)
+        innocent = [axes for axes in passing if axes < used]
+        left = [used - axes for axes in innocent if not any(axes < other for other in innocent)] or [used]
+        together = set.union(*left) if len(left) > 1 and not set.intersection(*left) else set.intersection(*left)
+        names[" x ".join(axis for axis in result.axes if axis in together) or EVERY_LAYOUT] = None
+    return EVERY_LAYOUT if EVERY_LAYOUT in names else ", ".join(names)
+
+
+def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
+    """Layouts that fail and have no failing part, the smallest first."""
+    failed = sorted((each for each in results if not each.passed), key=lambda each: (len(each.axes), each.num_ranks))
+    return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
+
+
+def _where(axis: str, result: LayoutResult, first: Deviation | None) -> str:
+    fails = {EVERY_LAYOUT: "every layout fails, even one process"}.get(axis, f"{axis} breaks the run")
+    when = f", step {first.step}" if first is not None else ""
+    return f"mtrain verify parity: {fails}; smallest layout {result.name} ({result.num_ranks} ranks){when}"
+
+
+def _what(result: LayoutResult, first: Deviation | None, module: str | None) -> str:
+    if first is None:
+        return f"stopped: {result.error or '; '.join(result.guards)}"
+    quantity = _IN_WORDS[first.kind].format(name=first.name)
+    forward = f"first module that deviates: {module}" if module else "outputs of all modules agree"
+    return (
+        f"first deviation: {quantity} by {first.value:.1e} (tolerance {first.tolerance:.1e}){_BEFORE[first.kind]}; "
+        f"{forward}"
+    )
+
+
+def first_deviating(
+    found: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]], order: Sequence[str], tolerance: float
+) -> str | None:
+    """The first module whose output is not within the tolerance of its largest exact element."""
+    for module in order:
+        if module not in found or module not in exact:
+            continue
+        difference = float(np.abs(found[module] - exact[module]).max())
+        if not difference <= tolerance * float(np.abs(exact[module]).max()):
+            return module
+    return None

@@ -1,0 +1,166 @@
+"""Known faults, each planted in one place on the ranks of a layout, to show that the check finds it.
+
+Every one of them has been made by a real trainer. The reference never carries one. `--inject NAME` is the only way in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from mtrain.config import Config
+from mtrain.errors import ConfigError
+from mtrain.planning import padded_vocab_size
+
+
+def _anything(config: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and what it takes to happen."""
+
+    name: str
+    text: str
+    """What the faulty trainer does."""
+    axis: str | None
+    """The axis of the layout that it needs; None: one process with one microbatch shows it."""
+    condition: Callable[[Config], bool] = _anything
+    """Whether a configuration gives it a chance."""
+    condition_text: str = ""
+
+
+def _side_terms_differ(config: Config) -> bool:
+    main, sides = config.loss, config.loss.side_terms.values()
+    return any((side.aggregation, side.empty_sequences) != (main.aggregation, main.empty_sequences) for side in sides)
+
+
+def _decay_spares_norms(config: Config) -> bool:
+    return config.optimizer.weight_decay > 0 and not config.optimizer.decay_norms_and_biases
+
+
+def _is_padded(config: Config) -> bool:
+    return padded_vocab_size(config.model, 1) > config.model.vocab_size
+
+
+def _is_tied(config: Config) -> bool:
+    return config.model.tied_embeddings
+
+
+def _clips(config: Config) -> bool:
+    return config.optimizer.clip_grad > 0
+
+
+def _isolates(config: Config) -> bool:
+    return config.data.isolate_documents
+
+
+FAULTS = (
+    Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
+    Fault("dp-means", "averages the token means of the data-parallel ranks", "dp"),
+    Fault("cp-counts-again", "adds up the denominator once for each context-parallel rank", "cp"),
+    Fault("tp-counts-again", "adds up the denominator once for each tensor-parallel rank", "tp"),
+    Fault("dp-size-in-denominator", "multiplies the loss by dp_size where gradients are summed, not averaged", "dp"),
+    Fault("cp-scaled-loss", "multiplies the loss by cp, as a two-part loss of Megatron-Core is", "cp"),
+    Fault("sp-norms-not-reduced", "does not sum the norms' gradients over the sequence-parallel ranks", "sp"),
+    Fault(
+        "tied-gradient-missed",
+        "does not sum the gradients of the tied tables between the first and the last stage",
+        "pp",
+        _is_tied,
+        "model.tied_embeddings=true",
+    ),
+    Fault("dropped-microbatch", "loses the last of several microbatches", "microbatches"),
+    Fault("labels-shifted-after-slicing", "shifts labels after the rows are cut over context parallelism", "cp"),
+    Fault("positions-not-zigzag", "numbers positions as if each rank held one piece of the row", "cp"),
+    Fault("keys-in-rank-order", "takes keys in the order of the ranks for keys in the order of the row", "cp"),
+    Fault(
+        "document-boundary-crossed",
+        "lets attention see the documents packed before",
+        None,
+        _isolates,
+        "data.isolate_documents=true",
+    ),
+    Fault(
+        "clip-before-normalisation",
+        "clips the sum of gradients before it is divided",
+        None,
+        _clips,
+        "optimizer.clip_grad > 0",
+    ),
+    Fault("clamped-denominator", "takes clamp(min=1) of each microbatch's denominator", "microbatches"),
+    Fault("epsilon-in-denominator", "adds 1e-8 to each microbatch's denominator", None),
+    Fault(
+        "int32-weights", "counts loss tokens in int32, as Megatron-Core does, so that weights lose their fraction", None
+    ),
+    Fault("dp-rank-not-reduced", "leaves one data-parallel rank's gradients out of the sum", "dp"),
+    Fault("dropout-left-on", "trains with a hidden dropout of 0.1 that the configuration does not have", None),
+    Fault(
+        "vocabulary-padding-in-softmax",
+        "gives the padding of the vocabulary probability",
+        None,
+        _is_padded,
+        "a model.vocab_size that is not a multiple of model.vocab_multiple",
+    ),
+    Fault(
+        "local-side-term-denominators",
+        "scales side terms by the denominators of one data-parallel rank",
+        "dp",
+        _side_terms_differ,
+        "a side term with another aggregation than the main term",
+    ),
+    Fault(
+        "norms-decayed",
+        "applies weight decay to norms and biases",
+        None,
+        _decay_spares_norms,
+        "optimizer.weight_decay > 0 and optimizer.decay_norms_and_biases=false",
+    ),
+    Fault(
+        "norms-counted-per-tp-rank", "counts replicated gradients once for each tensor-parallel rank in the norm", "tp"
+    ),
+)
+"""By the order of loss, layout, data, engine."""
+
+NAMES = tuple(fault.name for fault in FAULTS)
+
+
+def chosen(name: str, config: Config, axes: Iterable[str]) -> Fault:
+    """The fault of this name.
+
+    Args:
+        name: From the command line.
+        config: The shrunk configuration.
+        axes: Every axis that the layouts use.
+
+    Raises:
+        ConfigError: there is no such fault, or nothing here could show it.
+    """
+    fault = next((each for each in FAULTS if each.name == name), None)
+    if fault is None:
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}?" if near else "see --list-injections"
+        raise ConfigError(f"--inject {name}: there is no such fault; {hint}")
+    if fault.axis is not None and fault.axis not in axes:
+        raise ConfigError(
+            f"--inject {name} cannot show: it needs a layout that uses {fault.axis}; set it in the configuration or "
+            "name one with --layouts"
+        )
+    if not fault.condition(config):
+        raise ConfigError(f"--inject {name} cannot show: it needs {fault.condition_text}; set it")
+    return fault
+
+
+@contextlib.contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Carries the fault on this rank while the block runs; None plants nothing."""
+    if name is None:
+        yield
+        return
+    from mtrain.verify.faults import PLANTS
+
+    with PLANTS[name]():
+        yield

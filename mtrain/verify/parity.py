@@ -1,0 +1,193 @@
+"""`mtrain verify parity`: the user's configuration, made small, under many layouts against one process in float64."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtrain.config import Config
+from mtrain.environment import program_versions
+from mtrain.errors import ConfigError, MachineError, MtrainError
+from mtrain.verify.activations import module_order, put_together
+from mtrain.verify.bisect import diagnosed, first_deviating
+from mtrain.verify.compare import compared
+from mtrain.verify.inject import chosen
+from mtrain.verify.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
+from mtrain.verify.ranks import Pool, RankFailedError
+from mtrain.verify.reference import exact_run, exact_steps
+from mtrain.verify.result import LayoutResult, ParityReport, StepValues
+from mtrain.verify.samples import NUM_HARD_KINDS, Plan, has_loss_tokens
+from mtrain.verify.shrink import SEQ_LENGTH, Shrunk, shrink
+from mtrain.verify.tolerances import forward_tolerance, tolerances
+from mtrain.verify.weights import Arrays, forward_order
+from mtrain.verify.worker import Job, Outcome, pieces_of, run_layout
+
+PRELOADED = ("mtrain.verify.worker", "mtrain.verify.reference", "mtrain.verify.faults")
+_LONGEST = 512
+"""Tokens to which rows grow in search of answers; more would take minutes."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    layouts: str | None
+    """Names; None derives the set."""
+    num_steps: int
+    max_ranks: int
+    fault: str | None
+    command: str
+
+
+def verify_parity(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> ParityReport:
+    """Runs everything.
+
+    Args:
+        config: The user's.
+        request: The command line.
+        progress: Told of every layout that is done.
+        pool: Ranks that are at hand; None starts its own.
+
+    Raises:
+        ConfigError: the configuration, a layout or a fault cannot be checked.
+        DataError: the user's data cannot be read.
+        MachineError: the device that was asked for is not there.
+    """
+    device, max_ranks = _device(config, request.max_ranks)
+    shrunk, trials = _small(config, request, max_ranks)
+    check = _Check(shrunk, trials, request, pool or Pool(device, PRELOADED))
+    layouts = check.run(progress)
+    environment = {key: str(value) for key, value in program_versions().items()}
+    return ParityReport(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment=environment | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        config=check.config.model_dump(mode="json"),
+        changes=shrunk.changes,
+        data=check.plan.describe(),
+        num_steps=check.plan.num_steps,
+        tolerances=check.tolerances,
+        tensors=check.tensors,
+        reference=check.reference,
+        layouts=tuple(layouts),
+        injected=request.fault,
+        diagnosis=diagnosed(layouts, check.first_module),
+    )
+
+
+def _device(config: Config, max_ranks: int) -> tuple[str, int]:
+    """Where ranks run, and how many at most."""
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        if config.train.device == "cuda":
+            raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use auto")
+        return "cpu", max_ranks
+    return "cuda", min(max_ranks, torch.cuda.device_count())
+
+
+def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, list[Prepared]]:
+    """The shrunk configuration and the layouts on it, first of all one process with one microbatch."""
+    base = Trial(micro_batch_size=None)
+    if request.layouts is not None:
+        named = parse_trials(request.layouts, config, max_ranks)
+        shrunk = _shrunk(config, [base, *named], request.num_steps)
+        return shrunk, [prepared(trial, shrunk.config) for trial in dict.fromkeys([base, *named])]
+    derived = derived_trials(config, max_ranks)
+    shrunk = _shrunk(config, derived, request.num_steps)
+    legal = []
+    for trial in derived:
+        try:
+            legal.append(prepared(trial, shrunk.config))
+        except ConfigError:  # a variant that the user did not ask for, such as another cp_comm
+            continue
+    return shrunk, legal
+
+
+def _shrunk(config: Config, trials: Sequence[Trial], num_steps: int) -> Shrunk:
+    """With rows long enough to hold loss tokens of the user's samples."""
+    length = SEQ_LENGTH
+    shrunk = shrink(config, trials, length)
+    while shrunk.reads_files and length < min(config.data.seq_length, _LONGEST) and not has_loss_tokens(shrunk.config):
+        length *= 2
+        shrunk = shrink(config, trials, length)
+    train = shrunk.config.train.model_copy(update={"num_steps": max(num_steps, shrunk.config.train.num_steps)})
+    return replace(shrunk, config=shrunk.config.model_copy(update={"train": train}))
+
+
+class _Check:
+    """All runs of one check."""
+
+    def __init__(self, shrunk: Shrunk, trials: list[Prepared], request: Request, pool: Pool) -> None:
+        self._trials, self._pool, self._fault = trials, pool, request.fault
+        self._base = trials[0]
+        self.config = self._base.config
+        if request.fault is not None:
+            chosen(request.fault, self.config, {axis for trial in trials for axis in trial.axes})
+        own = request.num_steps if shrunk.reads_files else 0
+        self.plan = Plan(own, NUM_HARD_KINDS if own else request.num_steps)
+        self.tolerances = tolerances(self.config)
+        self._weights: dict[str, list[Arrays]] = {}
+        self._lock = threading.Lock()
+        self.reference, self.tensors = self._reference()
+
+    def run(self, progress: Progress) -> list[LayoutResult]:
+        """Every layout; two at a time on CPUs, where the ranks of one often wait for each other."""
+        with ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1) as threads:
+            return list(threads.map(lambda trial: self._layout(trial, progress), self._trials))
+
+    def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
+        began = time.monotonic()
+        values: list[StepValues]
+        values, names = self._pool.run(exact_run, self._base.layout, Job(self.config, self.plan))[0]
+        seconds = time.monotonic() - began
+        result = LayoutResult("reference", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
+        return result, tuple(forward_order(names, names))
+
+    def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
+        began = time.monotonic()
+        try:
+            everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
+            weights = _before_each_step(everyone[0])
+            exact = self._pool.run(exact_steps, self._base.layout, Job(self.config, self.plan), weights)[0]
+            seconds = time.monotonic() - began
+            result = compared(trial, everyone, exact, self.tolerances, self.tensors, seconds)
+        except (RankFailedError, MtrainError) as fault:
+            lines = str(fault).strip().splitlines()
+            reason = lines[-1] if isinstance(fault, RankFailedError) else lines[0]
+            seconds = time.monotonic() - began
+            return self._done(
+                LayoutResult(trial.name, trial.axes, trial.layout.world_size, seconds, error=reason), progress
+            )
+        if not result.passed:
+            self._weights[trial.name] = weights
+        return self._done(result, progress)
+
+    def _done(self, result: LayoutResult, progress: Progress) -> LayoutResult:
+        with self._lock:
+            progress(f"{result.name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)")
+        return result
+
+    def first_module(self, result: LayoutResult, step: int) -> str | None:
+        """Runs a layout again up to a step and finds the first module whose output deviates there."""
+        trial = next(each for each in self._trials if each.name == result.name)
+        job = Job(trial.config, self.plan, self._fault, watched_step=step - 1)
+        everyone = self._pool.run(run_layout, trial.layout, job)
+        watched = Job(self.config, self.plan, watched_step=step - 1)
+        exact = self._pool.run(exact_steps, self._base.layout, watched, self._weights[trial.name][:step])[0][-1]
+        found = put_together(pieces_of(everyone), self.config)
+        order = module_order(self.config.model.num_layers)
+        return first_deviating(found, put_together(exact.pieces, self.config), order, forward_tolerance(self.config))
+
+
+def _before_each_step(outcome: Outcome) -> list[Arrays]:
+    """The weights that each step started from."""
+    assert outcome.initial is not None, "rank 0 holds what was gathered"
+    after = [step.weights.tensors for step in outcome.steps if step.weights is not None]
+    return [outcome.initial.tensors, *after[:-1]]

@@ -1,0 +1,151 @@
+"""The exact values: one process, the whole global batch at once, float64.
+
+Of the training step nothing is used: no pipeline schedule, no DDP, no gradient buffer, no division of gradients, no
+clipping, no optimizer. The model's modules and the loss functions are evaluated once, and torch differentiates each
+term's numerator by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtrain.data.batch import Microbatch
+from mtrain.loss.pair import LossPair
+from mtrain.loss.terms import Objective
+from mtrain.mcore.gather import Shard
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.initialize import sharded_tensors
+from mtrain.mcore.model import LanguageModel, build_frozen_model, build_model, unwrap
+from mtrain.mcore.share import share_batches
+from mtrain.mcore.spec import global_name
+from mtrain.mcore.teacher import Teacher
+from mtrain.step import term_inputs_of
+from mtrain.verify.activations import Piece, Watch
+from mtrain.verify.adamw import AdamW
+from mtrain.verify.result import StepValues
+from mtrain.verify.samples import Batches
+from mtrain.verify.weights import Arrays, assembled, drawn, given, set_weights
+from mtrain.verify.worker import Job, rate
+
+
+@dataclass(frozen=True)
+class Exact:
+    """One step."""
+
+    values: StepValues
+    gradients: Arrays
+    """float64, of the normalised objective, before clipping."""
+    pieces: list[Piece]
+    """Module outputs, where the step was watched."""
+
+
+def exact_steps(groups: Groups, job: Job, weights: Sequence[Arrays]) -> list[Exact]:
+    """Loss and gradients of each step at the weights that a layout had before it.
+
+    Args:
+        groups: Of one process.
+        job: The configuration with the whole global batch in one microbatch.
+        weights: One set a step.
+    """
+    evaluator = _Evaluator(groups, job)
+    return [evaluator.step(number, each) for number, each in enumerate(weights)]
+
+
+def exact_run(groups: Groups, job: Job) -> tuple[list[StepValues], list[str]]:
+    """The reference's own run of all steps with exact AdamW updates, and the names of all tensors in model order."""
+    evaluator = _Evaluator(groups, job)
+    optimizer = AdamW(job.config.optimizer)
+    weights = evaluator.initial()
+    values = []
+    for number in range(job.plan.num_steps):
+        exact = evaluator.step(number, weights)
+        values.append(exact.values)
+        if exact.values.denominators["main"] != 0:
+            learning_rate = rate(job.config, number)
+            weights = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, learning_rate).weights
+    return values, list(weights)
+
+
+class _Evaluator:
+    """One float64 model."""
+
+    def __init__(self, groups: Groups, job: Job) -> None:
+        # nothing is computed again in backward: it changes no value, and its engine refuses torch.autograd.grad;
+        # TransformerEngine knows no float64
+        train = job.config.train.model_copy(update={"recompute": "none"})
+        model = job.config.model.model_copy(update={"backend": "torch"})
+        config = job.config.model_copy(update={"train": train, "model": model})
+        self._groups, self._job, self._config = groups, job, config
+        self._model: LanguageModel = unwrap(build_model(config, groups)[0]).double()
+        self._objective = Objective.from_config(job.config.loss)
+        self._teacher = self._exact_teacher()
+        self._batches = Batches(config, job.plan, 0, 1)
+
+    def _exact_teacher(self) -> Teacher | None:
+        """The teacher that the layouts have, in float64."""
+        if self._config.loss.teacher is None:
+            return None
+        chunks = build_frozen_model(self._config, self._groups)
+        set_weights(chunks, self._groups, lambda name, shape: drawn(name, shape, self._config, "teacher"))
+        return Teacher(self._config, [chunk.double() for chunk in chunks], self._groups)
+
+    def initial(self) -> Arrays:
+        """The weights that every layout starts from."""
+        set_weights([self._model], self._groups, lambda name, shape: drawn(name, shape, self._config))
+        return self._whole({id(each): each.detach() for each in self._model.parameters()})
+
+    def step(self, number: int, weights: Arrays) -> Exact:
+        """Values and gradients at these weights."""
+        set_weights([self._model], self._groups, given(weights))
+        (batch,) = share_batches(self._batches.of_step(number), 1, (), self._config, self._groups)
+        watched = number == self._job.watched_step
+        with Watch([self._model], self._groups, self._config, enabled=watched) as watch:
+            logits = self._model(batch.tokens, batch.positions, batch.document_starts)
+        inputs_of = term_inputs_of([batch], self._config, self._groups, self._teacher)
+        pairs = self._objective.pairs(inputs_of(logits, batch))
+        denominators = self._denominators(batch, pairs)
+        gradients = self._gradients(pairs, denominators)
+        return Exact(self._values(number, pairs, denominators, gradients), gradients, watch.pieces)
+
+    def _denominators(self, batch: Microbatch, pairs: dict[str, LossPair]) -> dict[str, float]:
+        """From whole rows, correctly rounded; measured ones are known to the loss function alone."""
+        if self._config.loss.denominator == "measured":
+            return {term: float(pair.denominator) for term, pair in pairs.items()}
+        return {term: math.fsum(shares.flatten().tolist()) for term, shares in batch.shares.items()}
+
+    def _gradients(self, pairs: dict[str, LossPair], denominators: dict[str, float]) -> Arrays:
+        parameters = list(self._model.parameters())
+        total = [torch.zeros_like(each) for each in parameters]
+        for term, coefficient in self._objective.coefficients.items():
+            if denominators[term] == 0:
+                continue
+            parts = torch.autograd.grad(pairs[term].numerator, parameters, retain_graph=True, allow_unused=True)
+            for sum_, part in zip(total, parts, strict=True):
+                if part is not None:
+                    sum_ += part * (coefficient / denominators[term])
+        if denominators["main"] == 0:
+            total = [torch.zeros_like(each) for each in parameters]
+        return self._whole({id(each): value for each, value in zip(parameters, total, strict=True)})
+
+    def _whole(self, values: dict[int, torch.Tensor]) -> Arrays:
+        shards: list[Any] = []
+        for part in sharded_tensors(self._model, self._groups, lambda parameter: values[id(parameter)]):
+            axes = part.prepend_axis_num
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])
+            shards.append(Shard(name, shape, offset, part.data.cpu().numpy()))
+        return assembled(shards).tensors
+
+    def _values(
+        self, number: int, pairs: dict[str, LossPair], denominators: dict[str, float], gradients: Arrays
+    ) -> StepValues:
+        numerators = {term: float(pair.numerator.detach()) for term, pair in pairs.items()}
+        means = {term: numerators[term] / denominators[term] if denominators[term] else 0.0 for term in numerators}
+        norm = math.sqrt(math.fsum(float((each**2).sum()) for each in gradients.values()))
+        objective = self._objective.reported(numerators, denominators)
+        return StepValues(number + 1, objective, means, numerators, denominators, norm)

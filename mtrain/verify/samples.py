@@ -1,0 +1,122 @@
+"""What the layouts are run on: the user's own batches, then batches that are hard on a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.collate import collate, loss_terms
+from mtrain.data.loader import StepLoader
+from mtrain.data.order import key_of, slots
+from mtrain.data.sample import Sample
+
+NUM_HARD_KINDS = 3
+_TOKEN_WEIGHTS = (1.0, 0.5, 0.3, 0.125)
+_SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps run on what."""
+
+    own_steps: int
+    """The first steps, on the user's data."""
+    hard_steps: int
+    """The steps after them, on random tokens under random masks."""
+
+    @property
+    def num_steps(self) -> int:
+        """All of them."""
+        return self.own_steps + self.hard_steps
+
+    def describe(self) -> str:
+        """For the reader of a report."""
+        hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
+        return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
+
+
+class Batches:
+    """The microbatches of one data-parallel rank."""
+
+    def __init__(self, config: Config, plan: Plan, dp_rank: int, dp_size: int) -> None:
+        """
+        Raises:
+            DataError: a file is damaged, too small, or does not fit the model.
+        """
+        self._config, self._plan, self._dp_rank, self._dp_size = config, plan, dp_rank, dp_size
+        self._loader = StepLoader(config, dp_rank, dp_size) if plan.own_steps else None
+
+    def of_step(self, step: int) -> list[Microbatch]:
+        """Microbatches of a step, counted from 0."""
+        if step < self._plan.own_steps:
+            assert self._loader is not None
+            return self._loader.batches(step)
+        samples = hard_samples(self._config, step - self._plan.own_steps)
+        size = self._config.train.micro_batch_size
+        count = len(samples) // (self._dp_size * size)
+        return [self._microbatch(samples, slots(number, self._dp_rank, self._dp_size, size)) for number in range(count)]
+
+    def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
+        rows = list(own)
+        return collate(
+            [samples[slot] for slot in rows],
+            self._config.data.seq_length,
+            loss_terms(self._config.loss),
+            first_of_step=0 if rows[0] == 0 else None,
+            with_documents=self._config.data.isolate_documents,
+        )
+
+
+def hard_samples(config: Config, number: int) -> list[Sample]:
+    """A global batch by slot; a pure function of the configuration and the number.
+
+    In turn: ragged masks, some samples without a loss token; fractional weights of tokens and samples; loss tokens in
+    two samples only, at one end of the row, so that ranks of data and of context parallelism have none.
+    """
+    rng = np.random.default_rng([key_of(config.train.seed, number) & 0xFFFFFFFF, number])
+    batch, length = config.train.global_batch_size, config.data.seq_length
+    kind = number % NUM_HARD_KINDS
+    return [_sample(rng, config, _mask(rng, kind, slot, batch, length), kind) for slot in range(batch)]
+
+
+def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
+    mask = np.zeros(length)
+    if kind == 2:
+        if slot == 0:
+            mask[: max(1, length // 8)] = 1.0
+        elif slot == batch // 2:
+            mask[-max(1, length // 16) :] = 1.0
+        return mask
+    share = (1.0, 0.0, 0.03, 0.9, 0.5, 0.15)[slot % 6]  # of tokens that count
+    mask[rng.permutation(length)[: max(1, round(share * length)) if share else 0]] = 1.0
+    return mask * rng.choice(_TOKEN_WEIGHTS, length) if kind == 1 else mask
+
+
+def _sample(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], kind: int) -> Sample:
+    length = config.data.seq_length
+    ids = rng.integers(0, config.model.vocab_size, length + 1)
+    starts = None
+    if config.data.isolate_documents:
+        edges = np.sort(rng.choice(np.arange(1, length), size=min(3, length - 1), replace=False))
+        starts = np.zeros(length, np.int32)
+        starts[edges] = edges
+        starts = np.maximum.accumulate(starts)
+        mask[edges - 1] = 0.0  # no token is predicted across an edge
+    weight = float(rng.choice(_SAMPLE_WEIGHTS)) if kind == 1 else 1.0
+    return Sample(ids[:-1], np.where(mask > 0, ids[1:], 0), mask, weight, starts)
+
+
+def has_loss_tokens(config: Config) -> bool:
+    """Whether most samples of the user's first global batch have something to learn at this row length.
+
+    Raises:
+        DataError: a file is damaged, too small, or does not fit the model.
+    """
+    (batch,) = StepLoader(config, 0, 1).batches(0)
+    learned = (batch.weights["main"] != 0).any(dim=1)
+    return bool(learned.double().mean() > 0.5)

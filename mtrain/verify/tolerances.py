@@ -1,0 +1,123 @@
+"""How far rounding can carry a float32 run from the exact one: derived from the precision and the number of summands.
+
+u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
+
+- denominator: shares are added in float64. Whole numbers below 2^53 add without rounding, so counts must be equal. Any
+  other sum of n shares that are not negative is within n u64, whatever the order (Higham, Accuracy and Stability of
+  Numerical Algorithms, section 4.2).
+- loss, gradient, grad_norm: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
+  products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
+  theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. A quantity behind d sums in a row collects d such
+  errors, which being independent add as squares: s u sqrt(n d). n is the longest sum of the model. A gradient is, on
+  top, a sum over all T tokens of the batch. Cancellation makes a sum smaller than what was added, so gradients are
+  compared with the largest element of their tensor and not element by element. This is a model and not a worst case:
+  the worst case, u n d, assumes that all errors have one sign and would be a thousand times too lax to see a fault.
+- update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
+  that no error of a gradient is amplified by the division by sqrt(v). What is left are the roundings of a dozen
+  operations on each element and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k,
+  relative to |w| + lr m / (sqrt(v) + epsilon), where m is the moving mean of |gradient|. This bound is elementwise and
+  holds whatever the epsilon.
+
+Each step of a layout is compared with the exact values AT THE LAYOUT'S OWN WEIGHTS before that step, so nothing is
+carried from step to step: if every step is the exact function of the weights before it, the runs are the same run.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mtrain.config import Config
+from mtrain.verify.result import Tolerance
+
+UNIT_ROUNDOFF = 2.0**-24
+UNIT_ROUNDOFF_64 = 2.0**-53
+_CONFIDENCE = 4.0
+_SUMS_PER_LAYER = 12
+"""Dependent sums of a layer: two norms, qkv, rotation, scores, softmax, values, projection, three FFN matrices, and the
+residual."""
+_SUMS_OUTSIDE = 4
+"""Embedding, final norm, logits, softmax."""
+
+
+def tolerances(config: Config) -> tuple[Tolerance, ...]:
+    """One for each kind of quantity of a shrunk configuration, in their order."""
+    return (_denominator(config), *_values(config), _update(config.train.num_steps))
+
+
+def update_tolerance(step: int) -> float:
+    """Of new weights in a step, counted from 1."""
+    return UNIT_ROUNDOFF * (16 + 8 * step)
+
+
+def forward_tolerance(config: Config) -> float:
+    """Of module outputs, relative to the module's largest."""
+    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(_longest(config) * _depth(config))
+
+
+def _depth(config: Config) -> int:
+    return _SUMS_PER_LAYER * config.model.num_layers + _SUMS_OUTSIDE
+
+
+def _longest(config: Config) -> int:
+    model = config.model
+    width = model.num_attention_heads * model.head_size
+    return max(model.hidden_size, model.ffn_hidden_size, width, model.vocab_size, config.data.seq_length)
+
+
+def _denominator(config: Config) -> Tolerance:
+    num_shares = config.train.global_batch_size * config.data.seq_length
+    return Tolerance(
+        kind="denominator",
+        value=num_shares * UNIT_ROUNDOFF_64,
+        formula="T u64; 0 for whole numbers",
+        inputs={"T": num_shares, "u64": UNIT_ROUNDOFF_64},
+        meaning=(
+            "What a term is divided by, relative to the exact sum over whole rows. T shares are added in float64: "
+            "counts must be equal to the last bit, fractional weights within the rounding of T additions."
+        ),
+    )
+
+
+def _values(config: Config) -> tuple[Tolerance, ...]:
+    longest, depth = _longest(config), _depth(config)
+    tokens = config.train.global_batch_size * config.data.seq_length
+    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "n": float(longest), "d": float(depth)}
+    loss = forward_tolerance(config)
+    gradient = _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(2 * longest * depth + tokens)
+    chain = "n is the longest sum of the model, d the number of sums in a row"
+    return (
+        Tolerance(
+            "loss",
+            loss,
+            "s u sqrt(n d)",
+            inputs,
+            f"The mean of each loss term over the global batch, relative to its exact value. {chain}.",
+        ),
+        Tolerance(
+            "gradient",
+            gradient,
+            "s u sqrt(2 n d + T)",
+            inputs | {"T": float(tokens)},
+            f"Every gradient after its division, relative to the largest element of the exact one. {chain} of the "
+            "forward pass, which the backward pass doubles; T tokens are added up.",
+        ),
+        Tolerance(
+            "grad_norm",
+            gradient,
+            "s u sqrt(2 n d + T)",
+            inputs | {"T": float(tokens)},
+            "The global norm of all gradients before clipping, relative to the exact one: no element of a gradient may "
+            "be further off, so neither may their norm.",
+        ),
+    )
+
+
+def _update(num_steps: int) -> Tolerance:
+    return Tolerance(
+        "update",
+        update_tolerance(num_steps),
+        "u (16 + 8 k)",
+        {"u": UNIT_ROUNDOFF, "k": float(num_steps)},
+        "Every new weight against exact AdamW on the layout's own gradients, relative to |w| + lr m / (sqrt(v) + "
+        "epsilon) element by element: roundings of a dozen operations, and of 8 more for each of the k steps so far.",
+    )

@@ -1,0 +1,132 @@
+"""Whole tensors in and out of a model's shards, whatever the layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mtrain.config import Config
+from mtrain.mcore.gather import Shard
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.initialize import sharded_tensors
+from mtrain.mcore.model import unwrap
+from mtrain.mcore.spec import global_name
+
+Arrays = dict[str, NDArray[Any]]
+"""Global tensors by name, tables of the vocabulary with their padding rows."""
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_DEVIATION = 0.1
+"""Of matrices and of what is added to the norms' ones and the biases' zeros. Larger values make the attention of an
+untrained model so sharp that it amplifies rounding."""
+
+
+class Whole(NamedTuple):
+    """Tensors put together from all ranks."""
+
+    tensors: Arrays
+    spread: dict[str, float]
+    """Largest difference between ranks that hold the same element; replicas are equal in a sound run."""
+
+
+def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained") -> Tensor:
+    """Values of a parameter by its global name: every element is drawn, so that no gradient is 0 by accident.
+
+    Args:
+        name: Global name; tied tables share the embedding's.
+        shape: Of the whole tensor; rows of the padded vocabulary are 0.
+        config: Seed and real size of the vocabulary.
+        model: Which of several models of the run; each has values of its own.
+    """
+    source = EMBEDDING if name == OUTPUT and config.model.tied_embeddings else name
+    digest = hashlib.sha256(f"{config.train.seed}:{model}:{source}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    real = [min(shape[0], config.model.vocab_size), *shape[1:]] if source in (EMBEDDING, OUTPUT) else list(shape)
+    values = torch.randn(real, generator=generator) * _DEVIATION
+    if len(shape) == 1 and name.endswith("weight"):
+        values += 1.0
+    whole = torch.zeros(*shape)
+    whole[: real[0]] = values
+    return whole
+
+
+@torch.no_grad()
+def set_weights(modules: Iterable[nn.Module], groups: Groups, whole_of: Callable[[str, Sequence[int]], Tensor]) -> None:
+    """Cuts this rank's shards out of whole tensors; before the optimizer copies the weights.
+
+    Args:
+        modules: Model chunks.
+        groups: The process groups.
+        whole_of: (global name, global shape) -> the whole tensor.
+    """
+    for module in modules:
+        for part in sharded_tensors(unwrap(module), groups):
+            axes = part.prepend_axis_num
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            whole = whole_of(name, part.global_shape[axes:])
+            region = zip(part.global_offset[axes:], part.data.shape, strict=True)
+            part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
+
+
+def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]], Tensor]:
+    """For `set_weights`: tables are cut or padded to the rows that are needed."""
+
+    def whole_of(name: str, shape: Sequence[int]) -> Tensor:
+        values = torch.from_numpy(weights[name if name in weights else EMBEDDING])
+        whole = torch.zeros(*shape, dtype=values.dtype)
+        rows = min(shape[0], len(values))
+        whole[:rows] = values[:rows]
+        return whole
+
+    return whole_of
+
+
+def gathered(shards: Sequence[Shard]) -> Whole | None:
+    """Whole tensors on rank 0, None elsewhere. One gather of objects to rank 0 over the world."""
+    own = [shard._replace(values=shard.values.numpy()) for shard in shards]  # type: ignore[arg-type]
+    everyone: list[Any] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather_object(own, everyone)
+    return None if everyone is None else assembled(shard for rank in everyone for shard in rank)
+
+
+def assembled(shards: Iterable[Any]) -> Whole:
+    """Puts shards with numpy values together; the first rank's value counts where several hold an element."""
+    tensors: Arrays = {}
+    filled: dict[str, NDArray[np.bool_]] = {}
+    spread: dict[str, float] = {}
+    for shard in shards:
+        if shard.name not in tensors:
+            tensors[shard.name] = np.full(shard.global_shape, np.nan, shard.values.dtype)
+            filled[shard.name] = np.zeros(shard.global_shape, np.bool_)
+        region = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.values.shape))
+        whole, known = tensors[shard.name][region], filled[shard.name][region]
+        difference = np.abs(whole - shard.values, where=known, out=np.zeros(whole.shape))
+        spread[shard.name] = max(spread.get(shard.name, 0.0), float(difference.max(initial=0.0)))
+        whole[~known] = shard.values[~known]
+        known[...] = True
+    return Whole(tensors, spread)
+
+
+def forward_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """The names in the order of the forward pass: embedding, layers by number, final norm, output."""
+    return sorted(names, key=lambda name: _place(name, order))
+
+
+def _place(name: str, order: Sequence[str]) -> tuple[int, int, int]:
+    within = {_without_number(each): index for index, each in reversed(list(enumerate(order)))}
+    parts = name.split(".layers.")
+    stage = 0 if name == EMBEDDING else 2 if name == OUTPUT else 1
+    number = int(parts[1].split(".")[0]) if len(parts) > 1 else 1 << 30
+    return stage, number if stage == 1 else 0, within.get(_without_number(name), 0)
+
+
+def _without_number(name: str) -> str:
+    head, layers, tail = name.partition(".layers.")
+    return head + layers + tail.partition(".")[2] if layers else name

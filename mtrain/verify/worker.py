@@ -1,0 +1,165 @@
+"""What every rank does for one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config import Config
+from mtrain.errors import NumericError
+from mtrain.loss.terms import Objective
+from mtrain.lr import learning_rate
+from mtrain.mcore.gather import gradient_shards, parameter_shards
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import build_frozen_model, build_model
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.pairs import TermTotals
+from mtrain.mcore.teacher import Teacher
+from mtrain.step import StepTotals, TrainingStep
+from mtrain.verify.activations import Piece, Watch
+from mtrain.verify.inject import planted
+from mtrain.verify.result import StepValues
+from mtrain.verify.samples import Batches, Plan
+from mtrain.verify.weights import Whole, drawn, gathered, set_weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layout's work."""
+
+    config: Config
+    """Shrunk, with the layout and its micro-batch size."""
+    plan: Plan
+    fault: str | None = None
+    """Name of the fault to plant."""
+    watched_step: int | None = None
+    """Index of the step, from 0, whose module outputs are wanted; the run ends after it."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One optimizer step as a rank reports it."""
+
+    values: StepValues
+    guard: str | None
+    """What the run's own checks said."""
+    gradients: Whole | None
+    """Normalised, before clipping; on rank 0."""
+    weights: Whole | None
+    """After the update; on rank 0."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a few steps."""
+
+    initial: Whole | None
+    """Weights before the first step; on rank 0."""
+    steps: list[StepOutcome]
+    pieces: list[Piece]
+    """Module outputs of the watched step that this rank holds."""
+
+
+class _WatchedStep(TrainingStep):
+    """Notes what the check of the totals says, and goes on so that everything else can be compared too."""
+
+    said: str | None = None
+
+    def check(self, terms: Mapping[str, TermTotals]) -> None:
+        self.said = None
+        try:
+            super().check(terms)
+        except NumericError as error:
+            self.said = str(error)
+
+
+def run_layout(groups: Groups, job: Job) -> Outcome:
+    """Trains a few steps from weights that do not depend on the layout. Collective."""
+    with planted(job.fault):
+        return _Runner(groups, job).run()
+
+
+class _Runner:
+    """One model on this rank."""
+
+    def __init__(self, groups: Groups, job: Job) -> None:
+        config = job.config
+        self._groups, self._job, self._config = groups, job, config
+        reads = groups.tp_rank == 0
+        self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
+        self._chunks = build_model(config, groups)
+        set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
+        self._optimizer = Optimizer(config, self._chunks, groups)
+        objective = Objective.from_config(config.loss)
+        teacher = small_teacher(config, groups)
+        self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher)
+
+    def run(self) -> Outcome:
+        """All steps, or those up to the watched one."""
+        initial = gathered(parameter_shards(self._chunks, self._groups))
+        watched = self._job.watched_step
+        steps: list[StepOutcome] = []
+        pieces: list[Piece] = []
+        for number in range(self._job.plan.num_steps if watched is None else watched + 1):
+            with Watch(self._chunks, self._groups, self._config, enabled=number == watched) as watch:
+                outcome = self._step(number)
+            steps.append(outcome)
+            pieces = watch.pieces
+            if outcome.weights is None and self._groups.rank == 0:
+                break
+        return Outcome(initial, steps, pieces)
+
+    def _step(self, number: int) -> StepOutcome:
+        batches = None if self._batches is None else self._batches.of_step(number)
+        totals = self._training.forward_backward(batches)
+        gradients = gathered(gradient_shards(self._chunks, self._groups))
+        grad_norm, said = self._update(totals, number)
+        self._optimizer.gather_parameters()
+        weights = gathered(parameter_shards(self._chunks, self._groups))
+        return StepOutcome(_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
+
+    def _update(self, totals: StepTotals, number: int) -> tuple[float, str | None]:
+        """The gradient norm, and what was said against it."""
+        try:
+            update = self._training.update(totals, rate(self._config, number))
+        except NumericError as error:
+            return float("nan"), str(error)
+        return 0.0 if update is None else update.grad_norm, None
+
+
+def small_teacher(config: Config, groups: Groups) -> Teacher | None:
+    """In the place of the user's teacher one of the size of the shrunk model, with weights of its own."""
+    if config.loss.teacher is None:
+        return None
+    chunks = build_frozen_model(config, groups)
+    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
+    return Teacher(config, chunks, groups)
+
+
+def rate(config: Config, number: int) -> float:
+    """Learning rate of the step with this index."""
+    return learning_rate(number, config.optimizer, config.train.num_steps)
+
+
+def _values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
+    return StepValues(
+        step=number + 1,
+        objective=totals.objective,
+        means=dict(totals.means),
+        numerators={term: each.numerator for term, each in totals.terms.items()},
+        denominators={term: each.denominator for term, each in totals.terms.items()},
+        grad_norm=grad_norm,
+    )
+
+
+def disagreement(everyone: Sequence[Outcome]) -> str | None:
+    """Says which ranks report other numbers than rank 0; None where all agree to the last bit."""
+    first = [repr(step.values) for step in everyone[0].steps]
+    others = [rank for rank, outcome in enumerate(everyone) if [repr(step.values) for step in outcome.steps] != first]
+    return f"ranks {others} report another loss, denominator or gradient norm than rank 0" if others else None
+
+
+def pieces_of(everyone: Sequence[Any]) -> list[Piece]:
+    """Module outputs of all ranks."""
+    return [piece for outcome in everyone for piece in outcome.pieces]
