@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtrain.checkpoint.directory import CheckpointEntry, Newest, checkpoint_at, newest_good
-from mtrain.config import Config
+from mtrain.config import Config, guards
 from mtrain.data.loader import StepLoader
 from mtrain.errors import RunFolderError
 from mtrain.evaluate import ValidationSet
@@ -56,6 +56,9 @@ def build_run(config: Config, layout: Layout, device: torch.device, folder: RunF
     """
     objective = Objective.from_config(config.loss)
     groups = open_groups(layout, device, config.train.seed, config.train.process_group_timeout_s)
+    if groups.rank == 0:
+        for note in guards.notes(config):
+            print(f"note: {note}", flush=True)
     loader = StepLoader(config, groups.dp_rank, layout.dp) if groups.tp_rank == 0 else None
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mtrain import planning
-from mtrain.config import Config
+from mtrain.config import Config, guards
 from mtrain.layout import Layout
 
 _GIB = 2**30
@@ -25,6 +25,8 @@ def print_plan(config: Config, world_size: int) -> None:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
     for name, value in _facts(config, layout).items():
         console.print(f"[bold]{name:<18}[/bold]{escape(value)}")
+    for note in guards.notes(config):
+        console.print(escape(f"note: {note}"))
     console.print()
     console.print(_memory_table(config, layout, plain=not console.is_terminal))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mtrain.config import rules
+from mtrain.config import guards, rules
 from mtrain.config.data import DataSection
 from mtrain.config.layout import LayoutSection
 from mtrain.config.loss import LossSection
@@ -45,6 +45,14 @@ class Config(Section):
     @rule
     def the_sequence_divides_over_ranks(self) -> str | None:
         return _lines(rules.sequence(self.layout, self.data))
+
+    @rule
+    def documents_are_seen_by_attention(self) -> str | None:
+        return _lines(guards.documents_need_torch_layers(self))
+
+    @rule
+    def passed_fields_let_no_fault_in(self) -> str | None:
+        return _lines(guards.refusals(self))
 
 
 def _lines(messages: Iterable[str]) -> str | None:

@@ -1,0 +1,127 @@
+"""What megatron-core 0.16.1 accepts and silently gets wrong: the combinations that are refused, and what the run says.
+
+The table of all its faults, with those that are absent by construction, is `mtrain/mcore/guards`; it takes the
+conditions that need no torch from here, so that `mtrain check` reports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtrain.config.root import Config
+
+CLIP_EPSILON = 1e-6
+"""megatron-core and torch multiply gradients by clip_grad / (norm + CLIP_EPSILON)."""
+_SMALL_CLIP = 1e3 * CLIP_EPSILON
+"""Below this limit the epsilon can take more than 0.1 % off a clipped gradient."""
+
+
+def _is_on(value: Any, config: Config) -> bool:
+    return bool(value)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A fault that fields of `model.megatron` would let in."""
+
+    fields: tuple[str, ...]
+    reason: str
+    """Completes "model.megatron.<field>=<value> ..."."""
+    remedy: str = "remove it"
+    breaks: Callable[[Any, Config], bool] = _is_on
+    """Whether a field of this value lets the fault in."""
+
+    def messages(self, config: Config) -> Iterator[str]:
+        """What was given, why it cannot be, what to change; one for each field."""
+        given = config.model.megatron
+        for field in self.fields:
+            if field in given and self.breaks(given[field], config):
+                shown = str(given[field]).lower() if isinstance(given[field], bool) else given[field]
+                yield f"model.megatron.{field}={shown} {self.reason}; {self.remedy}"
+
+
+SINKS = Refusal(
+    ("softmax_type",),
+    "adds attention sinks, which attention here does not compute and the gradient norm of megatron-core undercounts "
+    "under tensor parallelism",
+    breaks=lambda value, config: value not in (None, "vanilla"),
+)
+REPLACED = Refusal(
+    (
+        "apply_query_key_layer_scaling",
+        "layernorm_zero_centered_gamma",
+        "mrope_section",
+        "qk_l2_norm",
+        "rotary_interleaved",
+    ),
+    "is read by layers of megatron-core that are replaced here, so it would have no effect",
+)
+UNREAD = Refusal(
+    ("apply_residual_connection_post_layernorm", "qk_clip"),
+    "has no effect in megatron-core 0.16.1: no layer reads it, or nothing calls what it asks for",
+)
+LOW_PRECISION = Refusal(
+    ("fp4", "fp8"),
+    "is passed over without a word where TransformerEngine is absent, and its scales depend on the layout",
+    "remove it and choose train.precision",
+)
+RESIDUAL = Refusal(
+    ("fp32_residual_connection",),
+    "makes float32 activations, which pipeline stages receive as train.precision",
+    "remove it, or set train.precision=fp32",
+    lambda value, config: bool(value) and config.train.precision != "fp32",
+)
+BATCHED_TRANSFERS = Refusal(
+    ("batch_p2p_comm",),
+    "pairs activations with gradients where layout.pp=2 and layout.vpp > 1, since both neighbours are the same rank",
+    breaks=lambda value, config: bool(value) and config.layout.pp == 2 and config.layout.vpp > 1,
+)
+REFUSALS = (SINKS, REPLACED, UNREAD, LOW_PRECISION, RESIDUAL, BATCHED_TRANSFERS)
+
+
+def refusals(config: Config) -> Iterator[str]:
+    """A message for every field that would let a silent fault in."""
+    for refusal in REFUSALS:
+        yield from refusal.messages(config)
+
+
+def documents_need_torch_layers(config: Config) -> Iterator[str]:
+    """TransformerEngine's attention does not see the documents of a row."""
+    if config.model.backend == "te" and config.data.isolate_documents:
+        yield (
+            "model.backend=te lets attention cross the documents of a row, but data.isolate_documents=true; use "
+            "model.backend=auto, or set data.isolate_documents to false"
+        )
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that cannot be mended and is said once."""
+
+    applies: Callable[[Config], bool]
+    text: str
+
+
+DROPOUT = Note(
+    lambda config: config.model.attention_dropout > 0 or config.model.hidden_dropout > 0,
+    "dropout draws other numbers on another layout: this run repeats on its own layout only",
+)
+CLIPPING = Note(
+    lambda config: 0 < config.optimizer.clip_grad < _SMALL_CLIP,
+    f"optimizer.clip_grad is so small that clipping, by clip_grad / (norm + {CLIP_EPSILON}), takes more than 0.1 % off "
+    "a gradient whose norm is about clip_grad",
+)
+TORCH_LAYERS = Note(
+    lambda config: config.model.backend == "auto" and config.data.isolate_documents,
+    "model.backend=auto takes torch layers even where TransformerEngine is there, because its attention does not see "
+    "the documents of a row (data.isolate_documents=true)",
+)
+NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS)
+
+
+def notes(config: Config) -> list[str]:
+    """What the run says once about itself."""
+    return [note.text for note in NOTES if note.applies(config)]

@@ -1,0 +1,79 @@
+"""What would let a silent fault of megatron-core in is refused; what cannot be mended is said."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mtrain.config import guards
+from tests.config.samples import config
+
+HALF_PIPELINE = {"layout": {"pp": 2, "vpp": 2}}
+
+REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("softmax_type", "learnable", {}, "adds attention sinks"),
+    ("softmax_type", "off-by-one", {}, "adds attention sinks"),
+    ("rotary_interleaved", True, {}, "is read by layers of megatron-core that are replaced here"),
+    ("layernorm_zero_centered_gamma", True, {}, "is read by layers of megatron-core that are replaced here"),
+    ("apply_query_key_layer_scaling", True, {}, "is read by layers of megatron-core that are replaced here"),
+    ("qk_l2_norm", True, {}, "is read by layers of megatron-core that are replaced here"),
+    ("mrope_section", [1, 2, 3], {}, "is read by layers of megatron-core that are replaced here"),
+    ("qk_clip", True, {}, "has no effect"),
+    ("apply_residual_connection_post_layernorm", True, {}, "has no effect"),
+    ("fp8", "hybrid", {}, "passed over without a word"),
+    ("fp4", "e2m1", {}, "choose train.precision"),
+    ("fp32_residual_connection", True, {}, "which pipeline stages receive as train.precision"),
+    ("batch_p2p_comm", True, HALF_PIPELINE, "pairs activations with gradients"),
+]
+
+ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("softmax_type", "vanilla", {}),
+    ("rotary_interleaved", False, {}),
+    ("qk_clip", False, {}),
+    ("fp8", None, {}),
+    ("fp32_residual_connection", True, {"train__precision": "fp32"}),
+    ("batch_p2p_comm", False, HALF_PIPELINE),
+    ("batch_p2p_comm", True, {"layout": {"pp": 4, "vpp": 2}}),
+    ("batch_p2p_comm", True, {"layout": {"pp": 2}}),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "others", "words"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_a_field_that_lets_a_fault_in_is_refused(field: str, value: Any, others: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        config(model__megatron={field: value}, **others)
+    shown = str(value).lower() if isinstance(value, bool) else value
+    (line,) = [line for line in str(error.value).splitlines() if f"model.megatron.{field}={shown}" in line]
+    assert words in line
+    assert ";" in line, "the message must say what to change"
+
+
+@pytest.mark.parametrize(("field", "value", "others"), ALLOWED, ids=str)
+def test_a_field_that_lets_no_fault_in_passes(field: str, value: Any, others: dict[str, Any]) -> None:
+    assert config(model__megatron={field: value}, **others).model.megatron == {field: value}
+
+
+def test_every_refusal_is_tested() -> None:
+    assert {field for refusal in guards.REFUSALS for field in refusal.fields} == {row[0] for row in REFUSED}
+
+
+def test_transformer_engine_is_refused_for_isolated_documents() -> None:
+    with pytest.raises(ValidationError, match=r"model\.backend=te lets attention cross the documents of a row"):
+        config(model__backend="te", data__isolate_documents=True, data__kind="indexed", data__train=[{"path": "x"}])
+    config(model__backend="te")
+
+
+DOCUMENTS = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "x"}]}
+NOTED: list[tuple[guards.Note, dict[str, Any], dict[str, Any]]] = [
+    (guards.DROPOUT, {"model__hidden_dropout": 0.1}, {"model__hidden_dropout": 0.0}),
+    (guards.DROPOUT, {"model__attention_dropout": 0.1}, {"model__attention_dropout": 0.0}),
+    (guards.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 1e-3}),
+    (guards.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 0.0}),
+    (guards.TORCH_LAYERS, DOCUMENTS, {**DOCUMENTS, "model__backend": "torch"}),
+]
+
+
+@pytest.mark.parametrize(("note", "given", "other"), NOTED)
+def test_what_cannot_be_mended_is_noted(note: guards.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
+    assert guards.notes(config(**given)) == [note.text]
+    assert guards.notes(config(**other)) == []
