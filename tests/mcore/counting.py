@@ -1,0 +1,153 @@
+"""Counts what a training step asks of the network and of the host; the rank side of test_collectives.py."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import run_chunk
+from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.step import term_inputs
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import Built, build, own_microbatches
+
+
+class Counts(NamedTuple):
+    """What one step of one rank did."""
+
+    collectives: Counter[tuple[str, int]]
+    """(name, elements): transfers between stages are not among them."""
+    reads: Counter[str]
+    """Values that the host asked a tensor for, by the file that asked: where a GPU would be waited for."""
+
+
+class Counting(TorchDispatchMode):
+    """Counts inside its `with` block; everything goes on as it would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts(Counter(), Counter())
+
+    def __enter__(self) -> Counting:
+        self._tolist = torch.Tensor.tolist  # reads memory without an operation that could be seen
+        counts = self.counts
+
+        def tolist(tensor: Tensor) -> Any:
+            counts.reads[_asking_file()] += 1
+            return self._tolist(tensor)
+
+        torch.Tensor.tolist = tolist  # type: ignore[assignment,method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace, name = function.name().split("::")
+        if namespace == "c10d" and name.split(".")[0] not in ("send", "recv_", "recv_any_source_"):
+            tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
+            self.counts.collectives[(name.split(".")[0], max(each.numel() for each in tensors))] += 1
+        elif name.split(".")[0] == "_local_scalar_dense":
+            self.counts.reads[_asking_file()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _asking_file() -> str:
+    """The innermost file that is not part of torch or of this counting, from its package on."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "torch" not in path.parts and path != Path(__file__):
+            return "/".join(path.parts[-3:])
+        frame = frame.f_back
+    return "torch"
+
+
+class Steps(NamedTuple):
+    """The same step in three ways."""
+
+    ours: Counts
+    megatrons: Counts
+    """megatron-core's own normalisation, logging of the loss, and optimizer step."""
+    bare: Counts
+    """Gradients reduced and stepped on, without any normalisation."""
+
+
+def count_steps(groups: Groups, config: Config, batch: GlobalBatch) -> Steps:
+    """Each way on a model of its own, its second step: the first one allocates."""
+    ours, megatrons, bare = (build(groups, config) for _ in range(3))
+    return Steps(
+        ours=_second(lambda: _our_step(ours, groups, config, batch)),
+        megatrons=_second(lambda: _plain_step(megatrons, groups, config, batch, normalises=True)),
+        bare=_second(lambda: _plain_step(bare, groups, config, batch, normalises=False)),
+    )
+
+
+def _second(step: Callable[[], None]) -> Counts:
+    step()
+    with Counting() as counting:
+        step()
+    return counting.counts
+
+
+def _our_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch) -> None:
+    totals = built.training.forward_backward(own_microbatches(batch, groups, config))
+    assert built.training.update(totals, config.optimizer.lr) is not None
+
+
+def _plain_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, normalises: bool) -> None:
+    """As megatron-core's users write it: a sum of losses, an int32 count, a report to be logged."""
+    count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
+    terms = [MAIN_TERM, *config.loss.side_terms]
+    rows = slice_for_rank(share_batches(own_microbatches(batch, groups, config), count, terms, config, groups), groups)
+
+    def finalize(model: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
+        finalize_model_grads(model, num_tokens if normalises else None, **options)
+
+    def forward_step(iterator: Iterator[Microbatch], chunk: Any) -> Any:
+        microbatch = next(iterator)
+
+        def loss_of_output(logits: Tensor) -> Any:
+            inputs = term_inputs(logits, microbatch, config, groups)[MAIN_TERM]
+            loss = (inputs.logits.cross_entropy(inputs.labels) * inputs.weights).sum()
+            num_tokens = inputs.weights.sum()
+            return loss, num_tokens.to(torch.int32), {"loss": torch.stack([loss.detach(), num_tokens])}
+
+        return run_chunk(chunk, microbatch), loss_of_output
+
+    get_model_config(built.chunks[0]).finalize_model_grads_func = finalize
+    built.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(rows) for _ in built.chunks],
+        model=built.chunks,
+        num_microbatches=count,
+        seq_length=config.data.seq_length,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=False,
+    )
+    built.optimizer.inner.step()
+    if normalises and reports:
+        total = torch.stack([report["loss"] for report in reports]).sum(0)
+        dist.all_reduce(total, group=groups.dp_cp)
+        assert (total[0] / total[1]).item() > 0

@@ -1,0 +1,68 @@
+"""What the loss pairs cost a step: one small collective, one read by the host, no more than megatron-core's own way."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.mcore.counting import Steps, count_steps
+from tests.parity.batches import three_steps
+from tests.parity.cases import SINGLE, Case, case
+from tests.pool import Pool
+
+CASES = [
+    SINGLE,
+    case(4, dp=2),
+    case(4, cp=2),
+    case(4, tp=2, sp=True),
+    case(8, pp=2),
+    case(4, pp=2, vpp=2, dp=2),
+    case(4, tp=2, pp=2),
+]
+SIDE_TERMS = {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1}}
+OUR_READ = Counter({"mtrain/mcore/pairs.py": 1})
+
+
+_counted: dict[str, list[Steps]] = {}
+
+
+def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
+    """One report a rank; what was counted once is kept."""
+    key = f"{case} {changes}"
+    if key not in _counted:
+        config = case.config(**changes)
+        _counted[key] = pool.run(count_steps, case.resolved(config), config, three_steps()[0])
+    return _counted[key]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_small_collective_beside_the_reduction_of_gradients(pool: Pool, case: Case) -> None:
+    for steps in steps_of_all_ranks(pool, case):
+        added = steps.ours.collectives - steps.bare.collectives
+        is_alone = case is SINGLE
+        assert added == ({} if is_alone else {("allreduce_", 4): 1})
+        assert (steps.megatrons.collectives - steps.bare.collectives).total() >= added.total()
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_side_terms_need_their_denominators_before_the_forward_pass(pool: Pool, case: Case) -> None:
+    """And a loss function's own collectives in a tensor-parallel group are as many as for the main term."""
+    for steps in steps_of_all_ranks(pool, case, loss__side_terms=SIDE_TERMS):
+        assert steps.ours.collectives - steps.bare.collectives == {("allreduce_", 2): 1, ("allreduce_", 7): 1}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"loss__side_terms": SIDE_TERMS}], ids=["one term", "two terms"])
+def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(
+    pool: Pool, changes: dict[str, Any], case: Case
+) -> None:
+    for steps in steps_of_all_ranks(pool, case, **changes):
+        assert steps.ours.reads - steps.megatrons.reads == OUR_READ
+        assert steps.megatrons.reads.total() - steps.ours.reads.total() >= 1
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
+    for steps in steps_of_all_ranks(pool, case, train__precision="bf16"):
+        assert steps.ours.collectives - steps.bare.collectives == {("allreduce_", 4): 1}
+        assert steps.ours.reads - steps.megatrons.reads == OUR_READ
