@@ -1,0 +1,30 @@
+"""The silent faults of megatron-core 0.16.1, and what becomes of each here.
+
+A row names the fault, its place in the sources, the condition on a configuration, and the outcome: fixed by
+construction, refused, or noted in the log. docs/guards.md is written from this table.
+"""
+
+from __future__ import annotations
+
+from mtrain.config import Config
+from mtrain.layout import Layout
+from mtrain.mcore.guards import checkpoint, families, layers, loss, optimizer
+from mtrain.mcore.guards.row import VERSION, Guard
+
+__all__ = ["GROUPS", "TABLE", "VERSION", "Guard", "applicable"]
+
+GROUPS: dict[str, tuple[Guard, ...]] = {
+    "Loss and normalisation": loss.ROWS,
+    "Model, initial weights and pipeline": layers.ROWS,
+    "Optimizer": optimizer.ROWS,
+    "Checkpoints": checkpoint.ROWS,
+    "Models that cannot be built yet": families.ROWS,
+}
+"""Rows by heading."""
+
+TABLE: tuple[Guard, ...] = tuple(row for rows in GROUPS.values() for row in rows)
+
+
+def applicable(config: Config, layout: Layout) -> list[Guard]:
+    """The faults that this configuration would meet in plain Megatron-Core."""
+    return [row for row in TABLE if row.applies(config, layout)]

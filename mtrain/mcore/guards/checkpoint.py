@@ -1,0 +1,71 @@
+"""Faults in saving and loading."""
+
+from __future__ import annotations
+
+from mtrain.mcore.guards.row import Guard, Place, always, guard_test
+
+_WRITER = "dist_checkpointing/strategies/filesystem_async.py"
+_CHECKPOINT_TESTS = "tests/mcore/test_checkpoint.py"
+
+ROWS = (
+    Guard(
+        "checkpoint form without metadata",
+        "The distributed optimizer's default form of a checkpoint is one that its own checkpoints no longer accept.",
+        (
+            Place("optimizer/distrib_optimizer.py", 1225, 1226, "fully_sharded_model_space"),
+            Place("dist_checkpointing/mapping.py", 133, 134, "flattened_range"),
+        ),
+        "the distributed optimizer, saved without metadata",
+        lambda config, layout: config.train.distributed_optimizer,
+        "fixed",
+        "Weights, main weights and moments are whole tensors under names that do not depend on the layout.",
+        ("mtrain/mcore/checkpoint.py", "mtrain/mcore/places.py"),
+        (
+            guard_test("the_default_checkpoint_form_cannot_be_saved"),
+            f"{_CHECKPOINT_TESTS}::test_another_layout_gets_the_same_bits_and_trains_alike",
+        ),
+    ),
+    Guard(
+        "helper processes in a save",
+        "A save spawns a manager on each rank, which imports the main script again, and forks writers, for whose end "
+        "it waits for ever if one is killed.",
+        (Place(_WRITER, 51, 56, "Manager"), Place(_WRITER, 307, 308, "join")),
+        "checkpoints",
+        always,
+        "fixed",
+        "Ranks write their own shards; no process is started.",
+        ("mtrain/mcore/torch_dist.py",),
+        (
+            guard_test("a_save_of_theirs_starts_processes"),
+            f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
+        ),
+    ),
+    Guard(
+        "psutil",
+        "The writers need psutil, which is not declared; without it they end with an error and the save hangs.",
+        (Place(_WRITER, 635, 642, "psutil"),),
+        "checkpoints where psutil is absent",
+        always,
+        "fixed",
+        "Saving does not use it.",
+        ("mtrain/mcore/torch_dist.py",),
+        (
+            guard_test("their_writer_needs_psutil"),
+            f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
+        ),
+    ),
+    Guard(
+        "checkpoints run code",
+        "The list of tensors and every object beside them are unpickled, which runs whatever they name.",
+        (Place("dist_checkpointing/strategies/torch.py", 748, 760, "FileSystemReader"),),
+        "checkpoints from elsewhere",
+        always,
+        "fixed",
+        "Only the plain classes of such a list are let through, and no other object is read.",
+        ("mtrain/mcore/safe_load.py",),
+        (
+            guard_test("a_checkpoint_runs_code_in_their_reader_and_not_in_ours"),
+            f"{_CHECKPOINT_TESTS}::test_nothing_of_a_checkpoint_runs_as_code",
+        ),
+    ),
+)

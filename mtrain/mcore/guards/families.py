@@ -1,0 +1,85 @@
+"""Faults of models and schedules that cannot be built yet: their fields are refused as a family.
+
+When a family is built, its rows get an outcome, and tests, of their own.
+"""
+
+from __future__ import annotations
+
+from mtrain.mcore.guards.row import Guard, Place, has_field
+
+_REFUSED = "The fields of this family are refused."
+_MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/layout.py")
+_TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",)
+_ROUTER = "transformer/moe/router.py"
+
+
+def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> Guard:
+    """A row whose fields all belong to a family that cannot be built."""
+    return Guard(
+        name,
+        fault,
+        places,
+        ", ".join(fields),
+        has_field(*fields),
+        "refused",
+        _REFUSED,
+        _MODULES,
+        _TESTS,
+        tuple({field: value} for field in fields),
+    )
+
+
+ROWS = (
+    _refused(
+        "auxiliary losses of experts",
+        "In per-token mode auxiliary and z losses are weighted by all positions, divided by loss tokens and scaled by "
+        "1 / (tp x cp).",
+        (Place(_ROUTER, 456, 468, "num_tokens"), Place(_ROUTER, 484, 500, "tp_cp_group")),
+        ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        0.01,
+    ),
+    _refused(
+        "expert bias under a mask",
+        "Counts for the expert bias combine a mask of tokens with one of tokens and experts: an error, or silently "
+        "wrong where both are as many; the bias moves even when the step is skipped.",
+        (Place(_ROUTER, 539, 543, "padding_mask"), Place("distributed/finalize_model_grads.py", 476, 477, "bias")),
+        ("moe_router_enable_expert_bias",),
+        True,
+    ),
+    _refused(
+        "experts in the gradient norm",
+        "With ep > 1 and tp > 1 the gradient norm leaves experts of tensor-parallel rank > 0 out.",
+        (Place("tensor_parallel/layers.py", 89, 98, "tp_group"),),
+        ("num_moe_experts",),
+        8,
+    ),
+    _refused(
+        "experts without TransformerEngine",
+        "The router asks for a function of TransformerEngine that was never imported: a NameError.",
+        (Place("transformer/moe/moe_utils.py", 1192, 1193, "te_general_gemm"),),
+        ("moe_router_topk",),
+        2,
+    ),
+    _refused(
+        "multi-token prediction",
+        "Its losses are divided by the tokens of the main loss, or by 0 where all are masked, and reach over the edges "
+        "of packed documents.",
+        (Place("models/gpt/gpt_model.py", 611, 661, "num_tokens"),),
+        ("mtp_num_layers", "mtp_loss_scaling_factor"),
+        1,
+    ),
+    _refused(
+        "multi-head latent attention",
+        "Under tp > 1 the gradient of the shared rotary key misses its sum over tensor-parallel ranks.",
+        (Place("transformer/multi_latent_attention.py", 562, 571, "rotary_pos_emb"),),
+        ("multi_latent_attention",),
+        True,
+    ),
+    _refused(
+        "hybrid context parallelism",
+        "Its schedule passes an argument in the place of the context-parallel size, so a two-part loss becomes 0.",
+        (Place("pipeline_parallel/hybrid_cp_schedule.py", 585, 598, "collect_non_loss_data"),),
+        ("hybrid_context_parallel",),
+        True,
+    ),
+)

@@ -1,0 +1,166 @@
+"""Faults in what is divided by what, and in the loss itself."""
+
+from __future__ import annotations
+
+from mtrain.mcore.guards.row import Guard, Place, always, guard_test, has_field, spec_test
+from mtrain.planning import padded_vocab_size
+
+_SCHEDULES = "pipeline_parallel/schedules.py"
+_CROSS_ENTROPY = "tensor_parallel/cross_entropy.py"
+
+ROWS = (
+    Guard(
+        "mean of means",
+        "By default each microbatch is divided by its own tokens, then by the number of microbatches and ranks: the "
+        "gradient depends on how the batch is split, while the logged loss does not show it.",
+        (Place(_SCHEDULES, 259, 263, "num_microbatches"),),
+        "more than one microbatch or data-parallel rank, and masks",
+        lambda config, layout: config.train.global_batch_size > config.train.micro_batch_size,
+        "fixed",
+        "Sums travel through the schedule and the gradient is divided once, by the sum of the denominators.",
+        ("mtrain/mcore/translate.py", "mtrain/mcore/finalize.py"),
+        (spec_test("the_default_is_a_mean_of_means"),),
+    ),
+    Guard(
+        "two-part loss closures",
+        "A closure that returns (loss, report) has its loss multiplied by cp / microbatches, in per-token mode too.",
+        (Place(_SCHEDULES, 264, 269, "cp_group_size"),),
+        "always, with that form of closure",
+        always,
+        "fixed",
+        "The three-part form is used, which per-token mode leaves alone.",
+        ("mtrain/mcore/schedule.py",),
+        (
+            guard_test("a_two_part_closure_is_scaled"),
+            "tests/parity/test_layouts.py::test_the_layout_does_not_change_the_run",
+        ),
+    ),
+    Guard(
+        "token counts in int32",
+        "Token counts are added up in int32: a fractional count raises, and above 2^31 the sum wraps to a negative "
+        "number, by which nothing is divided.",
+        (
+            Place(_SCHEDULES, 596, 596, "torch.int"),
+            Place(_SCHEDULES, 983, 983, "torch.int"),
+            Place(_SCHEDULES, 2138, 2138, "torch.int"),
+        ),
+        "weights that are not whole numbers, or more than 2^31 tokens a step",
+        always,
+        "fixed",
+        "Denominators are float64 and never pass through megatron-core's count.",
+        ("mtrain/mcore/pairs.py",),
+        (guard_test("token_counts_overflow_and_denominators_do_not"),),
+    ),
+    Guard(
+        "reports that share memory with the loss",
+        "The loss is divided in place, so a report that is a view of it is divided as well.",
+        (Place(_SCHEDULES, 262, 263, "/="), Place(_SCHEDULES, 268, 269, "*=")),
+        "always, with a report that is not cloned",
+        always,
+        "fixed",
+        "Numbers for the log are copied into float64 sums before megatron-core gets the loss; the report is empty.",
+        ("mtrain/mcore/pairs.py", "mtrain/mcore/schedule.py"),
+        (guard_test("a_report_that_shares_memory_changes_and_our_sums_do_not"),),
+    ),
+    Guard(
+        "counts below one",
+        "The count of a microbatch is raised to at least 1, so weights that add up to less shrink the loss.",
+        (Place(_SCHEDULES, 262, 262, "clamp"),),
+        "weights that add up to less than 1",
+        always,
+        "fixed",
+        "Nothing is clamped and no epsilon is added: the division is by the denominator itself.",
+        ("mtrain/mcore/finalize.py",),
+        (guard_test("small_weights_are_divided_by_their_own_sum"),),
+    ),
+    Guard(
+        "batches without loss tokens",
+        "With 0 tokens gradients are not scaled at all: what other terms left there is applied raw.",
+        (Place("distributed/finalize_model_grads.py", 494, 497, "num_tokens > 0"),),
+        "a global batch whose tokens are all masked",
+        always,
+        "fixed",
+        "Gradients become exactly 0, the update is left out and the step is recorded as empty.",
+        ("mtrain/mcore/finalize.py", "mtrain/step.py"),
+        (
+            guard_test("a_batch_without_tokens_leaves_no_gradient"),
+            "tests/parity/test_terms.py::test_an_empty_batch_leaves_every_bit",
+        ),
+    ),
+    Guard(
+        "averages instead of sums over ranks",
+        "By default gradients are multiplied by 1 / (dp x cp) before they are summed, or averaged in the collective.",
+        (Place("distributed/distributed_data_parallel.py", 254, 288, "gradient_scaling_factor"),),
+        "dp x cp > 1",
+        lambda config, layout: layout.dp * layout.cp > 1,
+        "fixed",
+        "Gradients are summed: the factor is 1 and averaging in the collective is off.",
+        ("mtrain/mcore/translate.py",),
+        (guard_test("gradients_are_averaged_over_ranks_and_summed_here"),),
+    ),
+    Guard(
+        "label smoothing under tensor parallelism",
+        "Each rank smooths over its own part of the vocabulary, so loss and gradient differ from rank to rank.",
+        (Place(_CROSS_ENTROPY, 164, 182, "mean_log_probs"),),
+        "tp > 1 and label smoothing",
+        lambda config, layout: layout.tp > 1,
+        "fixed",
+        "Smoothing is over the whole real vocabulary, with the sum over ranks in the same all-reduce.",
+        ("mtrain/loss/vocab_parallel.py",),
+        (
+            spec_test("label_smoothing_is_wrong_under_tensor_parallelism"),
+            "tests/loss/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
+        ),
+    ),
+    Guard(
+        "gathered logits with labels",
+        "A model that gathers its logits still computes the loss as if they were split: it is too large by log(tp).",
+        (
+            Place("models/gpt/gpt_model.py", 248, 248, "gather_output"),
+            Place("models/common/language_module/language_module.py", 166, 167, "vocab_parallel_cross_entropy"),
+        ),
+        "tp > 1 and parallel_output=False",
+        lambda config, layout: layout.tp > 1,
+        "fixed",
+        "Logits stay split and the loss is computed outside the model.",
+        ("mtrain/mcore/model.py",),
+        (guard_test("gathered_logits_add_log_tp"),),
+    ),
+    Guard(
+        "fused cross entropy in bf16",
+        "The native fused cross entropy rounds its gradient to bf16, whatever the precision of the model.",
+        (Place("fusions/fused_cross_entropy.py", 82, 82, "bfloat16"),),
+        "cross_entropy_loss_fusion with the native implementation",
+        has_field("cross_entropy"),
+        "refused",
+        "The field is not free; the loss here returns gradients in the precision of the logits.",
+        ("mtrain/config/megatron_fields.py", "mtrain/loss/vocab_parallel.py"),
+        (guard_test("the_fused_cross_entropy_rounds_to_bf16"),),
+        ({"cross_entropy_loss_fusion": True}, {"cross_entropy_fusion_impl": "native"}),
+    ),
+    Guard(
+        "padded vocabulary in the softmax",
+        "Columns that only pad the vocabulary take part in the softmax, and how many there are depends on tp.",
+        (Place(_CROSS_ENTROPY, 127, 158, "sum_exp_logits"),),
+        "a vocabulary that is no multiple of vocab_multiple x tp",
+        lambda config, layout: padded_vocab_size(config.model, layout.tp) != config.model.vocab_size,
+        "fixed",
+        "Padding takes part in no softmax, its gradient is exactly 0 and its rows start at 0.",
+        ("mtrain/loss/vocab_parallel.py", "mtrain/mcore/initialize.py"),
+        (guard_test("padding_of_the_vocabulary_changes_the_loss"),),
+    ),
+    Guard(
+        "sums overflow in fp16",
+        "In per-token mode sums are differentiated, and dynamic loss scaling starts above what fp16 can hold of them.",
+        (Place("optimizer/grad_scaler.py", 86, 88, "min_scale"),),
+        "train.precision=fp16",
+        lambda config, layout: config.train.precision == "fp16",
+        "fixed",
+        "The objective is first multiplied by an exact power of two near 1 / D, which the one division takes out.",
+        ("mtrain/step.py", "mtrain/loss/terms.py"),
+        (
+            "tests/parity/test_precision.py::test_plain_sums_would_overflow_in_fp16",
+            "tests/parity/test_precision.py::test_the_premultiplier_changes_no_bit",
+        ),
+    ),
+)

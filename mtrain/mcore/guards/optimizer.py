@@ -1,0 +1,84 @@
+"""Faults in the optimizer and its state."""
+
+from __future__ import annotations
+
+from mtrain.config import guards
+from mtrain.mcore.guards.row import Guard, Place, guard_test
+
+_OPTIMIZER = "optimizer/optimizer.py"
+_DISTRIBUTED = "optimizer/distrib_optimizer.py"
+
+ROWS = (
+    Guard(
+        "norm without clipping",
+        "With clip_grad = 0 a single optimizer reports a gradient norm of 0.0, or none.",
+        (
+            Place(_OPTIMIZER, 605, 607, "grad_norm = 0.0"),
+            Place(_OPTIMIZER, 975, 977, "grad_norm = None"),
+        ),
+        "optimizer.clip_grad=0",
+        lambda config, layout: config.optimizer.clip_grad == 0,
+        "fixed",
+        "The norm is computed at every step, before anything is clipped.",
+        ("mtrain/mcore/optimizer.py",),
+        (guard_test("the_norm_is_told_without_clipping"),),
+    ),
+    Guard(
+        "epsilon in clipping",
+        "Gradients are multiplied by clip_grad / (norm + 1e-6), as in torch: for a tiny limit that is far too little.",
+        (Place("optimizer/clip_grads.py", 172, 172, "1.0e-6"),),
+        "optimizer.clip_grad below 0.001",
+        lambda config, layout: guards.CLIPPING.applies(config),
+        "noted",
+        "Kept, since torch and transformers do the same; the log says so. It acts after the one division, so it does "
+        "not depend on the layout.",
+        ("mtrain/mcore/optimizer.py", "mtrain/config/guards.py"),
+        (guard_test("the_epsilon_in_clipping_is_noted"),),
+    ),
+    Guard(
+        "one step counter for all parameters",
+        "After a load all parameters share one step tensor, which each of them advances: Adam's bias correction runs "
+        "away.",
+        (Place(_DISTRIBUTED, 818, 825, "step"),),
+        "the distributed optimizer with torch's Adam, resumed",
+        lambda config, layout: config.train.distributed_optimizer,
+        "fixed",
+        "Each parameter gets a counter of its own.",
+        ("mtrain/mcore/optimizer_state.py",),
+        (guard_test("adam_counts_updates_once_after_a_load"),),
+    ),
+    Guard(
+        "loading before the first update",
+        "An optimizer that has not stepped cannot tell its state, which loading starts with.",
+        (Place(_DISTRIBUTED, 640, 642, "len(steps) == 1"),),
+        "the distributed optimizer with torch's Adam, resumed",
+        lambda config, layout: config.train.distributed_optimizer,
+        "fixed",
+        "States are made where they are missing.",
+        ("mtrain/mcore/optimizer_state.py",),
+        (guard_test("states_are_loaded_before_the_first_update"),),
+    ),
+    Guard(
+        "loading visits Adam's step",
+        "Loading copies every state that Adam holds, its step too, which was not saved: a KeyError, or a stale value.",
+        (Place(_DISTRIBUTED, 936, 940, "copy_"),),
+        "the distributed optimizer with torch's Adam, resumed",
+        lambda config, layout: config.train.distributed_optimizer,
+        "fixed",
+        "Main weights and moments are set by name, the step from its own counter.",
+        ("mtrain/mcore/optimizer_state.py",),
+        (guard_test("loading_does_not_ask_for_adams_step"),),
+    ),
+    Guard(
+        "states shifted by padding",
+        "The form that fits every layout takes buckets together without their padding, but looks parameters up in the "
+        "padded buffer: states behind the first padding are those of other parameters.",
+        (Place(_DISTRIBUTED, 1112, 1118, "numel_unpadded"), Place(_DISTRIBUTED, 1501, 1501, "param_world_start")),
+        "the distributed optimizer with more than one gradient bucket, saved",
+        lambda config, layout: config.train.distributed_optimizer,
+        "fixed",
+        "States are gathered bucket by bucket, each parameter from its place in its bucket.",
+        ("mtrain/mcore/optimizer_state.py",),
+        (guard_test("states_behind_padding_are_their_own"),),
+    ),
+)

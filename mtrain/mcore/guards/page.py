@@ -1,0 +1,64 @@
+"""The table of guards as a page of the documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from mtrain.mcore.guards import GROUPS, TABLE, VERSION, Guard
+
+COMMAND = "python tools/guards_page.py docs/guards.md"
+
+_INTRODUCTION = f"""# Guards: silent faults of megatron-core {VERSION}
+
+<!-- Written by `{COMMAND}` from mtrain/mcore/guards; a test compares. Change the table, not this page. -->
+
+These are faults of plain Megatron-Core that raise no error, or not one that names its cause, on some configuration.
+Each row says where the fault is in the sources of {VERSION} (below `megatron/core/`), when it shows, and what happens
+here:
+
+- **fixed**: absent by construction; the files that see to it are named.
+- **refused**: `mtrain check` and `mtrain train` say so before a rank starts, and end with exit code 2.
+- **noted**: it cannot be mended; the run says so once at its start.
+
+Every row names the tests that show the fault in plain Megatron-Core and its absence here, except those on models that
+cannot be built yet. A test also compares the named lines with the installed sources, so an upgrade shows what moved.
+"""
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    return "\n".join((_INTRODUCTION, *_summary(), *_sections())) + "\n"
+
+
+def _summary() -> Iterator[str]:
+    counts = {outcome: sum(row.outcome == outcome for row in TABLE) for outcome in ("fixed", "refused", "noted")}
+    yield f"{len(TABLE)} rows: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + ".\n"
+    yield "| fault | when | here |\n|---|---|---|"
+    for row in TABLE:
+        yield f"| [{row.name}](#{_anchor(row.name)}) | {row.condition} | {row.outcome} |"
+
+
+def _anchor(name: str) -> str:
+    """As renderers of Markdown make it from a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", name.lower()).replace(" ", "-")
+
+
+def _sections() -> Iterator[str]:
+    for heading, rows in GROUPS.items():
+        yield f"\n## {heading}"
+        for row in rows:
+            yield from _entry(row)
+
+
+def _entry(row: Guard) -> Iterator[str]:
+    yield f"\n### {row.name[0].upper()}{row.name[1:]}\n"
+    yield f"{row.fault}\n"
+    yield f"- Where: {_code(row.places)}"
+    yield f"- When: {row.condition}"
+    yield f"- Here: **{row.outcome}**. {row.here} ({_code(row.modules)})"
+    yield f"- Shown by: {_code(row.tests)}"
+
+
+def _code(names: Iterable[object]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,86 @@
+"""What a row of the table of guards says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from mtrain.config import Config
+from mtrain.config.guards import Refusal
+from mtrain.layout import Layout
+
+VERSION = "0.16.1"
+"""Of megatron-core: what the table was read from."""
+
+Outcome = Literal["fixed", "refused", "noted"]
+"""fixed: absent by construction. refused: a ConfigError before the run starts. noted: allowed, and said in the log."""
+
+Condition = Callable[[Config, Layout], bool]
+
+GUARD_TESTS = "tests/mcore/test_guards.py"
+SPEC_TESTS = "tests/mcore/test_spec_faults.py"
+
+
+class Place(NamedTuple):
+    """Where megatron-core does it."""
+
+    path: str
+    """Below megatron/core."""
+    first: int
+    last: int
+    """Lines."""
+    sign: str
+    """A word of the code that stands there: tells when the lines have moved."""
+
+    def __str__(self) -> str:
+        lines = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{self.path}:{lines}"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One fault of megatron-core and what becomes of it here."""
+
+    name: str
+    fault: str
+    """One sentence on plain Megatron-Core."""
+    places: tuple[Place, ...]
+    condition: str
+    """When plain Megatron-Core shows it, in words."""
+    applies: Condition
+    """The same as a predicate; of a refused row, when a configuration would be refused."""
+    outcome: Outcome
+    here: str
+    """What happens instead, one sentence."""
+    modules: tuple[str, ...]
+    """Files that see to it."""
+    tests: tuple[str, ...]
+    """`file::function`; show the fault and its absence."""
+    refused: tuple[dict[str, Any], ...] = ()
+    """Contents of `model.megatron` that a refused row turns away."""
+
+
+def guard_test(name: str) -> str:
+    """A test of this table's own file."""
+    return f"{GUARD_TESTS}::test_{name}"
+
+
+def spec_test(name: str) -> str:
+    """A test of whole steps in plain Megatron-Core."""
+    return f"{SPEC_TESTS}::test_{name}"
+
+
+def always(config: Config, layout: Layout) -> bool:
+    """Every run is concerned."""
+    return True
+
+
+def breaks(refusal: Refusal) -> Condition:
+    """Whether the layer that reads configurations refuses."""
+    return lambda config, layout: any(refusal.messages(config))
+
+
+def has_field(*prefixes: str) -> Condition:
+    """Whether a field that begins so was passed to megatron-core."""
+    return lambda config, layout: any(name.startswith(prefixes) for name in config.model.megatron)

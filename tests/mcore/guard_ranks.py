@@ -1,0 +1,289 @@
+"""Faults of plain megatron-core beside what stands here instead; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+from megatron.core.tensor_parallel import (
+    CheckpointWithoutOutput,
+    param_is_not_tensor_parallel_duplicate,
+    vocab_parallel_cross_entropy,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+
+from mtrain.config import Config
+from mtrain.loss.pair import MAIN_TERM, LossPair
+from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.finalize import Finalizer
+from mtrain.mcore.gather import gather_whole, parameter_shards
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import build_model
+from mtrain.mcore.pairs import GlobalTotals, PairAccumulator
+from mtrain.mcore.translate import transformer_config
+
+SEQ, HIDDEN = 8, 16
+
+
+def fields(groups: Groups, **changes: Any) -> dict[str, Any]:
+    """A small model in megatron-core's words, under the layout of the groups."""
+    layout = groups.layout
+    small = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 2, "normalization": "RMSNorm"}
+    without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    split = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+    }
+    floats = {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "use_cpu_initialization": True}
+    return {**small, **without, **split, **floats, **changes}
+
+
+def plain_gpt(groups: Groups, vocab_size: int, parallel_output: bool = True, **changes: Any) -> GPTModel:
+    """megatron-core's own model on its local layers."""
+    return GPTModel(
+        TransformerConfig(**fields(groups, **changes)),
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=vocab_size,
+        max_sequence_length=SEQ,
+        pre_process=groups.pp_rank == 0,
+        post_process=groups.pp_rank == groups.layout.pp - 1,
+        parallel_output=parallel_output,
+        position_embedding_type="rope",
+        pg_collection=groups.collection,
+    )
+
+
+def vocab_parallel(local: Tensor, groups: Groups, vocab_size: int) -> VocabParallelLogits:
+    """The logits of this rank as losses here see them."""
+    group = groups.tp if groups.layout.tp > 1 else None
+    return VocabParallelLogits(local, group, groups.tp_rank * local.shape[-1], vocab_size)
+
+
+def gathered_logits(groups: Groups) -> list[float]:
+    """Mean loss of one model: gathered logits, split logits, and split logits with the loss of here."""
+    rows = torch.arange(SEQ).remainder(5).unsqueeze(0)
+    losses = []
+    for parallel_output in (False, True):
+        torch.manual_seed(1)
+        model = plain_gpt(groups, vocab_size=8, parallel_output=parallel_output)
+        losses.append(model(rows, rows, None, labels=rows).mean().item())
+    logits = model(rows, rows, None)
+    logits = logits.transpose(0, 1).contiguous()  # without labels the batch comes first
+    return [*losses, vocab_parallel(logits, groups, 8).cross_entropy(rows).mean().item()]
+
+
+def padded_vocabulary(groups: Groups, logits: Any, labels: Any, vocab_size: int) -> tuple[float, float, float]:
+    """Mean loss: theirs, ours, and the softmax over real tokens alone."""
+    local, targets = torch.as_tensor(logits), torch.as_tensor(labels)
+    exact = nn.functional.cross_entropy(local[..., :vocab_size].flatten(0, 1), targets.flatten())
+    theirs = vocab_parallel_cross_entropy(local.clone(), targets).mean()
+    ours = vocab_parallel(local, groups, vocab_size).cross_entropy(targets.t()).mean()
+    return float(theirs), float(ours), float(exact)
+
+
+def fused_cross_entropy(groups: Groups, logits: Any, labels: Any) -> tuple[Any, Any, Any]:
+    """Gradients of float32 logits: theirs, ours, and torch's own."""
+    targets, gradients = torch.as_tensor(labels), []
+    for number in range(3):
+        local = torch.as_tensor(logits).clone().requires_grad_()
+        if number == 0:
+            loss = fused_vocab_parallel_cross_entropy(local * 1.0, targets, groups.tp).sum()
+        elif number == 1:
+            loss = vocab_parallel(local, groups, logits.shape[-1]).cross_entropy(targets.t()).sum()
+        else:
+            loss = nn.functional.cross_entropy(local.flatten(0, 1), targets.flatten(), reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, local)
+        gradients.append(gradient.numpy())
+    return gradients[0], gradients[1], gradients[2]
+
+
+class Scale(nn.Module):
+    """The smallest model that megatron-core's schedules run: one weight."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config, self.weight = config, nn.Parameter(torch.ones(1))
+        self.model_type = ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, tensor: object) -> None:
+        """Part of the schedules' protocol."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.weight * values
+
+
+def counted_tokens(groups: Groups, counts: Sequence[float], dtype: str) -> float | str:
+    """What their schedule makes of the token counts of microbatches: their total, or the error."""
+    config = TransformerConfig(**fields(groups, calculate_per_token_loss=True))
+    found: list[float] = []
+    config.finalize_model_grads_func = lambda model, total, **_: found.append(total.item())
+
+    def forward_step(iterator: Any, model: Scale) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        count = torch.tensor(next(iterator), dtype=getattr(torch, dtype))
+        return model(torch.ones(1)), lambda output: (output.sum(), count, {})
+
+    try:
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(counts),
+            model=Scale(config),
+            num_microbatches=len(counts),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    except RuntimeError as error:
+        return str(error)
+    return found[0]
+
+
+def pair_denominator(groups: Groups, counts: Sequence[float]) -> float:
+    """What the totals of here make of the same counts."""
+    pairs = PairAccumulator([MAIN_TERM], groups.device)
+    for count in counts:
+        pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(count, dtype=torch.float64))})
+    terms = GlobalTotals(pairs, [0.0], False, groups).read().terms
+    return terms[MAIN_TERM].denominator
+
+
+def gradients_without_tokens(groups: Groups, config: Config) -> tuple[float, float]:
+    """Largest gradient after a batch without loss tokens whose other terms left ones: theirs, ours."""
+    largest = []
+    for is_ours in (False, True):
+        chunks = build_model(config, groups)
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        for parameter in parameters:
+            parameter.main_grad.fill_(1.0)
+        if is_ours:
+            Finalizer(PairAccumulator([MAIN_TERM], groups.device), [0.0], False, 1.0, groups)(chunks)
+        else:
+            finalize_model_grads(chunks, torch.zeros((), dtype=torch.int32), groups.collection)
+        largest.append(max(float(parameter.main_grad.abs().max()) for parameter in parameters))
+    return largest[0], largest[1]
+
+
+def reduced_gradient(groups: Groups, per_token: bool, average_in_collective: bool) -> float:
+    """The gradient that their DDP reduces from rank + 1 on each rank."""
+    config = TransformerConfig(**fields(groups, calculate_per_token_loss=per_token))
+    options = DistributedDataParallelConfig(average_in_collective=average_in_collective)
+    model = DistributedDataParallel(config, options, Scale(config), pg_collection=groups.collection)
+    model.zero_grad_buffer()
+    model(torch.tensor([groups.rank + 1.0])).sum().backward()
+    model.finish_grad_sync()
+    return float(model.module.weight.main_grad.sum())
+
+
+def gradient_factors(groups: Groups, config: Config) -> set[float]:
+    """What the DDP of here multiplies gradients by before it sums them."""
+    return {buffer.gradient_scaling_factor for chunk in build_model(config, groups) for buffer in chunk.buffers}
+
+
+def drawn_on_a_gpu(groups: Groups) -> Any:
+    """This rank's rows of the embedding, drawn by the code that runs where there is a GPU."""
+    model = plain_gpt(groups, vocab_size=8, use_cpu_initialization=False)
+    return model.embedding.word_embeddings.weight.detach().numpy()
+
+
+def drawn_here(groups: Groups, config: Config) -> Any:
+    """The whole initial model by global name, on rank 0."""
+    whole = gather_whole(parameter_shards(build_model(config, groups), groups))
+    return None if whole is None else {name: values.numpy() for name, values in whole.items()}
+
+
+def sent_and_freed(groups: Groups, deallocates: bool, size: int) -> float:
+    """Rank 0 sends ones to rank 1, who is slow, and goes on: the smallest number that arrives."""
+    values = torch.ones(size)
+    if groups.rank == 0:
+        request = dist.isend(values, 1)
+        deallocate_output_tensor(values, deallocates)
+        others = [torch.full((size,), -1.0) for _ in range(4)]
+        dist.barrier()
+        request.wait()
+        return float(others[0].min())
+    dist.barrier()
+    dist.recv(values, 0)
+    return float(values.min())
+
+
+def refusals_of_dot_product_attention(groups: Groups) -> list[str]:
+    """What their core attention says to packed rows and to context parallelism."""
+    said = []
+    for cp, packed in ((1, PackedSeqParams()), (2, None)):
+        try:
+            config = TransformerConfig(**fields(groups, context_parallel_size=cp))
+            attention = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.collection)
+            attention(*torch.ones(3, SEQ, 1, 2, HIDDEN // 2), None, packed_seq_params=packed)
+        except AssertionError as error:
+            said.append(str(error))
+    return said
+
+
+def attention_over_documents(groups: Groups) -> float:
+    """How far attention here, on a row of two documents, is from attention on each of them alone."""
+    config = TransformerConfig(**fields(groups))
+    attention = CoreAttention(config, 1, AttnMaskType.causal, "self", None, None, groups.collection)
+    row, edge = torch.randn(3, SEQ, 1, 2, HIDDEN // 2), 3
+    starts = torch.tensor([[0] * edge + [edge] * (SEQ - edge)], dtype=torch.int32)
+    apart = torch.cat([attention(*part, None) for part in (row[:, :edge], row[:, edge:])])
+    return float((attention(*row, starts) - apart).abs().max())
+
+
+def sink_is_marked(groups: Groups) -> bool:
+    """Whether the norm of the gradients counts the attention sinks of this tensor-parallel rank."""
+    config = TransformerConfig(**fields(groups, softmax_type="learnable"))
+    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.collection)
+    return bool(param_is_not_tensor_parallel_duplicate(attention.softmax_offset, groups.tp))
+
+
+def residual_types(groups: Groups) -> tuple[str, str]:
+    """What a first stage with a float32 residual hands on, and what the next one expects."""
+    half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    model = plain_gpt(groups, vocab_size=8, fp32_residual_connection=True, **half)
+    rows = torch.zeros(1, SEQ, dtype=torch.int64)
+    return str(model.embedding(rows, rows).dtype), str(model.config.pipeline_dtype)
+
+
+def recomputed_without_output(groups: Groups) -> str:
+    """How their recomputation of a norm ends."""
+    try:
+        CheckpointWithoutOutput().checkpoint(lambda values: values * 2, torch.ones(4, requires_grad=True))
+    except NameError as error:
+        return str(error)
+    return ""
+
+
+def recomputed_modules(groups: Groups, config: Config) -> list[str] | None:
+    """What `train.recompute` makes megatron-core recompute."""
+    modules: list[str] | None = transformer_config(config, groups.layout, groups.device).recompute_modules
+    return modules
+
+
+def divided_gradient(groups: Groups, config: Config, gradient: float, denominator: float) -> float:
+    """What the one division of here makes of a gradient."""
+    chunks = build_model(config, groups)
+    for parameter in chunks[0].parameters():
+        parameter.main_grad.fill_(gradient)
+    pairs = PairAccumulator([MAIN_TERM], groups.device)
+    pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(denominator, dtype=torch.float64))})
+    Finalizer(pairs, [denominator], False, 1.0, groups)(chunks)
+    return float(next(chunks[0].parameters()).main_grad.max())
+
+
+def frees_outputs(groups: Groups, config: Config) -> bool:
+    """Whether pipeline outputs are freed here while they may still be on their way."""
+    return bool(transformer_config(config, groups.layout, groups.device).deallocate_pipeline_outputs)

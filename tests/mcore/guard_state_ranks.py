@@ -1,0 +1,150 @@
+"""Faults of megatron-core's optimizer and checkpoints beside what stands here instead; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch import Tensor
+
+from mtrain.build import build_run
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore import optimizer_state
+from mtrain.mcore.groups import Groups, close_groups
+from mtrain.mcore.model import unwrap
+from mtrain.mcore.optimizer_state import MAIN, STATES
+from mtrain.run_folder import RunFolder
+from tests.mcore.checkpoint_ranks import Parts, build
+
+
+def save_by_megatron(groups: Groups, folder: Path) -> str:
+    """How their save ends in a process that may not start others."""
+    shard = ShardedTensor.from_rank_offsets("weight", torch.ones(2))
+    try:
+        dist_checkpointing.save({"weight": shard}, str(folder))
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
+    """Adam's count of updates of each parameter: after an update, a load and another update."""
+    found = {}
+    for name in ("theirs", "ours"):
+        parts = build(groups, config)
+        part = parts.optimizer.inner.chained_optimizers[0]
+        update(parts, groups, config)
+        if name == "theirs":
+            part.load_state_dict(part.state_dict())
+        else:
+            states = {parameter: {} for parameter in parts.chunks[0].parameters()}
+            for parameter, key, values in optimizer_state.whole_states(parts.optimizer.inner, lambda _: True):
+                states[parameter][key] = values
+            optimizer_state.set_states(parts.optimizer.inner, states, adam_step=1)
+        update(parts, groups, config)
+        found[name] = {int(state["step"]) for state in part.optimizer.state.values()}
+    return found
+
+
+def update(parts: Parts, groups: Groups, config: Config) -> float:
+    """One training step on the mock data; the norm of the gradients."""
+    totals = parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
+    done = parts.training.update(totals, config.optimizer.lr)
+    assert done is not None
+    return done.grad_norm
+
+
+def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool, int]:
+    """Whether their optimizer can tell its state before it has stepped, and what Adam counts after a load here."""
+    parts = build(groups, config)
+    states = {parameter: dict.fromkeys(STATES, torch.ones(parameter.shape)) for parameter in portions_of(parts)}
+    try:
+        parts.optimizer.inner.chained_optimizers[0].state_dict()
+    except AssertionError:
+        can_tell = False
+    else:
+        can_tell = True
+    optimizer_state.set_states(parts.optimizer.inner, states, adam_step=7)
+    return can_tell, optimizer_state.adam_step(parts.optimizer.inner)
+
+
+def portions_of(parts: Parts) -> list[Tensor]:
+    """The parameters that this rank updates."""
+    return [portion.parameter for portion in optimizer_state.portions(parts.optimizer.inner)]
+
+
+def set_one_state(groups: Groups, config: Config) -> str:
+    """How their loop ends that puts what a checkpoint holds into torch's Adam."""
+    parts = build(groups, config)
+    update(parts, groups, config)
+    part = parts.optimizer.inner.chained_optimizers[0]
+    parameter = portions_of(parts)[0]
+    held = part._get_main_param_and_optimizer_states(parameter)
+    try:
+        with torch.no_grad():
+            part._set_main_param_and_optimizer_states(parameter, {key: held[key] for key in STATES})
+    except KeyError as error:
+        return str(error)
+    return ""
+
+
+def save_without_metadata(groups: Groups, config: Config) -> str:
+    """How their optimizer's own choice of a checkpoint form ends."""
+    parts = build(groups, config)
+    update(parts, groups, config)
+    part = parts.optimizer.inner.chained_optimizers[0]
+    try:
+        part.sharded_state_dict(unwrap(parts.chunks[0]).sharded_state_dict())
+    except (CheckpointingException, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shifted_states(groups: Groups, config: Config) -> tuple[int, int]:
+    """Parameters whose main weights are not those of the model when all are gathered: by them, by us."""
+    parts = build(groups, config)
+    update(parts, groups, config)
+    part, wrong = parts.optimizer.inner.chained_optimizers[0], 0
+    gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    for number, buffer in enumerate(part.buffers):
+        ((_, world),) = gathered[number].items()
+        for parameter, (start, end, _) in buffer.param_index_map.items():
+            wrong += not torch.equal(world["param"][start:end], parameter.detach().flatten())
+    states = optimizer_state.whole_states(parts.optimizer.inner, lambda _: True)
+    return wrong, sum(not torch.equal(values, one.detach()) for one, name, values in states if name == MAIN)
+
+
+def norms_without_clipping(groups: Groups, config: Config) -> tuple[float | None, float]:
+    """The norm of the gradients that a bare optimizer of theirs tells, and that of here."""
+    parts = build(groups, config)
+    ours = update(parts, groups, config)
+    _, theirs, _ = parts.optimizer.inner.chained_optimizers[0].step()
+    return theirs, ours
+
+
+def clipped_norm(groups: Groups, config: Config) -> float:
+    """The norm of the gradients that Adam gets."""
+    parts = build(groups, config)
+    update(parts, groups, config)
+    return float(parts.optimizer.inner.get_grad_norm())
+
+
+def first_loss(groups: Groups, config: Config) -> float:
+    """The loss of the first step."""
+    parts = build(groups, config)
+    batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None
+    return parts.training.forward_backward(batches).loss
+
+
+def said_at_the_start(groups: Groups, config: Config, folder: Path) -> str:
+    """What building a run prints on this rank."""
+    close_groups()  # the run opens its own
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        build_run(config, groups.layout, groups.device, RunFolder(folder))
+    return said.getvalue()

@@ -1,0 +1,96 @@
+"""The table of guards itself: its lines of code, its conditions, its tests, its page."""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.check import print_plan
+from mtrain.config import guards
+from mtrain.layout import Layout
+from mtrain.mcore.guards import TABLE, VERSION, Guard, applicable
+from mtrain.mcore.guards.page import page
+from tests.mcore.guard_configs import ROOT, assert_refused, megatron_core, small
+from tests.mcore.guard_state_ranks import said_at_the_start
+from tests.pool import Pool
+
+
+def ids(row: Guard) -> str:
+    return row.name.replace(" ", "-")
+
+
+def test_the_table_is_of_the_installed_version() -> None:
+    assert version("megatron-core") == VERSION
+
+
+@pytest.mark.parametrize("row", TABLE, ids=ids)
+def test_a_row_points_at_lines_that_are_there(row: Guard) -> None:
+    for place in row.places:
+        lines = (megatron_core() / place.path).read_text().splitlines()[place.first - 1 : place.last]
+        assert len(lines) == place.last - place.first + 1, place
+        assert any(place.sign in line for line in lines), (str(place), place.sign, lines)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=ids)
+def test_a_row_names_files_and_tests_that_exist(row: Guard) -> None:
+    assert [path for path in row.modules if not (ROOT / path).is_file()] == []
+    assert row.tests
+    for name in row.tests:
+        path, _, function = name.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.outcome == "refused"], ids=ids)
+def test_what_a_row_calls_refused_is_refused(row: Guard) -> None:
+    assert row.refused or row.name == "documents and TransformerEngine"
+    for fields in row.refused:
+        assert_refused(fields)
+
+
+def test_names_are_unique() -> None:
+    assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
+    ({}, Layout(tp=2), {"gathered logits with labels", "initial weights depend on tp on a GPU"}),
+    ({}, Layout(tp=2, sp=True), {"norms without sequence parallelism"}),
+    ({}, Layout(pp=2), {"initial weights depend on the pipeline", "outputs freed while they are sent"}),
+    ({}, Layout(pp=2, vpp=2), {"batched transfers at pp = 2"}),
+    ({}, Layout(cp=2), {"attention without context parallelism or packing"}),
+    ({}, Layout(dp=2), {"averages instead of sums over ranks"}),
+    ({"model__vocab_multiple": 128}, Layout(), {"padded vocabulary in the softmax"}),
+    ({"train__precision": "fp16"}, Layout(), {"sums overflow in fp16"}),
+    ({"train__recompute": "selective"}, Layout(), {"recomputed norms without TransformerEngine"}),
+    ({"model__rope": {"scaling": "llama3", "factor": 2}}, Layout(), {"llama3 rope with fixed constants"}),
+    ({"model__hidden_dropout": 0.1}, Layout(), {"dropout"}),
+    ({"optimizer__clip_grad": 1e-6}, Layout(), {"epsilon in clipping"}),
+    ({"optimizer__clip_grad": 0.0}, Layout(), {"norm without clipping"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "layout", "names"), APPLIES, ids=lambda value: str(value))
+def test_conditions_hold_where_they_say(changes: dict[str, Any], layout: Layout, names: set[str]) -> None:
+    plain = {row.name for row in applicable(small(), Layout())}
+    found = {row.name for row in applicable(small(**changes), layout)}
+    assert names & plain == set()
+    assert names <= found
+
+
+def test_notes_are_told_once_by_the_run_and_by_check(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dropping = small(model__hidden_dropout=0.1, optimizer__clip_grad=1e-6)
+    lines = [f"note: {note.text}" for note in (guards.DROPOUT, guards.CLIPPING)]
+    first, second = pool.run(said_at_the_start, Layout(dp=2), dropping, tmp_path)
+    assert (first.splitlines(), second) == (lines, "")
+    print_plan(dropping, world_size=1)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")] == lines
+
+
+def test_the_page_is_the_table() -> None:
+    assert (ROOT / "docs" / "guards.md").read_text() == page(), "see the comment at its top for how to write it again"
