@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The one test command: set-up on a fresh machine, then format, lint, types and tests. Arguments go to pytest.
+# The one test command: set-up on a fresh machine (a browser too), then format, lint, types and tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
 source launch/setup.sh
+launch/browser.sh
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$python" -m ruff format --check .

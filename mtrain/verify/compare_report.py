@@ -73,7 +73,8 @@ def _draw_differences(axes: Any, panels: Sequence[Quantity], rtol: float) -> Non
     """Relative differences; what is exactly equal has no point on an axis of logarithms."""
     shown = [[value if 0 < value < math.inf else math.nan for value in panel.differences] for panel in panels]
     for number, (panel, values) in enumerate(zip(panels, shown, strict=True), start=2):
-        axes.plot(panel.steps, values, ".-", color=f"C{number}", linewidth=0.8, markersize=4, label=panel.name)
+        label = f"{panel.name}: 0 in every step" if panel.worst == 0 else panel.name
+        axes.plot(panel.steps, values, ".-", color=f"C{number}", linewidth=0.8, markersize=4, label=label)
     if rtol > 0:
         axes.axhline(rtol, color="red", linestyle="--", linewidth=1, label="tolerance")
     is_log = rtol > 0 or any(not math.isnan(value) for values in shown for value in values)

@@ -89,7 +89,13 @@ def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None
     for limit in limits:
         y = y_axis.place(limit)
         parts.append(element("line", {"class": "limit", "x1": _LEFT, "x2": WIDTH - _RIGHT, "y1": y, "y2": y}))
-        label: Attributes = {"class": "limit-label", "x": WIDTH - _RIGHT, "y": y - 3, "text-anchor": "end"}
+        below = y < _TOP + 12
+        label: Attributes = {
+            "class": "limit-label",
+            "x": WIDTH - _RIGHT,
+            "y": y + 11 if below else y - 3,
+            "text-anchor": "end",
+        }
         parts.append(element("text", label, f"tolerance {limit:.1e}"))
     gap = min((x_axis.place(b) - x_axis.place(a) for a, b in itertools.pairwise(steps)), default=120.0)
     spread = min(0.7 * gap, 44.0) if len(steps) <= _MAX_MARKED_POINTS and len(curves) > 1 else 0.0
@@ -117,11 +123,11 @@ def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _shared_lines(curves: Sequence[Curve], x_axis: Axis, y_axis: Axis) -> Iterator[Markup]:
-    """Curves that are likely to be equal: dashes and markers take turns, over thin whole lines."""
+    """Curves that are likely to be equal: the first is whole, the others' dashes take turns on it; so do markers."""
     for turn, curve in enumerate(curves):
         path = _path(thinned(curve.points), x_axis, y_axis)
         turns = f"{_DASH} {_DASH * (len(curves) - 1)}"
-        dashes: Attributes = {"stroke-dasharray": turns, "stroke-dashoffset": -turn * _DASH} if len(curves) > 1 else {}
+        dashes: Attributes = {"stroke-dasharray": turns, "stroke-dashoffset": -turn * _DASH} if turn > 0 else {}
         line = element("path", {"class": "line", "d": path, **dashes})
         under = [element("path", {"class": "under", "d": path})] if dashes else []
         steps = len(curve.points)

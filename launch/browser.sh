@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Sees to the browser in which the tests open the pages that `mtrain` writes: $MTRAIN_BROWSER, or one on PATH, or
+# Debian's chromium, which root installs here. A moment where there is one; ends with 7 where there can be none.
+set -euo pipefail
+
+if [[ -n ${MTRAIN_BROWSER:-} ]]; then
+  command -v "$MTRAIN_BROWSER" >/dev/null && exit
+  echo "error: MTRAIN_BROWSER=$MTRAIN_BROWSER is no program; name a chromium or unset it" >&2
+  exit 7
+fi
+for name in chromium chromium-browser google-chrome google-chrome-stable; do
+  command -v "$name" >/dev/null && exit
+done
+if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+  echo "installing chromium (a minute, once)"
+  export DEBIAN_FRONTEND=noninteractive
+  log=$(mktemp)
+  if apt-get update -qq >"$log" 2>&1 && apt-get install -y -qq --no-install-recommends chromium >>"$log" 2>&1 &&
+    command -v chromium >/dev/null; then
+    rm "$log"
+    exit
+  fi
+  tail -n 5 "$log" >&2
+fi
+echo "error: the tests open pages in chromium, but none is on PATH and it could not be installed here; install" \
+  "chromium, or name a browser of its kind in MTRAIN_BROWSER" >&2
+exit 7
