@@ -1,5 +1,6 @@
 """Every aggregation under the layouts that cut its sums differently, against the oracle."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from mtrain.config.loss import NORM_AGGREGATIONS, Aggregation
 from tests.parity.batches import three_steps, weighted_steps
 from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.compare import TOLERANCE, deviation, relative, run_case, run_oracle, worst
 from tests.pool import Pool
 
 CASES = [
@@ -42,3 +43,19 @@ def test_empty_sequences_count_where_the_configuration_says_so(pool: Pool, aggre
     excluded = run_oracle(case.config(**knobs(aggregation)), batches)
     assert [step.denominators["main"] for step in excluded] == [13.0, 13.0, 2.0]
     deviation(run_case(pool, case, batches, **changes), oracle, config).assert_below()
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sqrt"])
+def test_a_denominator_below_one_is_not_clamped(pool: Pool, aggregation: str) -> None:
+    """Sample weights cancel, however small: the run is that of weights 1."""
+    one, batch = case(4, dp=2), three_steps()[0]
+    light = [replace(sample, weight=2.0**-12) for sample in batch]
+    config = one.config(**knobs(aggregation))
+    oracle = run_oracle(config, [batch])
+    (step,) = run_case(pool, one, [light], **knobs(aggregation)).steps
+    denominator = step.terms["main"].denominator
+    assert 0 < denominator < 1
+    assert denominator == pytest.approx(oracle[0].denominators["main"] * 2.0**-12, rel=1e-14)
+    assert relative(step.loss, oracle[0].loss) <= TOLERANCE
+    exact = {name: value.numpy() for name, value in oracle[0].gradients.items()}
+    assert worst(step.gradients, exact, config) <= TOLERANCE
