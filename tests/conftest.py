@@ -1,12 +1,29 @@
 """Fixtures for all tests."""
 
+import os
+
 import pytest
 from hypothesis import settings
 
 from tests.pool import Pool
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
 settings.register_profile("mtrain", deadline=None, derandomize=True)  # a busy machine is no failure
 settings.load_profile("mtrain")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    parser.addoption(
+        "--max-examples", type=int, help="search so many random runs for parity faults, from new seeds (at night)"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A search that was asked for takes the time it takes."""
+    if config.getoption("--max-examples") is not None:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(scope="session")

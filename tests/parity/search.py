@@ -27,6 +27,7 @@ from tests.parity.compare import Deviation, initial_parameters, relative, run_ca
 from tests.parity.ranks import StepOutcome
 from tests.pool import Pool
 
+AXES = ("tp", "pp", "cp", "dp")
 MAX_RANKS = 8
 MAX_ROWS = 24
 """Samples of a step."""
@@ -160,9 +161,9 @@ def wrong_denominators(found: StepOutcome, exact: StepResult, trial: Trial) -> l
 
 
 @st.composite
-def trials(draw: DrawFn, max_ranks: int = MAX_RANKS) -> Trial:
-    """Legal runs; what shrinks goes towards one rank, one microbatch, no loss tokens and the plainest loss."""
-    degrees = draw(layouts(max_ranks))
+def trials(draw: DrawFn, axis: str, max_ranks: int = MAX_RANKS) -> Trial:
+    """Legal runs that are parallel along `axis`; shrinking goes towards few ranks, rows and loss tokens."""
+    degrees = draw(layouts(axis, max_ranks))
     shape = draw(architectures(degrees))
     micro_batch_size = draw(st.sampled_from([1, 2, 3]))
     most = max(1, MAX_ROWS // (degrees["dp"] * micro_batch_size))
@@ -185,13 +186,13 @@ def trials(draw: DrawFn, max_ranks: int = MAX_RANKS) -> Trial:
 
 
 @st.composite
-def layouts(draw: DrawFn, max_ranks: int) -> dict[str, Any]:
-    """Keys of `Case.layout`, on at most `max_ranks` ranks; degrees of 3 too."""
-    left = max_ranks
-    degrees: dict[str, Any] = {}
-    for axis in draw(st.permutations(["tp", "pp", "cp", "dp"])):
-        degrees[axis] = draw(st.integers(1, min(4, left)))
-        left //= degrees[axis]
+def layouts(draw: DrawFn, axis: str, max_ranks: int) -> dict[str, Any]:
+    """Keys of `Case.layout`: at least 2 along `axis`, at most `max_ranks` ranks; degrees of 3 too."""
+    degrees: dict[str, Any] = {axis: draw(st.integers(2, min(4, max_ranks)))}
+    left = max_ranks // degrees[axis]
+    for other in draw(st.permutations([name for name in AXES if name != axis])):
+        degrees[other] = draw(st.integers(1, min(4, left)))
+        left //= degrees[other]
     if degrees["tp"] > 1:
         degrees["sp"] = draw(st.booleans())
     if degrees["cp"] > 1:
@@ -269,7 +270,7 @@ def rows(seq: int) -> SearchStrategy[Row]:
         loss_tokens=st.one_of(st.just(0), st.just(1), st.integers(0, seq), st.just(seq)),
         place=st.sampled_from(get_args(Place)),
         is_fractional=st.booleans(),
-        weight=st.sampled_from([1.0, 1.0, 1.0, 2.0, 0.0, 0.1, 0.7, 1 / 3]),
+        weight=st.sampled_from([1.0, 1.0, 1.0, 2.0, 0.0, 0.1, 1 / 3, 1e-6, 1e4]),
         edges=st.lists(st.integers(1, max(1, seq - 1)), max_size=4, unique=True).map(lambda x: tuple(sorted(x))),
     )
 

@@ -1,29 +1,38 @@
 """Random layouts, models, losses, masks and packings: the law is checked against the float64 oracle.
 
-In the suite a fixed handful. At night as many as asked for, from a new seed, with shrinking and a database of examples:
+In the suite a fixed handful along each axis. At night as many as asked for, from new seeds, with shrinking and a
+database of the examples that failed:
 
     python -m pytest tests/parity/test_property_search.py --max-examples 500
 """
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from tests.oracle import loss as oracle_loss
 from tests.parity.compare import TOLERANCE
-from tests.parity.search import Trial, judge, trials
+from tests.parity.search import AXES, Trial, judge, trials
 from tests.pool import Pool
 
-NUM_EXAMPLES = 24
+NUM_EXAMPLES = 5
+"""Along each axis, in the suite."""
+NUM_AT_A_TIME = 10
+"""Later examples of one search would be variants of earlier ones."""
 DATABASE = Path(__file__).parents[2] / ".hypothesis" / "parity"
 _SLOW_IS_FINE = settings(deadline=None, suppress_health_check=list(HealthCheck))
+_FIXED = settings(_SLOW_IS_FINE, derandomize=True, database=None, phases=[Phase.generate])
 
 
-def test_random_runs_are_those_of_one_process(pool: Pool, request: pytest.FixtureRequest) -> None:
-    @given(trials())
+@pytest.mark.parametrize("axis", AXES)
+def test_random_runs_are_those_of_one_process(pool: Pool, axis: str, request: pytest.FixtureRequest) -> None:
     def law_holds(trial: Trial) -> None:
         found, wrong = judge(pool, trial)
         assert not wrong
@@ -31,18 +40,45 @@ def test_random_runs_are_those_of_one_process(pool: Pool, request: pytest.Fixtur
 
     num_examples = request.config.getoption("--max-examples")
     if num_examples is None:
-        fixed = settings(
-            _SLOW_IS_FINE, max_examples=NUM_EXAMPLES, derandomize=True, database=None, phases=[Phase.generate]
-        )
-        fixed(law_holds)()
-        return
-    number = random.SystemRandom().getrandbits(32)
+        settings(_FIXED, max_examples=NUM_EXAMPLES)(given(trials(axis))(law_holds))()
+    else:
+        search(law_holds, axis, num_examples // len(AXES))
+
+
+def search(law: Callable[[Trial], None], axis: str, num_examples: int) -> None:
+    """Tries new examples; a failing one is shrunk, shown and kept."""
     database = DirectoryBasedExampleDatabase(DATABASE)
-    searching = settings(
-        _SLOW_IS_FINE, max_examples=num_examples, derandomize=False, database=database, print_blob=True
+    options = settings(_SLOW_IS_FINE, derandomize=False, database=database, print_blob=True)
+    for done in range(0, num_examples, NUM_AT_A_TIME):
+        seed = random.SystemRandom().getrandbits(32)
+        size = min(NUM_AT_A_TIME, num_examples - done)
+        try:
+            hypothesis.seed(seed)(settings(options, max_examples=size)(given(trials(axis))(law)))()
+        except BaseException as error:
+            error.add_note(f"seed {seed}; failing examples are kept in {DATABASE}: the next search tries them first")
+            raise
+
+
+def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search sees a fault that is there: each microbatch divided by its own tokens."""
+    name = "tests.parity.naive:mean_of_means"
+    monkeypatch.setitem(
+        oracle_loss.TOKEN_LOSSES, name, oracle_loss.TOKEN_LOSSES["mtrain.loss.next_token:next_token_loss"]
     )
-    try:
-        hypothesis.seed(number)(searching(law_holds))()
-    except BaseException as error:
-        error.add_note(f"seed {number}; the failing examples are in {DATABASE} and are tried first by the next search")
-        raise
+    planted: dict[str, Any] = {
+        "loss__function": name,
+        "loss__denominator": "measured",
+        "loss__aggregation": "token-mean",
+    }
+    planted |= {"loss__norm_length": None, "loss__side_terms": {}}
+    deviations = []
+
+    @settings(_FIXED, max_examples=NUM_EXAMPLES)
+    @given(trials("cp", max_ranks=2))
+    def observe(trial: Trial) -> None:
+        rows = tuple(tuple(replace(row, weight=1.0, is_fractional=False) for row in step) for step in trial.steps)
+        found, wrong = judge(pool, replace(trial, steps=rows, changes={**trial.changes, **planted}))
+        deviations.append(found.gradient if wrong else 0.0)
+
+    observe()
+    assert max(deviations) > 1000 * TOLERANCE

@@ -1,0 +1,68 @@
+"""Runs that the property search led to: the ends of what it draws, kept where it does not go every time."""
+
+import pytest
+
+from tests.parity.cases import case
+from tests.parity.compare import TOLERANCE
+from tests.parity.search import Row, Trial, judge
+from tests.pool import Pool
+
+CP2, SEQ16 = case(2, cp=2), {"data__seq_length": 16}
+MEANS = {"loss__aggregation": "seq-mean-token-mean"}
+Z_LOSS = "mtrain.loss.z_loss:z_loss"
+
+
+def rows(*weights: float) -> tuple[Row, ...]:
+    """Eight rows of 0 to 15 loss tokens; sample weights in turn; every other row has fractional token weights."""
+    return tuple(
+        Row(loss_tokens=5 * slot % 17, is_fractional=slot % 2 == 0, weight=weights[slot % len(weights)])
+        for slot in range(8)
+    )
+
+
+TRIALS = {
+    # 1 / D is 1e35: nothing may be clamped, and no epsilon may be added to D
+    "tiny sample weights": Trial(CP2, (rows(1e-36),), SEQ16),
+    "tiny sample weights, sequence means": Trial(CP2, (rows(1e-36),), SEQ16 | MEANS),
+    "huge sample weights": Trial(CP2, (rows(1e30),), SEQ16),
+    "sample weights that differ by 1e12": Trial(CP2, (rows(1e6, 1e-6),), SEQ16 | MEANS),
+    # the main term is divided by 1, the side term by 1e-29
+    "denominators that differ by 1e29": Trial(
+        case(2, dp=2),
+        (rows(1e-30),),
+        SEQ16
+        | {
+            "loss__aggregation": "sum",
+            "loss__side_terms": {"z": {"function": Z_LOSS, "coefficient": 0.1, "aggregation": "token-mean"}},
+        },
+    ),
+    "documents of two tokens across every border of chunks": Trial(
+        case(2, cp=2, tp=2, sp=True),
+        (tuple(Row(loss_tokens=9 + slot, edges=tuple(range(1, 16, 2))) for slot in range(8)),),
+        SEQ16 | {"data__isolate_documents": True},
+    ),
+    "one loss token in the row, chunks of one token": Trial(
+        case(cp=4), ((Row(1, "start"), Row(1, "end"), Row(1), Row()),), {"data__seq_length": 8}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_the_law_holds(pool: Pool, name: str) -> None:
+    found, wrong = judge(pool, TRIALS[name])
+    assert not wrong
+    assert max(found) <= TOLERANCE, f"{found} is not within {TOLERANCE}"
+
+
+def test_terms_that_cancel(pool: Pool) -> None:
+    """2 loss tokens / 20 - 0.1: the objective is 0, and so is the gradient, where the loss is only rounding."""
+    again = {"aggregation": "seq-mean-token-mean", "empty_sequences": "include", "coefficient": -0.1}
+    changes = {
+        "loss__aggregation": "seq-mean-token-sum-norm",
+        "loss__norm_length": 20,
+        "loss__empty_sequences": "include",
+        "loss__side_terms": {"again": again},
+    }
+    found, wrong = judge(pool, Trial(case(2, pp=2, cp=2), ((Row(), Row(), Row(2, "end"), Row()),), SEQ16 | changes))
+    assert not wrong
+    assert max(found.grad_norm, found.gradient, found.weights) <= TOLERANCE
