@@ -17,6 +17,7 @@ from mtrain.environment import RankEnvironment
 from mtrain.errors import MtrainError
 from mtrain.launch import launch_local
 from mtrain.layout import Layout
+from mtrain.verify import inject as injections
 
 app = typer.Typer(
     help="Pretrains and finetunes language models on Megatron-Core; the layout does not change the run.",
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
 app.add_typer(launch_app, name="launch")
+verify_app = typer.Typer(help="Checks the promise on your own configuration.", no_args_is_help=True)
+app.add_typer(verify_app, name="verify")
 
 ConfigArguments = Annotated[
     list[str],
@@ -86,6 +89,48 @@ def compare(
 
         is_equal = report_comparison(run_a, run_b, rtol, output)
     raise typer.Exit(0 if is_equal else 1)
+
+
+def _list_injections(wanted: bool) -> None:
+    if wanted:
+        print(*injections.NAMES, sep="\n")
+        raise typer.Exit
+
+
+@verify_app.command()
+def parity(
+    arguments: ConfigArguments,
+    layouts: Annotated[
+        str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each layout.")] = 3,
+    max_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout; on GPUs, one each.")] = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for parity.json and parity.html; by default run.dir/parity.")
+    ] = None,
+    inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plants a known fault, to see it found.")] = None,
+    list_injections: Annotated[
+        bool, typer.Option("--list-injections", is_eager=True, callback=_list_injections, help="Names for --inject.")
+    ] = False,
+) -> None:
+    """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
+    with one_message(), prefixed_traceback():
+        paths, overrides = split_arguments(arguments)
+        config = load_config(paths, overrides)
+        from mtrain.verify.parity import Request, verify_parity  # loads torch
+        from mtrain.verify.report import print_report, write_report
+
+        folder = Path(config.run.dir) / "parity" if output is None else output
+        request = Request(layouts, steps, max_ranks, inject, " ".join(["mtrain", *sys.argv[1:]]))
+        report = verify_parity(config, request, lambda line: print(line, flush=True))
+        write_report(report, folder)
+        print_report(report, folder)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@verify_app.callback()
+def _verify() -> None:
+    """Keeps `parity` a verb of its own, though it is the only one."""
 
 
 @launch_app.callback()

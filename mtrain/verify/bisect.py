@@ -84,7 +84,10 @@ def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
 
 
 def _where(axis: str, result: LayoutResult, first: Deviation | None) -> str:
-    fails = {EVERY_LAYOUT: "every layout fails, even one process"}.get(axis, f"{axis} breaks the run")
+    if axis == EVERY_LAYOUT:
+        fails = "every layout fails, even one process"
+    else:
+        fails = f"each of {axis} alone breaks the run" if ", " in axis else f"{axis} alone breaks the run"
     when = f", step {first.step}" if first is not None else ""
     return f"mtrain verify parity: {fails}; smallest layout {result.name} ({result.num_ranks} ranks){when}"
 

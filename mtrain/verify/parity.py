@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -97,10 +97,10 @@ def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, li
     base = Trial(micro_batch_size=None)
     if request.layouts is not None:
         named = parse_trials(request.layouts, config, max_ranks)
-        shrunk = _shrunk(config, [base, *named], request.num_steps)
+        shrunk = _shrunk(config, [base, *named])
         return shrunk, [prepared(trial, shrunk.config) for trial in dict.fromkeys([base, *named])]
     derived = derived_trials(config, max_ranks)
-    shrunk = _shrunk(config, derived, request.num_steps)
+    shrunk = _shrunk(config, derived)
     legal = []
     for trial in derived:
         try:
@@ -110,15 +110,14 @@ def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, li
     return shrunk, legal
 
 
-def _shrunk(config: Config, trials: Sequence[Trial], num_steps: int) -> Shrunk:
+def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
     """With rows long enough to hold loss tokens of the user's samples."""
     length = SEQ_LENGTH
     shrunk = shrink(config, trials, length)
     while shrunk.reads_files and length < min(config.data.seq_length, _LONGEST) and not has_loss_tokens(shrunk.config):
         length *= 2
         shrunk = shrink(config, trials, length)
-    train = shrunk.config.train.model_copy(update={"num_steps": max(num_steps, shrunk.config.train.num_steps)})
-    return replace(shrunk, config=shrunk.config.model_copy(update={"train": train}))
+    return shrunk
 
 
 class _Check:
@@ -132,7 +131,7 @@ class _Check:
             chosen(request.fault, self.config, {axis for trial in trials for axis in trial.axes})
         own = request.num_steps if shrunk.reads_files else 0
         self.plan = Plan(own, NUM_HARD_KINDS if own else request.num_steps)
-        self.tolerances = tolerances(self.config)
+        self.tolerances = tolerances(self.config, self.plan.num_steps)
         self._weights: dict[str, list[Arrays]] = {}
         self._lock = threading.Lock()
         self.reference, self.tensors = self._reference()

@@ -65,7 +65,7 @@ def _verdict(report: ParityReport) -> str:
 
 
 def _table(report: ParityReport, plain: bool) -> Table:
-    title = f"Worst deviation from one process in float64 over {report.num_steps} steps ({report.data})"
+    title = f"Worst deviation from one process in float64: {report.data}"
     table = Table(title=title, title_justify="left", pad_edge=False, box=None if plain else Table().box)
     table.add_column("layout", no_wrap=True)
     for name in ("ranks", *KINDS):

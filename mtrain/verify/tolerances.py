@@ -39,9 +39,9 @@ _SUMS_OUTSIDE = 4
 """Embedding, final norm, logits, softmax."""
 
 
-def tolerances(config: Config) -> tuple[Tolerance, ...]:
-    """One for each kind of quantity of a shrunk configuration, in their order."""
-    return (_denominator(config), *_values(config), _update(config.train.num_steps))
+def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
+    """One for each kind of quantity of some steps of a shrunk configuration, in their order."""
+    return (_denominator(config), *_values(config), _update(num_steps))
 
 
 def update_tolerance(step: int) -> float:
@@ -119,5 +119,6 @@ def _update(num_steps: int) -> Tolerance:
         "u (16 + 8 k)",
         {"u": UNIT_ROUNDOFF, "k": float(num_steps)},
         "Every new weight against exact AdamW on the layout's own gradients, relative to |w| + lr m / (sqrt(v) + "
-        "epsilon) element by element: roundings of a dozen operations, and of 8 more for each of the k steps so far.",
+        "epsilon) element by element: roundings of a dozen operations, and "
+        "of 8 more for each of the k steps so far. The value here is that of the last step.",
     )

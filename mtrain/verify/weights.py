@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ Arrays = dict[str, NDArray[Any]]
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _DEVIATION = 0.1
-"""Of matrices and of what is added to the norms' ones and the biases' zeros. Larger values make the attention of an
-untrained model so sharp that it amplifies rounding."""
+"""Of matrices of up to 64 columns, and of what is added to the norms' ones and the biases' zeros. Wider matrices get less,
+by the square root of their columns: larger values make the attention of an untrained model so sharp that it amplifies
+rounding."""
+_COLUMNS = 64
 
 
 class Whole(NamedTuple):
@@ -49,7 +52,8 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
     digest = hashlib.sha256(f"{config.train.seed}:{model}:{source}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     real = [min(shape[0], config.model.vocab_size), *shape[1:]] if source in (EMBEDDING, OUTPUT) else list(shape)
-    values = torch.randn(real, generator=generator) * _DEVIATION
+    narrowing = math.sqrt(min(1.0, _COLUMNS / shape[-1])) if len(shape) > 1 else 1.0
+    values = torch.randn(real, generator=generator) * (_DEVIATION * narrowing)
     if len(shape) == 1 and name.endswith("weight"):
         values += 1.0
     whole = torch.zeros(*shape)
