@@ -52,14 +52,14 @@ class AdamW:
         new: Arrays = {}
         scales: Arrays = {}
         for name, value in weights.items():
-            new[name], scales[name] = self._one(name, np.asarray(value, np.float64), gradients[name] * factor, lr)
+            gradient = np.asarray(gradients[name], np.float64) * factor
+            new[name], scales[name] = self._one(name, np.asarray(value, np.float64), gradient, lr)
         return Updated(new, scales)
 
     def _one(
         self, name: str, value: NDArray[Any], gradient: NDArray[Any], lr: float
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         beta1, beta2, step = self._section.beta1, self._section.beta2, self._num_updates
-        gradient = np.asarray(gradient, np.float64)
         self._first[name] = beta1 * self._first.get(name, 0.0) + (1 - beta1) * gradient
         self._magnitude[name] = beta1 * self._magnitude.get(name, 0.0) + (1 - beta1) * np.abs(gradient)
         self._second[name] = beta2 * self._second.get(name, 0.0) + (1 - beta2) * gradient**2

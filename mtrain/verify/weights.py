@@ -25,9 +25,9 @@ Arrays = dict[str, NDArray[Any]]
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _DEVIATION = 0.1
-"""Of matrices of up to 64 columns, and of what is added to the norms' ones and the biases' zeros. Wider matrices get less,
-by the square root of their columns: larger values make the attention of an untrained model so sharp that it amplifies
-rounding."""
+"""Of matrices of up to 64 columns, and of what is added to the norms' ones and the biases' zeros. Wider matrices get
+less, by the square root of their columns: larger values make the attention of an untrained model so sharp that it
+amplifies rounding."""
 _COLUMNS = 64
 
 

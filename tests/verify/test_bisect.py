@@ -1,0 +1,75 @@
+"""Which axis is at fault, from the layouts that pass and fail."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mtrain.verify.bisect import diagnosed, failing_axis, first_deviating
+from mtrain.verify.result import Deviation, LayoutResult
+
+
+def layout(*axes: str, fails: bool = False, error: str | None = None) -> LayoutResult:
+    """A layout that uses some axes."""
+    value = 1.0 if fails else 0.0
+    deviations = (Deviation("loss", "main", 1, 0.0, 1e-6), Deviation("grad_norm", "grad_norm", 2, value, 1e-6))
+    used = dict.fromkeys(axes, "2")
+    return LayoutResult("-".join(axes) or "one", used, 2 ** len(axes), 1.0, deviations=deviations, error=error)
+
+
+@pytest.mark.parametrize(
+    ("passing", "failing", "axis"),
+    [
+        ([[], ["tp"]], [["cp"], ["tp", "cp"]], "cp"),
+        ([[], ["tp"]], [["tp", "sp"], ["tp", "sp", "cp"]], "sp"),
+        ([[], ["microbatches"]], [["pp", "microbatches"]], "pp"),
+        ([[], ["tp"], ["pp"]], [["tp", "pp"], ["tp", "pp", "dp"]], "tp x pp"),
+        ([[], ["tp"], ["tp", "dp"]], [["tp", "dp", "cp"]], "cp"),
+        ([[]], [["dp"], ["microbatches"], ["dp", "microbatches"]], "dp, microbatches"),
+        ([], [[], ["tp"], ["cp"]], "every layout"),
+        ([[], ["tp"], ["cp"]], [], None),
+    ],
+)
+def test_the_axis_is_what_failing_layouts_do_not_share_with_passing_ones(
+    passing: list[list[str]], failing: list[list[str]], axis: str | None
+) -> None:
+    results = [layout(*axes) for axes in passing] + [layout(*axes, fails=True) for axes in failing]
+    assert failing_axis(results) == axis
+
+
+def test_the_smallest_failing_layout_is_watched_at_its_first_failure() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def watched(result: LayoutResult, step: int) -> str:
+        asked.append((result.name, step))
+        return "layer 0 mlp"
+
+    results = [layout(), layout("tp", "cp", fails=True), layout("cp", fails=True), layout("tp")]
+    diagnosis = diagnosed(results, watched)
+    assert diagnosis is not None
+    assert asked == [("cp", 2)]
+    assert (diagnosis.axis, diagnosis.layout, diagnosis.step) == ("cp", "cp", 2)
+    assert (diagnosis.kind, diagnosis.name, diagnosis.module) == ("grad_norm", "grad_norm", "layer 0 mlp")
+    where, what = diagnosis.lines
+    assert all(part in where for part in ("cp alone breaks the run", "layout cp (2 ranks)", "step 2"))
+    assert all(part in what for part in ("gradient norm by 1.0e+00", "losses and gradients agree", "layer 0 mlp"))
+
+
+def test_a_layout_that_stopped_says_why() -> None:
+    diagnosis = diagnosed([layout(), layout("pp", error="rank 1 died")], lambda result, step: "unasked")
+    assert diagnosis is not None
+    assert (diagnosis.axis, diagnosis.step, diagnosis.kind, diagnosis.module) == ("pp", None, None, None)
+    assert diagnosis.lines[1] == "stopped: rank 1 died"
+
+
+def test_there_is_nothing_to_say_where_all_pass() -> None:
+    assert diagnosed([layout(), layout("tp")], lambda result, step: "unasked") is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "first"), [({}, None), ({"b": 0.1}, "b"), ({"b": 0.1, "a": 0.1}, "a"), ({"c": math.nan}, "c")]
+)
+def test_the_first_module_is_found_in_forward_order(bad: dict[str, float], first: str | None) -> None:
+    exact = {name: np.arange(4.0) for name in "abc"}
+    found = {name: value + bad.get(name, 1e-9) for name, value in exact.items()}
+    assert first_deviating(found, exact, ["a", "b", "c", "d"], 1e-6) == first
