@@ -29,7 +29,7 @@ from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.errors import DataError, MtrainError
 from mtrain.mcore import optimizer_state, random_state
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.groups import Groups, seed_generators
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.optimizer_state import MAIN, STATES, LossScaler
@@ -312,7 +312,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
 
 
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
-    random_state.reseed(config.train.seed, state.step)
+    seed_generators(config.train.seed, state.step, groups)
     uses_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
     if groups.rank == 0 and uses_dropout:
         _log.warning(

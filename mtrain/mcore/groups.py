@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class Groups:
 def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Groups:
     """Opens every group of the layout on an initialised torch.distributed world.
 
-    Collective over the world. Also seeds megatron-core's RNG tracker for model-parallel dropout.
+    Collective over the world. Also seeds the random states that dropout draws from.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -67,8 +68,7 @@ def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: floa
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return Groups(
+    groups = Groups(
         layout=layout,
         device=device,
         collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -78,6 +78,20 @@ def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: floa
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
     )
+    seed_generators(seed, 0, groups)
+    return groups
+
+
+def seed_generators(seed: int, step: int, groups: Groups) -> None:
+    """Random states for dropout that follow from the run's seed, the step and this rank's place.
+
+    Ranks of a tensor-parallel group share the state that replicated activations draw from; all others differ, since
+    they hold other layers, other samples or other positions.
+    """
+    digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
+    derived = int.from_bytes(digest[:4], "little") >> 1
+    torch.manual_seed(derived)
+    tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
 
 
 def close_groups() -> None:

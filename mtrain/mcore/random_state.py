@@ -5,7 +5,6 @@ Only dropout draws from them: data order and initial weights are pure functions 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -37,14 +36,6 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(
         {name.removeprefix(tracker): state for name, state in states.items() if name.startswith(tracker)}
     )
-
-
-def reseed(seed: int, step: int) -> None:
-    """New states that follow from the run's seed and the step alone, for a layout that has no saved ones."""
-    digest = hashlib.sha256(f"{seed}:{step}".encode()).digest()
-    derived = int.from_bytes(digest[:4], "little") >> 1
-    torch.manual_seed(derived)
-    tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
 
 
 def sharded(states: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mtrain.layout import Layout
@@ -68,3 +69,25 @@ def test_losses_and_plans_have_one_owner_for_each_part_of_the_batch(pool: Pool, 
     assert owners == sorted((cp, dp) for cp in range(layout.cp) for dp in range(layout.dp))
     assert all(s.coordinate[3] == layout.pp - 1 for s in seen if s.owns_loss)
     assert sorted(s.coordinate[2] for s in seen if s.owns_plan) == list(range(layout.dp))
+
+
+def replicated_draw(groups: Groups) -> tuple[tuple[int, int, int], float]:
+    """This rank's place but for tp, and a number as dropout of a replicated activation would draw it."""
+    return (groups.pp_rank, groups.cp_rank, groups.dp_rank), float(torch.rand(()))
+
+
+def sharded_draw(groups: Groups) -> float:
+    """A number as dropout of a sharded activation would draw it."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, cp=2, dp=2), Layout(tp=2, pp=2, dp=2)], ids=str)
+def test_dropout_draws_differ_between_places_and_agree_where_activations_do(pool: Pool, layout: Layout) -> None:
+    draws = pool.run(replicated_draw, layout)
+    by_place = {place: {draw for other, draw in draws if other == place} for place, _ in draws}
+    assert all(len(found) == 1 for found in by_place.values())
+    assert len({draw for _, draw in draws}) == len(by_place) == 4
+    assert len(set(pool.run(sharded_draw, layout))) == 8
