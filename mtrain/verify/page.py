@@ -65,7 +65,7 @@ def _header(report: ParityReport, verdict: str) -> Markup:
         headline = f"All {num_layouts} layouts are the same run as the reference, as far as rounding can tell."
     else:
         headline = f"{num_failed} of {num_layouts} layouts are not the same run as the reference."
-    notes = [f"{report.num_steps} steps each, {report.data}. {report.created}"]
+    notes = [f"Every layout ran {report.num_steps} steps. Data: {report.data}. {report.created}"]
     if report.injected is not None:
         notes.append(f"A known fault was planted on purpose: {report.injected}.")
     return verdict_header(verdict, headline, is_good=report.passed, notes=notes)
@@ -112,12 +112,13 @@ def _kind_heading(kind: str, tolerance: Tolerance | None) -> Markup:
 
 def _layout_row(layout: LayoutResult) -> list[str]:
     tensor = layout.worst_tensor()
+    told = [] if tensor is None else [element("code", {}, tensor.name), _details(tensor)]
     ranks = "1 rank" if layout.num_ranks == 1 else f"{layout.num_ranks} ranks"
     return [
         joined([layout.name, element("small", {}, ranks)]),
         element("td", {"class": "pass" if layout.passed else "fail"}, "✓ pass" if layout.passed else "✗ FAIL"),
         *(_worst_cell(layout.worst(kind)) for kind in KINDS),
-        _NOTHING if tensor is None else element("td", {}, element("code", {}, tensor.name), _details(tensor)),
+        element("td", {"class": "words"}, *told) if told else _NOTHING,
         element("td", {"class": "number"}, f"{layout.seconds:.1f} s"),
     ]
 
@@ -132,7 +133,7 @@ def _worst_cell(worst: Deviation | None) -> Markup:
 
 
 def _details(tensor: Deviation) -> Markup:
-    return element("small", {}, f"{_TITLES[tensor.kind]}, step {tensor.step}: {_short(tensor.value)}")
+    return element("small", {}, f"{_TITLES[tensor.kind]}, step {tensor.step}")
 
 
 def _stops(layout: LayoutResult) -> Iterator[Markup]:
@@ -147,8 +148,9 @@ def _curves(report: ParityReport) -> Markup:
     entries = [(str(slot), layout.name, slot) for slot, layout in enumerate(report.layouts)]
     words = (
         "Above: the values. The broad grey band is the reference; on it the layouts take turns in a striped line, so "
-        "that equal curves stay visible; layouts that deviate have filled markers. Below: the relative deviation from "
-        "the exact value of each step, layouts side by side."
+        "that equal curves stay visible. Layouts that fail have filled markers and lines of their own; after a wrong "
+        "update they go their own way. Below: the relative deviation from the exact value of each step, which is taken "
+        "at the weights that the layout had; layouts side by side."
     )
     drawn = [drawing for kind, name in _plotted(report) for drawing in _curve_figure(report, kind, name)]
     return section("Curves", paragraph(words), legend(entries), figures(*drawn))
@@ -169,7 +171,7 @@ def _curve_figure(report: ParityReport, kind: str, name: str) -> Iterator[Markup
     for slot, layout in enumerate(report.layouts):
         found = sorted((each.step, each.value) for each in layout.deviations if (each.kind, each.name) == (kind, name))
         stands_out = any(not each.passed for each in layout.deviations if (each.kind, each.name) == (kind, name))
-        values.append(Curve(str(slot), slot, _values(layout.steps, kind, name), stands_out))
+        values.append(Curve(str(slot), slot, _values(layout.steps, kind, name), not layout.passed))
         differences.append(Curve(str(slot), slot, tuple(found), stands_out))
     backdrop = _values(report.reference.steps, kind, name)
     unit = {"loss": "nats", "denominator": "sum of shares"}.get(kind, "L2, before clipping")

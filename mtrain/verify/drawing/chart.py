@@ -67,8 +67,9 @@ def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int
     parts = [_frame(x_axis, y_axis, VALUE_HEIGHT)]
     if backdrop:
         parts.append(element("path", {"class": "backdrop", "d": _path(backdrop, x_axis, y_axis)}))
-    for stands_out in (False, True):
-        parts += _shared_lines([each for each in curves if each.stands_out == stands_out], x_axis, y_axis)
+    below, above = ([each for each in curves if each.stands_out == is_above] for is_above in (False, True))
+    parts += _shared_lines(below, x_axis, y_axis, first_turn=0)
+    parts += _shared_lines(above, x_axis, y_axis, first_turn=1 if below else 0)
     return _picture(name, VALUE_HEIGHT, parts)
 
 
@@ -122,20 +123,33 @@ def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return kept
 
 
-def _shared_lines(curves: Sequence[Curve], x_axis: Axis, y_axis: Axis) -> Iterator[Markup]:
-    """Curves that are likely to be equal: the first is whole, the others' dashes take turns on it; so do markers."""
-    for turn, curve in enumerate(curves):
+def _shared_lines(curves: Sequence[Curve], x_axis: Axis, y_axis: Axis, first_turn: int) -> Iterator[Markup]:
+    """Curves that are likely to be equal: a whole line in turn 0, dashes in the others; markers take turns too.
+
+    Args:
+        curves: Those that share a line.
+        x_axis: Of steps.
+        y_axis: Of values.
+        first_turn: 1 leaves a turn to what lies below.
+    """
+    num_turns = first_turn + len(curves)
+    for turn, curve in enumerate(curves, start=first_turn):
         path = _path(thinned(curve.points), x_axis, y_axis)
-        turns = f"{_DASH} {_DASH * (len(curves) - 1)}"
-        dashes: Attributes = {"stroke-dasharray": turns, "stroke-dashoffset": -turn * _DASH} if turn > 0 else {}
+        pattern = f"{_DASH:g} {_DASH * (num_turns - 1):g}"
+        dashes: Attributes = {"stroke-dasharray": pattern, "stroke-dashoffset": -turn * _DASH} if turn > 0 else {}
         line = element("path", {"class": "line", "d": path, **dashes})
         under = [element("path", {"class": "under", "d": path})] if dashes else []
-        steps = len(curve.points)
-        own = [
-            point for index, point in enumerate(curve.points) if index % len(curves) == turn % min(len(curves), steps)
-        ]
-        shown = curve.points if steps > _MAX_MARKED_POINTS else own
-        yield _group(curve, *under, line, *_marks(curve, shown, x_axis, y_axis))
+        yield _group(
+            curve, *under, line, *_marks(curve, _own_points(curve, turn - first_turn, len(curves)), x_axis, y_axis)
+        )
+
+
+def _own_points(curve: Curve, turn: int, num_turns: int) -> Sequence[tuple[int, float]]:
+    """The points at which this curve shows its marker; each curve has at least one."""
+    points = curve.points
+    if len(points) > _MAX_MARKED_POINTS:
+        return ()
+    return [point for index, point in enumerate(points) if index % num_turns == turn % min(num_turns, len(points))]
 
 
 def _picture(name: str, height: float, parts: Iterable[Markup]) -> Markup:

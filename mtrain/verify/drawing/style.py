@@ -32,6 +32,7 @@ table{border-collapse:collapse;width:100%;font-size:.875rem}
 caption{text-align:left;color:var(--soft);padding:.5rem .75rem;font-size:.85rem}
 th,td{text-align:left;padding:.4rem .75rem;border-top:1px solid var(--rule);vertical-align:top;white-space:nowrap}
 td.words,.changes td{white-space:normal;min-width:16rem;overflow-wrap:anywhere}
+.layouts td.words{min-width:9rem}
 thead th{color:var(--soft);font-weight:600;background:var(--card)}
 tbody th{font-weight:600;background:var(--paper)}
 .layouts tbody th{position:sticky;left:0}
