@@ -85,8 +85,8 @@ class TrainingStep:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
         One all-reduce of a short float64 vector over all ranks, beside megatron-core's own collectives; a second one,
-        before the forward pass, where side terms or fp16 need the planned denominators. One host synchronisation, at
-        the end, which brings the loss and the gradient norm; in fp16 one more for the plan.
+        beside the first forward pass, where terms of several denominators or fp16 need the plan. The host waits for the
+        device once, at the end, for the loss and the gradient norm; in fp16 once more for the plan.
 
         Args:
             batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
@@ -146,7 +146,7 @@ class TrainingStep:
 class Plan:
     """How numerators are scaled before backward, from the planned denominators of the whole global batch.
 
-    Where nothing but a main term in fp32 or bf16 is to be scaled, nothing is communicated.
+    In fp32 and bf16 nothing is communicated where all terms have one denominator: their coefficients are the factors.
     """
 
     def __init__(self, planned: Sequence[float], objective: Objective, is_fp16: bool, groups: Groups) -> None:
@@ -157,17 +157,17 @@ class Plan:
         groups: The process groups.
         """
         self._coefficients = objective.coefficients
-        is_needed = is_fp16 or len(planned) > 1
+        is_needed = is_fp16 or bool(objective.apart)
         self._totals = PlannedTotals(planned, groups) if is_needed else None
-        self._factors: dict[str, Tensor] | None = None
+        self._factors: Mapping[str, float | Tensor] | None = None
         self.premultiplier = self._power_of_two() if is_fp16 else 1.0
 
-    def factors(self) -> dict[str, Tensor]:
+    def factors(self) -> Mapping[str, float | Tensor]:
         """One a side term; first called on the last stage after its first forward pass."""
+        if self._totals is None:
+            return self._coefficients
         if self._factors is None:
-            self._factors = (
-                {} if self._totals is None else side_term_factors(self._totals.on_device(), self._coefficients)
-            )
+            self._factors = side_term_factors(self._totals.on_device(), self._coefficients)
         return self._factors
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrain.config.loss import LossSection
+from mtrain.config.loss import LossSection, TermSection
 from mtrain.errors import ConfigError
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 from mtrain.loss.resolve import asks_for_teacher, load_loss_function
@@ -29,6 +29,8 @@ class Objective:
     """By term; 1 for the main one."""
     names: dict[str, str]
     """By term, the function's name in the configuration, for messages."""
+    apart: frozenset[str]
+    """Side terms whose denominator can be another one than the main term's, because they are aggregated otherwise."""
 
     @classmethod
     def from_config(cls, section: LossSection) -> Objective:
@@ -42,6 +44,7 @@ class Objective:
             functions={name: load_loss_function(term.function, term.options) for name, term in terms.items()},
             coefficients={MAIN_TERM: 1.0} | {name: side.coefficient for name, side in section.side_terms.items()},
             names={name: term.function for name, term in terms.items()},
+            apart=frozenset(name for name, term in terms.items() if _divisor(term) != _divisor(section)),
         )
         objective._check_teacher(section)
         return objective
@@ -77,13 +80,13 @@ class Objective:
         }
 
     def scalar(
-        self, pairs: Mapping[str, LossPair], factors: Mapping[str, Tensor], premultiplier: float = 1.0
+        self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], premultiplier: float = 1.0
     ) -> Tensor:
         """What a microbatch back-propagates: (N_main + sum_k factor_k N_k) x premultiplier.
 
         Args:
             pairs: One a term.
-            factors: One a side term, from `side_term_factors`.
+            factors: One a side term: its coefficient, or from `side_term_factors` where a term is `apart`.
             premultiplier: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
                 sums; the caller takes it out again when it divides by D_main.
         """
@@ -132,6 +135,11 @@ def power_of_two_near(x: float) -> float:
     if not (math.isfinite(x) and x > 0):
         raise ValueError(f"`x` must be positive and finite, but is {x} instead.")
     return math.ldexp(1.0, round(math.log2(x)))
+
+
+def _divisor(term: TermSection) -> tuple[object, ...]:
+    """What decides a term's denominator, beside the batch."""
+    return term.aggregation, term.norm_length, term.empty_sequences
 
 
 def _checked(pair: object, name: str, inputs: TermInputs) -> LossPair:

@@ -21,11 +21,13 @@ class PairAccumulator:
         self.terms = tuple(terms)
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerator, denominator."""
+        self._places = list(zip(self.terms, *self.sums.unbind(1)))
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
-        """Adds one microbatch."""
-        parts = [part.detach().to(torch.float64) for term in self.terms for part in pairs[term]]
-        self.sums += torch.stack(parts).view_as(self.sums)
+        """Adds one microbatch; keeps nothing that could change later."""
+        for term, numerator, denominator in self._places:
+            numerator.add_(pairs[term].numerator.detach())
+            denominator.add_(pairs[term].denominator)
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class GlobalTotals:
         flag: Any rank's true makes `flag` true on all.
         groups: The process groups.
         """
-        count = len(pairs.terms)
-        host = [*(planned if groups.owns_plan else [0.0] * count), float(flag)]
-        measured = pairs.sums.flatten() if groups.owns_loss else torch.zeros_like(pairs.sums).flatten()
-        self._vector = torch.cat((measured, _on_device(host, groups.device)))
+        nothing, count = [0.0] * len(pairs.terms), len(pairs.terms)
+        host = [*nothing, *nothing, *(planned if groups.owns_plan else nothing), float(flag)]
+        self._vector = _on_device(host, groups.device)
+        if groups.owns_loss:
+            self._vector[: 2 * count].copy_(pairs.sums.view(-1))
         self._terms = pairs.terms
         self._work = dist.all_reduce(self._vector, async_op=True) if dist.get_world_size() > 1 else None
 
@@ -77,7 +80,7 @@ class GlobalTotals:
             beside: Scalars on the device that are wanted on the host as well.
         """
         count = len(self._terms)
-        vector = torch.cat((self._wait(), *(scalar.double().view(1) for scalar in beside)))
+        vector = torch.cat((self._wait(), *(scalar.double().view(1) for scalar in beside))) if beside else self._wait()
         values = vector.tolist()
         totals = {
             term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])

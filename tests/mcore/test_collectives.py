@@ -19,7 +19,7 @@ CASES = [
     case(4, pp=2, vpp=2, dp=2),
     case(4, tp=2, pp=2),
 ]
-SIDE_TERMS = {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1}}
+SIDE_TERMS = {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
 OUR_READ = Counter({"mtrain/mcore/pairs.py": 1})
 
 
@@ -44,8 +44,15 @@ def test_one_small_collective_beside_the_reduction_of_gradients(pool: Pool, case
         assert (steps.megatrons.collectives - steps.bare.collectives).total() >= added.total()
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+def test_side_terms_of_the_same_denominator_cost_none(pool: Pool, case: Case) -> None:
+    alike = {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1}}
+    for steps in steps_of_all_ranks(pool, case, loss__side_terms=alike):
+        assert steps.ours.collectives - steps.bare.collectives == {("allreduce_", 7): 1}
+
+
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_side_terms_need_their_denominators_before_the_forward_pass(pool: Pool, case: Case) -> None:
+def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: Pool, case: Case) -> None:
     """And a loss function's own collectives in a tensor-parallel group are as many as for the main term."""
     for steps in steps_of_all_ranks(pool, case, loss__side_terms=SIDE_TERMS):
         assert steps.ours.collectives - steps.bare.collectives == {("allreduce_", 2): 1, ("allreduce_", 7): 1}
