@@ -1,0 +1,38 @@
+"""Parity checks on a model with everything that a fault could need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtrain.config import Config
+from mtrain.verify.parity import Request, verify_parity
+from mtrain.verify.ranks import Pool
+from mtrain.verify.result import ParityReport
+from tests.config.samples import config
+
+Z_LOSS = {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.01, "aggregation": "seq-mean-token-mean"}
+
+
+def rich_config(**changes: Any) -> Config:
+    """Tied tables, isolated documents, two terms of different aggregation, and every axis in the layout."""
+    defaults: dict[str, Any] = {
+        "model__num_layers": 2,
+        "model__tied_embeddings": True,
+        "layout__tp": 2,
+        "layout__sp": True,
+        "layout__pp": 2,
+        "layout__cp": 2,
+        "data__isolate_documents": True,
+        "loss__side_terms": {"z": Z_LOSS},
+    }
+    return config(**(defaults | changes))
+
+
+def check(
+    pool: Pool, user: Config, layouts: str | None = None, fault: str | None = None, num_steps: int = 3
+) -> ParityReport:
+    """The report on some layouts, after one process with one microbatch."""
+    told: list[str] = []
+    report = verify_parity(user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), told.append, pool)
+    assert sorted(line.split(":")[0] for line in told) == sorted(layout.name for layout in report.layouts)
+    return report

@@ -1,0 +1,206 @@
+"""The check on sound runs: it passes, on the user's data too, and its page and data are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from mtrain.data.index import writing_corpus
+from mtrain.errors import ConfigError, DataError
+from mtrain.verify.activations import module_order, put_together
+from mtrain.verify.bisect import first_deviating
+from mtrain.verify.layouts import parse_trials, prepared
+from mtrain.verify.ranks import Pool
+from mtrain.verify.reference import exact_steps
+from mtrain.verify.result import KINDS, ParityReport
+from mtrain.verify.samples import Plan
+from mtrain.verify.shrink import shrink
+from mtrain.verify.tolerances import forward_tolerance
+from mtrain.verify.worker import Job, pieces_of, run_layout
+from tests.config.samples import config, content
+from tests.config.yaml_files import write
+from tests.verify.checks import check, rich_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
+    layouts = "mbs2,dp4mbs2,tp2spmbs4,pp2vpp2mbs2,cp2ulyssesmbs8,tp2sppp2cp2mbs2"
+    report = check(pool, rich_config(train__recompute="full"), layouts)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert report.diagnosis is None
+    assert [layout.num_ranks for layout in report.layouts] == [1, 1, 4, 2, 2, 2, 8]
+    for layout in report.layouts:
+        for step in (1, 2, 3):
+            here = [each for each in layout.deviations if each.step == step]
+            assert [each.name for each in here if each.kind == "update"] == list(report.tensors)
+            assert [each.name for each in here if each.kind == "gradient"] == list(report.tensors)[::-1]
+            assert [each.name for each in here if each.kind == "loss"] == ["main", "z"]
+            assert [each.name for each in here if each.kind == "denominator"] == ["main", "z"]
+        rounding = [each.value for each in layout.deviations if each.kind == "gradient"]
+        assert 0 < max(rounding) < report.tolerance("gradient").value / 3, "the tolerance has room"
+    losses = {round(step.objective, 5) for layout in report.layouts for step in layout.steps[:1]}
+    assert losses == {round(report.reference.steps[0].objective, 5)}
+    assert ParityReport.from_json(report.to_json()) == report
+    assert [each.kind for each in report.tolerances] == list(KINDS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "model__norm": "layernorm",
+            "model__linear_bias": True,
+            "model__activation": "gelu",
+            "model__tied_embeddings": False,
+            "loss__aggregation": "seq-mean-token-mean",
+            "loss__empty_sequences": "include",
+            "train__distributed_optimizer": False,
+        },
+        {
+            "model__qk_norm": True,
+            "model__qkv_bias": True,
+            "model__sliding_window": 16,
+            "model__global_attention_every": 2,
+            "model__rope": {"scaling": "yarn", "factor": 4.0, "original_max_positions": 16},
+            "data__isolate_documents": False,
+            "loss__aggregation": "seq-mean-token-sqrt",
+            "train__overlap_grad_reduce": True,
+            "train__overlap_param_gather": True,
+            "optimizer__clip_grad": 0.0,
+        },
+    ],
+    ids=["layernorm, biases, gelu", "window, yarn, overlaps"],
+)
+def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:
+    report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs2,cp2dp2mbs4")
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+def test_module_outputs_are_put_together_from_all_ranks(pool: Pool) -> None:
+    user = rich_config()
+    (trial,) = parse_trials("tp2sp-pp2vpp2-cp2-mbs2", user, 8)
+    shrunk = shrink(user, [trial]).config
+    plan, fitted = Plan(0, 3), prepared(trial, shrunk)
+    everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
+    found = put_together(pieces_of(everyone), shrunk)
+    (single,) = parse_trials("mbs16", user, 8)
+    one = prepared(single, shrunk)
+    job = Job(one.config, plan, watched_step=0)
+    exact = pool.run(exact_steps, one.layout, job, [everyone[0].initial.tensors])[0][0]
+    expected = put_together(exact.pieces, shrunk)
+    order = module_order(shrunk.model.num_layers)
+    assert list(expected) == order
+    assert found.keys() == expected.keys()
+    assert all(found[name].shape == expected[name].shape and not np.isnan(found[name]).any() for name in order)
+    assert first_deviating(found, expected, order, forward_tolerance(shrunk)) is None
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """Documents of a few tokens."""
+    prefix, rng = str(tmp_path / "corpus"), np.random.default_rng(0)
+    with writing_corpus(prefix, vocab_size=64) as writer:
+        for length in rng.integers(2, 40, 200):
+            writer.add(rng.integers(0, 64, length).astype(np.int64))
+    return prefix
+
+
+def test_the_users_corpus_is_read(pool: Pool, corpus: str) -> None:
+    sections = {"data__kind": "indexed", "data__train": [{"path": corpus}], "model__vocab_size": 64}
+    report = check(pool, rich_config(**sections), "tp2sp,cp2dp2mbs4", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert report.num_steps == 5
+    assert report.data.startswith("2 steps of the run's own data, then 3 steps of random tokens")
+    full = 16 * 32
+    counts = [step.denominators["main"] for step in report.reference.steps]
+    assert full * 0.8 < counts[0] < full, "a loss token for nearly every position, but none across an edge"
+    assert counts[4] < 16
+
+
+def test_a_damaged_corpus_is_a_data_error(pool: Pool, corpus: str) -> None:
+    Path(f"{corpus}.bin").write_bytes(b"")
+    sections = {"data__kind": "indexed", "data__train": [{"path": corpus}], "model__vocab_size": 64}
+    with pytest.raises(DataError, match="corpus"):
+        check(pool, rich_config(**sections), "tp2")
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> Path:
+    """A tokenizer of whole words."""
+    words = ["<unk>", "<s>", "</s>", *"abcdefg"]
+    model = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["<s>", "</s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return tmp_path
+
+
+def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp_path: Path) -> None:
+    samples = [{"prompt": "a b c d " * 10, "response": "e f g " * (number % 5 + 1)} for number in range(40)]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    sections = {
+        "data__kind": "jsonl",
+        "data__train": [{"path": str(path)}],
+        "data__tokenizer": str(word_tokenizer),
+        "data__too_long": "refuse",
+        "data__seq_length": 4096,
+    }
+    report = check(pool, config(**sections), "mbs4", num_steps=1)
+    assert report.passed
+    assert report.config["data"]["seq_length"] == 64
+    assert report.reference.steps[0].denominators["main"] > 16
+
+
+def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None:
+    with pytest.raises(ConfigError, match="has no 'next_tokens'"):
+        check(pool, config(loss__function="mtrain.loss.next_token:next_tokens"), "mbs4")
+
+
+def mtrain(*arguments: object, torch: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs the program, without torch where it must not be needed."""
+    code = "import runpy; runpy.run_module('mtrain', run_name='__main__')"
+    if not torch:
+        code = f"import sys; sys.modules['torch'] = None; {code}"
+    command = [sys.executable, "-c", code, "verify", "parity", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+
+
+def test_the_names_of_the_faults_are_listed_one_a_line() -> None:
+    done = mtrain("--list-injections", torch=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) >= 18
+    assert "microbatch-means" in done.stdout.splitlines()
+
+
+def test_a_wrong_configuration_ends_with_2(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", content())
+    done = mtrain(path, "layout.tpp=2", torch=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: layout.tpp: there is no such key")
+
+
+def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
+    done = mtrain(path, "--layouts", "mbs4", "--steps", 2, "--inject", "dropped-microbatch")
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert "tp1-pp1-cp1-dp1-mbs16: pass" in done.stdout
+    row = next(line for line in lines if line.startswith("tp1-pp1-cp1-dp1-mbs4 "))
+    assert row.split()[-1] == "FAIL"
+    where = next(number for number, line in enumerate(lines) if line.startswith("mtrain verify parity: microbatches"))
+    assert lines[where + 1].startswith("first deviation: denominator of term main")
+    assert lines[-1].startswith("FAIL: 1 of 2 layouts are not the run of one process with the planted fault")
+    report = ParityReport.from_json((tmp_path / "run" / "parity" / "parity.json").read_text())
+    assert not report.passed
+    assert (tmp_path / "run" / "parity" / "parity.html").stat().st_size > 10_000
