@@ -1,0 +1,160 @@
+"""Runs of several terms through the command line: a teacher from another run, metrics of every term, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = "num_layers: 2, hidden_size: {hidden}, ffn_hidden_size: 48, num_attention_heads: 4, vocab_multiple: 8"
+BASE = """
+train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 3, precision: fp32}
+optimizer: {lr: 1.0e-2, schedule: constant}
+data: {kind: mock, seq_length: 16}
+metrics: {tensorboard: false}
+"""
+LOSSES = """
+import torch
+
+from mtrain.loss.pair import LossPair
+
+
+def unlikely_tokens(inputs, below):
+    entropy = inputs.logits.cross_entropy(inputs.labels)
+    kept = (torch.exp(-entropy.detach()) < below) & (inputs.weights != 0)
+    return LossPair(torch.where(kept, entropy, 0.0).sum(), kept.sum(dtype=torch.float64))
+"""
+DISTILLATION = "mtrain.loss.distillation:distillation_loss"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds configurations, runs and a module of losses."""
+    path = tmp_path_factory.mktemp("terms")
+    for name, hidden in (("student", 32), ("teacher", 48)):
+        (path / f"{name}.yaml").write_text(f"model: {{{MODEL.format(hidden=hidden)}, vocab_size: 60}}\n{BASE}")
+    (path / "my_losses.py").write_text(LOSSES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    """Runs to the end: exit code, standard output, standard error."""
+
+    def begin(config: str, name: str, *arguments: str, ranks: int = 1) -> tuple[int, str, str]:
+        verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
+        command = [sys.executable, "-m", "mtrain", *verb, str(folder / f"{config}.yaml"), f"run.dir={folder / name}"]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def teacher(run: Run, folder: Path) -> Path:
+    """A run of a wider model over two tensor-parallel ranks, whose padded vocabulary is another one."""
+    code, _, errors = run("teacher", "teacher", "layout.tp=2", "model.vocab_multiple=5", "train.num_steps=2", ranks=2)
+    assert code == 0, errors
+    return folder / "teacher"
+
+
+def records(folder: Path, name: str, kind: str = "step") -> list[dict[str, Any]]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_a_teacher_of_another_layout_and_shape_is_the_same_under_every_layout(
+    run: Run, folder: Path, teacher: Path
+) -> None:
+    terms = {
+        "kl": {"function": DISTILLATION, "options": {"temperature": 2.0}, "coefficient": 0.5},
+        "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.1, "aggregation": "sum"},
+    }
+    options = [
+        f"loss.teacher.checkpoint={teacher}",
+        f"loss.side_terms={json.dumps(terms)}",
+        "loss.options={label_smoothing: 0.1}",
+        "valid.at_end=true",
+        "valid.max_samples=5",
+    ]
+    code, output, errors = run("student", "one", *options)
+    assert code == 0, errors
+    assert "  kl " in output
+    assert "  entropy " in output
+    code, _, errors = run("student", "two", *options, "layout.pp=2", ranks=2)
+    assert code == 0, errors
+    for kind in ("step", "valid"):
+        for one, two in zip(records(folder, "one", kind), records(folder, "two", kind), strict=True):
+            assert list(one["terms"]) == list(two["terms"]) == ["main", "kl", "entropy"]
+            for name in one["terms"]:
+                first, second = one["terms"][name], two["terms"][name]
+                assert first["denominator"] == second["denominator"]
+                assert first["loss"] == pytest.approx(first["numerator"] / first["denominator"], rel=1e-12)
+                assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    first = records(folder, "one")[0]
+    means = {name: term["loss"] for name, term in first["terms"].items()}
+    assert first["objective"] == pytest.approx(means["main"] + 0.5 * means["kl"] - 0.1 * means["entropy"], rel=1e-12)
+    assert records(folder, "one", "valid")[0]["terms"]["main"]["denominator"] == 80
+    assert not list((folder / "one" / "checkpoints").glob("**/*teacher*"))
+
+
+def test_a_run_that_starts_as_its_own_teacher_does_not_diverge_from_it(run: Run, folder: Path, teacher: Path) -> None:
+    """By way of the checkpoint: the weights that come back are the weights that were saved."""
+    (entry,) = (teacher / "checkpoints").glob("step_*")
+    options = [f"loss.teacher.checkpoint={entry}", f"checkpoint.initialize_from={teacher}"]
+    code, _, errors = run("teacher", "same", *options, f"loss.function={DISTILLATION}", "train.num_steps=1")
+    assert code == 0, errors
+    (record,) = records(folder, "same")
+    assert abs(record["loss"]) < 1e-6
+    assert record["grad_norm"] < 1e-5
+
+
+def test_a_mask_that_the_model_decides_works_alone(run: Run, folder: Path) -> None:
+    options = ["loss.function=my_losses:unlikely_tokens", "loss.options={below: 0.0166}", "loss.denominator=measured"]
+    assert run("student", "measured", *options)[0] == 0
+    code, _, errors = run("student", "measured2", *options, "layout.cp=2", ranks=2)
+    assert code == 0, errors
+    one, two = records(folder, "measured"), records(folder, "measured2")
+    assert all(0 < record["denominator"] < 64 for record in one)
+    assert [record["denominator"] for record in one] == [record["denominator"] for record in two]
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
+    assert [record["grad_norm"] for record in two] == pytest.approx([record["grad_norm"] for record in one], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["loss.denominator=measured", "loss.side_terms={z: {function: 'mtrain.loss.z_loss:z_loss'}}"], 2, ["z"]),
+        (["loss.options={label_smoothing: 1.0}"], 2, ["label_smoothing=1.0", "below 1"]),
+        ([f"loss.function={DISTILLATION}", "loss.options={direction: sideways}"], 2, ["sideways", "reverse"]),
+        ([f"loss.function={DISTILLATION}"], 2, ["loss.teacher", "term 'main'"]),
+        (["loss.teacher.checkpoint={teacher}"], 2, ["no loss function asks"]),
+        ([f"loss.function={DISTILLATION}", "loss.teacher.checkpoint=nowhere"], 3, ["nowhere"]),
+        (
+            [f"loss.function={DISTILLATION}", "loss.teacher.checkpoint={teacher}", "model.vocab_size=50"],
+            2,
+            ["60 tokens", "model.vocab_size=50"],
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else str(value),
+)
+def test_refusals_say_what_to_change(
+    run: Run, teacher: Path, arguments: list[str], code: int, words: list[str]
+) -> None:
+    found, _, errors = run("student", "refused", *(text.replace("{teacher}", str(teacher)) for text in arguments))
+    assert found == code, errors
+    assert "Traceback" not in errors
+    assert errors.count("error:") == 1
+    assert all(word in errors for word in words), errors
