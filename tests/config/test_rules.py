@@ -49,6 +49,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         },
         "data.isolate_documents=true is for kind=indexed",
     ),
+    ({"loss__options": {"label_smoothing": 1}}, "loss.options.label_smoothing=1 must be a number from 0 to below 1"),
+    ({"loss__options": {"label_smoothing": "a lot"}}, "loss.options.label_smoothing='a lot' must be a number"),
+    (
+        {"loss__side_terms": {"kl": {"function": "mtrain.loss.distillation:f", "options": {"temperature": 0}}}},
+        "loss.side_terms.kl.options.temperature=0 must be a number above 0",
+    ),
+    (
+        {"loss__side_terms": {"kl": {"function": "mtrain.loss.distillation:f", "options": {"direction": "up"}}}},
+        "loss.side_terms.kl.options.direction='up' must be forward or reverse",
+    ),
     ({"loss__function": "mtrain.loss"}, "loss.function='mtrain.loss' needs the form package.module:name"),
     ({"loss__function": "a.b:c.d"}, "loss.function='a.b:c.d' needs the form package.module:name"),
     ({"loss__aggregation": "token-sum-norm"}, "loss.norm_length is not given, but aggregation=token-sum-norm"),

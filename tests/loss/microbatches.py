@@ -10,15 +10,17 @@ VOCAB = 11
 
 
 def term_inputs(weights: Tensor, seed: int = 0, shares: Tensor | None = None) -> TermInputs:
-    """Random float32 logits and labels under these weights; the shares are the weights (token-mean) by default."""
+    """Random float32 logits of a model and a teacher, and labels; the shares are the weights by default."""
     generator = torch.Generator().manual_seed(seed)
     batch, seq = weights.shape
     logits = torch.randn(seq, batch, VOCAB, generator=generator).requires_grad_()
     tokens = torch.randint(VOCAB, (batch, seq), generator=generator)
+    teacher = torch.randn(seq, batch, VOCAB, generator=torch.Generator().manual_seed(seed + 1000))
     return TermInputs(
         logits=VocabParallelLogits(logits, None, 0, VOCAB),
         labels=torch.randint(VOCAB, (batch, seq), generator=generator),
         weights=weights.float(),
         shares=(weights if shares is None else shares).double(),
         tokens=tokens,
+        teacher=VocabParallelLogits(teacher, None, 0, VOCAB),
     )

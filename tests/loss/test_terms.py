@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.config.loss import LossSection, SideTermSection
+from mtrain.config.loss import LossSection, SideTermSection, TeacherSection
 from mtrain.errors import ConfigError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
@@ -115,3 +115,24 @@ def test_no_graph_is_asked_for_where_none_is_recorded() -> None:
     with torch.no_grad():
         pairs = objective.pairs({MAIN_TERM: term_inputs(torch.ones(2, 3))})
     assert isinstance(pairs[MAIN_TERM], LossPair)
+
+
+TEACHER = TeacherSection(checkpoint="runs/teacher")
+KL = SideTermSection(function="mtrain.loss.distillation:distillation_loss")
+
+
+def test_a_term_that_compares_with_a_teacher_is_refused_without_one() -> None:
+    assert Objective.from_config(LossSection(side_terms={"kl": KL}, teacher=TEACHER)).teacher_terms == ["kl"]
+    with pytest.raises(ConfigError, match=r"loss.teacher is not given, but .*distillation_loss \(term 'kl'\)"):
+        Objective.from_config(LossSection(side_terms={"kl": KL}))
+
+
+def test_a_teacher_that_no_term_asks_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"runs/teacher.*no loss function asks for a teacher"):
+        Objective.from_config(LossSection(side_terms={"z": Z_LOSS}, teacher=TEACHER))
+
+
+def test_terms_with_other_denominators_are_told_from_those_with_the_main_one() -> None:
+    changes = [{}, {"aggregation": "sum"}, {"empty_sequences": "include"}, {"coefficient": 5.0}, {"options": {}}]
+    side_terms = {str(number): SideTermSection(**change) for number, change in enumerate(changes)}
+    assert Objective.from_config(LossSection(side_terms=side_terms)).apart == {"1", "2"}

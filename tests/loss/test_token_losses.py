@@ -1,5 +1,6 @@
 """The pairs of the next-token loss and the z-loss."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -9,12 +10,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtrain.loss.distillation import distillation_loss
+from mtrain.loss.entropy import entropy_loss
 from mtrain.loss.next_token import next_token_loss
 from mtrain.loss.pair import LossPair, TermInputs, weigh
 from mtrain.loss.z_loss import z_loss
 from tests.loss.microbatches import VOCAB, term_inputs
 
-LOSSES = [next_token_loss, z_loss]
+LOSSES = [
+    next_token_loss,
+    functools.partial(next_token_loss, label_smoothing=0.1),
+    z_loss,
+    entropy_loss,
+    distillation_loss,
+    functools.partial(distillation_loss, direction="reverse", temperature=3.0),
+]
 WEIGHTS = torch.tensor([[1.0, 0.0, 0.5, 2.0], [0.0, 0.0, 0.25, 0.0]])
 
 
@@ -33,6 +43,22 @@ def test_z_loss_is_the_weighted_sum_of_squared_partition_functions() -> None:
     expected = (inputs.logits.local.double().logsumexp(-1).t().square() * WEIGHTS).sum()
     assert numerator.item() == pytest.approx(expected.item(), rel=1e-6)
     assert denominator.item() == 3.75
+
+
+def test_entropy_is_summed_by_weight() -> None:
+    inputs = term_inputs(WEIGHTS)
+    expected = torch.distributions.Categorical(logits=inputs.logits.local.double()).entropy().t() * WEIGHTS
+    assert entropy_loss(inputs).numerator.item() == pytest.approx(expected.sum().item(), rel=1e-6)
+
+
+def test_divergences_are_summed_by_weight() -> None:
+    inputs = term_inputs(WEIGHTS)
+    assert inputs.teacher is not None
+    model, teacher = ((each.local.double() / 2).log_softmax(-1) for each in (inputs.logits, inputs.teacher))
+    for direction, (first, second) in {"forward": (teacher, model), "reverse": (model, teacher)}.items():
+        expected = (first.exp() * (first - second)).sum(-1).t() * WEIGHTS
+        found = distillation_loss(inputs, direction=direction, temperature=2.0).numerator
+        assert found.item() == pytest.approx(expected.sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

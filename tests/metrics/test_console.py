@@ -7,7 +7,7 @@ from rich.console import Console
 
 from mtrain.metrics.console import ConsoleSink, as_duration
 from mtrain.metrics.record import Record
-from tests.metrics.records import step_record, valid_record
+from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
 class Clock:
@@ -40,6 +40,13 @@ def test_a_job_log_gets_one_plain_line_a_step() -> None:
         "step 2/10  loss 2.5000  grad_norm 0.500  lr 1.00e-03  2,048 tokens/s  eta 0:00:16",
         "step 2/10  valid_loss 2.7500  samples 8  0.1 s",
     ]
+
+
+def test_side_terms_are_shown_briefly() -> None:
+    first, second = (with_side_terms(record) for record in (step_record(1), valid_record(1)))
+    step, passed = shown({2.0: first, 3.0: second}, num_steps=1).splitlines()
+    assert step.startswith("step 1/1  loss 2.5000  kl 0.01235  z -  grad_norm 0.500  ")
+    assert passed == "step 1/1  valid_loss 2.7500  kl 0.01235  z -  samples 8  0.1 s"
 
 
 def test_remaining_time_counts_only_steps_of_this_start() -> None:

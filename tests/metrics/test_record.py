@@ -38,7 +38,13 @@ passes = st.builds(
     denominator=finite,
     samples=st.integers(0, 2**40),
     seconds=finite,
+    terms=terms,
 )
+
+
+def test_a_line_written_before_passes_had_terms_is_read() -> None:
+    line = to_json_line(ValidRecord(step=1, valid_loss=2.0, denominator=3.0, samples=4, seconds=5.0))
+    assert from_json_line(line.replace(', "terms": {}', "")) == from_json_line(line)
 
 
 @given(steps | passes)

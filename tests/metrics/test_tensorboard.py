@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mtrain.metrics.record import Record
 from mtrain.metrics.tensorboard import TensorBoardSink
-from tests.metrics.records import step_record, valid_record
+from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
 def write(folder: Path, resume_step: int, *records: Record) -> None:
@@ -33,3 +34,10 @@ def test_an_empty_step_has_no_loss(tmp_path: Path) -> None:
     write(tmp_path, 0, step_record(1, 2.0), step_record(2, 0.0, empty=True))
     assert curve(tmp_path, "train/loss") == [(1, 2.0)]
     assert [step for step, _ in curve(tmp_path, "train/lr")] == [1, 2]
+
+
+def test_every_term_has_a_curve_where_it_had_something_to_learn(tmp_path: Path) -> None:
+    write(tmp_path, 0, with_side_terms(step_record(1)), with_side_terms(valid_record(1)))
+    tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
+    assert {tag for tag in tags if "terms" in tag} == {"terms/main", "terms/kl", "valid_terms/kl"}
+    assert curve(tmp_path, "valid_terms/kl") == [(1, pytest.approx(0.0123456))]
