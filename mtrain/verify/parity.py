@@ -63,7 +63,8 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     """
     device, max_ranks = _device(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
-    check = _Check(shrunk, trials, request, pool or Pool(device, PRELOADED))
+    plan = _plan(shrunk, config, request.num_steps)
+    check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
     layouts = check.run(progress)
     environment = {key: str(value) for key, value in program_versions().items()}
     return ParityReport(
@@ -114,23 +115,29 @@ def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
     """With rows long enough to hold loss tokens of the user's samples."""
     length = SEQ_LENGTH
     shrunk = shrink(config, trials, length)
-    while shrunk.reads_files and length < min(config.data.seq_length, _LONGEST) and not has_loss_tokens(shrunk.config):
+    limit = min(config.data.seq_length, _LONGEST)
+    while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, config.model.vocab_size):
         length *= 2
         shrunk = shrink(config, trials, length)
     return shrunk
 
 
+def _plan(shrunk: Shrunk, config: Config, num_steps: int) -> Plan:
+    """The user's data where they are there, and hard batches in any case."""
+    if shrunk.reads_files:
+        return Plan(num_steps, NUM_HARD_KINDS, config.model.vocab_size)
+    return Plan(0, num_steps)
+
+
 class _Check:
     """All runs of one check."""
 
-    def __init__(self, shrunk: Shrunk, trials: list[Prepared], request: Request, pool: Pool) -> None:
-        self._trials, self._pool, self._fault = trials, pool, request.fault
+    def __init__(self, trials: list[Prepared], plan: Plan, fault: str | None, pool: Pool) -> None:
+        self._trials, self._pool, self._fault, self.plan = trials, pool, fault, plan
         self._base = trials[0]
         self.config = self._base.config
-        if request.fault is not None:
-            chosen(request.fault, self.config, {axis for trial in trials for axis in trial.axes})
-        own = request.num_steps if shrunk.reads_files else 0
-        self.plan = Plan(own, NUM_HARD_KINDS if own else request.num_steps)
+        if fault is not None:
+            chosen(fault, self.config, {axis for trial in trials for axis in trial.axes})
         self.tolerances = tolerances(self.config, self.plan.num_steps)
         self._weights: dict[str, list[Arrays]] = {}
         self._lock = threading.Lock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ class Plan:
     """The first steps, on the user's data."""
     hard_steps: int
     """The steps after them, on random tokens under random masks."""
+    own_vocab_size: int = 0
+    """Of the user's data; larger than the model's where token ids are taken modulo the model's."""
 
     @property
     def num_steps(self) -> int:
@@ -49,17 +51,21 @@ class Batches:
             DataError: a file is damaged, too small, or does not fit the model.
         """
         self._config, self._plan, self._dp_rank, self._dp_size = config, plan, dp_rank, dp_size
-        self._loader = StepLoader(config, dp_rank, dp_size) if plan.own_steps else None
+        self._loader = own_loader(config, plan.own_vocab_size, dp_rank, dp_size) if plan.own_steps else None
 
     def of_step(self, step: int) -> list[Microbatch]:
         """Microbatches of a step, counted from 0."""
         if step < self._plan.own_steps:
             assert self._loader is not None
-            return self._loader.batches(step)
+            return [self._folded(batch) for batch in self._loader.batches(step)]
         samples = hard_samples(self._config, step - self._plan.own_steps)
         size = self._config.train.micro_batch_size
         count = len(samples) // (self._dp_size * size)
         return [self._microbatch(samples, slots(number, self._dp_rank, self._dp_size, size)) for number in range(count)]
+
+    def _folded(self, batch: Microbatch) -> Microbatch:
+        size = self._config.model.vocab_size
+        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size)
 
     def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
         rows = list(own)
@@ -70,6 +76,16 @@ class Batches:
             first_of_step=0 if rows[0] == 0 else None,
             with_documents=self._config.data.isolate_documents,
         )
+
+
+def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
+    """The user's data, by the user's vocabulary.
+
+    Raises:
+        DataError: a file is damaged, too small, or does not fit the model.
+    """
+    model = config.model.model_copy(update={"vocab_size": own_vocab_size})
+    return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
 
 
 def hard_samples(config: Config, number: int) -> list[Sample]:
@@ -111,12 +127,12 @@ def _sample(rng: np.random.Generator, config: Config, mask: NDArray[np.float64],
     return Sample(ids[:-1], np.where(mask > 0, ids[1:], 0), mask, weight, starts)
 
 
-def has_loss_tokens(config: Config) -> bool:
+def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
     """Whether most samples of the user's first global batch have something to learn at this row length.
 
     Raises:
         DataError: a file is damaged, too small, or does not fit the model.
     """
-    (batch,) = StepLoader(config, 0, 1).batches(0)
+    (batch,) = own_loader(config, own_vocab_size, 0, 1).batches(0)
     learned = (batch.weights["main"] != 0).any(dim=1)
     return bool(learned.double().mean() > 0.5)

@@ -21,8 +21,12 @@ from mtrain.verify.layouts import Trial, common_multiple
 HEAD_DIM = 8
 VOCAB_SIZE = 97
 """Of random tokens: prime, so that the table is padded under every layout."""
+FOLDED_VOCAB_SIZE = 997
+"""Of the user's tokens where they are too many: larger tables would take minutes. Token ids are taken modulo this."""
 SEQ_LENGTH = 32
 BATCH_SIZE = 16
+_MAX_VOCAB = 16384
+"""Up to here the user's vocabulary is kept where the user's data are read."""
 _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
 
@@ -97,10 +101,16 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
         "head_dim": HEAD_DIM if is_own_width or heads * HEAD_DIM != hidden else None,
         "hidden_size": hidden + 2 * HEAD_DIM if is_own_width else hidden,
         "ffn_hidden_size": _multiple_from(round(hidden * width), [tp, HEAD_DIM]),
-        "vocab_size": model.vocab_size if reads_files else min(VOCAB_SIZE, model.vocab_size),
+        "vocab_size": _vocab_size(model, reads_files),
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
         "sliding_window": _window(model, config.data.seq_length, seq_length),
     }
+
+
+def _vocab_size(model: ModelSection, reads_files: bool) -> int:
+    if not reads_files:
+        return min(VOCAB_SIZE, model.vocab_size)
+    return model.vocab_size if model.vocab_size <= _MAX_VOCAB else FOLDED_VOCAB_SIZE
 
 
 def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
@@ -148,7 +158,9 @@ def _changes(before: Config, after: Config) -> Iterator[str]:
     for section in ("model", "train", "optimizer", "data"):
         for key, value in old[section].items():
             if new[section][key] != value:
-                yield f"{section}.{key}: {_shown(value)} -> {_shown(new[section][key])}"
+                folded = key == "vocab_size" and after.data.kind != "mock"
+                how = f" (token ids modulo {after.model.vocab_size})" if folded else ""
+                yield f"{section}.{key}: {_shown(value)} -> {_shown(new[section][key])}{how}"
 
 
 def _shown(value: Any) -> str:

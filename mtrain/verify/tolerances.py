@@ -7,11 +7,13 @@ u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
   Numerical Algorithms, section 4.2).
 - loss, gradient, grad_norm: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
   products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
-  theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. A quantity behind d sums in a row collects d such
-  errors, which being independent add as squares: s u sqrt(n d). n is the longest sum of the model. A gradient is, on
-  top, a sum over all T tokens of the batch. Cancellation makes a sum smaller than what was added, so gradients are
-  compared with the largest element of their tensor and not element by element. This is a model and not a worst case:
-  the worst case, u n d, assumes that all errors have one sign and would be a thousand times too lax to see a fault.
+  theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. Independent errors of sums that feed each other
+  add as squares: a quantity behind sums of n1, n2, ... summands is within s u sqrt(N), N = n1 + n2 + ... A loss is
+  behind the forward pass (N), a gradient behind twice as many sums and its own sum over all T tokens of the batch, the
+  gradient norm behind these and the sum over all P parameters. Cancellation makes a sum smaller than what was added, so
+  gradients are compared with the largest element of their tensor and not element by element. This is a model and not
+  a worst case: the worst case, u N, assumes that all errors have one sign and would be a thousand times too lax to see
+  a fault.
 - update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
   that no error of a gradient is amplified by the division by sqrt(v). What is left are the roundings of a dozen
   operations on each element and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k,
@@ -27,16 +29,12 @@ from __future__ import annotations
 import math
 
 from mtrain.config import Config
+from mtrain.planning import num_parameters
 from mtrain.verify.result import Tolerance
 
 UNIT_ROUNDOFF = 2.0**-24
 UNIT_ROUNDOFF_64 = 2.0**-53
 _CONFIDENCE = 4.0
-_SUMS_PER_LAYER = 12
-"""Dependent sums of a layer: two norms, qkv, rotation, scores, softmax, values, projection, three FFN matrices, and the
-residual."""
-_SUMS_OUTSIDE = 4
-"""Embedding, final norm, logits, softmax."""
 
 
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
@@ -51,17 +49,16 @@ def update_tolerance(step: int) -> float:
 
 def forward_tolerance(config: Config) -> float:
     """Of module outputs, relative to the module's largest."""
-    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(_longest(config) * _depth(config))
+    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(_num_summands(config))
 
 
-def _depth(config: Config) -> int:
-    return _SUMS_PER_LAYER * config.model.num_layers + _SUMS_OUTSIDE
-
-
-def _longest(config: Config) -> int:
-    model = config.model
-    width = model.num_attention_heads * model.head_size
-    return max(model.hidden_size, model.ffn_hidden_size, width, model.vocab_size, config.data.seq_length)
+def _num_summands(config: Config) -> int:
+    """Of all sums that lie behind each other in a forward pass."""
+    model, length = config.model, config.data.seq_length
+    heads = model.num_attention_heads * model.head_size
+    attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
+    layer = 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
+    return model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
 
 
 def _denominator(config: Config) -> Tolerance:
@@ -79,35 +76,34 @@ def _denominator(config: Config) -> Tolerance:
 
 
 def _values(config: Config) -> tuple[Tolerance, ...]:
-    longest, depth = _longest(config), _depth(config)
+    summands, parameters = _num_summands(config), num_parameters(config.model)
     tokens = config.train.global_batch_size * config.data.seq_length
-    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "n": float(longest), "d": float(depth)}
-    loss = forward_tolerance(config)
-    gradient = _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(2 * longest * depth + tokens)
-    chain = "n is the longest sum of the model, d the number of sums in a row"
+    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
+    unit = _CONFIDENCE * UNIT_ROUNDOFF
     return (
         Tolerance(
             "loss",
-            loss,
-            "s u sqrt(n d)",
+            unit * math.sqrt(summands),
+            "s u sqrt(N)",
             inputs,
-            f"The mean of each loss term over the global batch, relative to its exact value. {chain}.",
+            "The mean of each loss term over the global batch, relative to its exact value. N summands lie behind each "
+            "other in a forward pass.",
         ),
         Tolerance(
             "gradient",
-            gradient,
-            "s u sqrt(2 n d + T)",
+            unit * math.sqrt(2 * summands + tokens),
+            "s u sqrt(2 N + T)",
             inputs | {"T": float(tokens)},
-            f"Every gradient after its division, relative to the largest element of the exact one. {chain} of the "
-            "forward pass, which the backward pass doubles; T tokens are added up.",
+            "Every gradient after its division, relative to the largest element of the exact one. The N summands of "
+            "the forward pass are doubled by the backward pass, and T tokens are added up.",
         ),
         Tolerance(
             "grad_norm",
-            gradient,
-            "s u sqrt(2 n d + T)",
-            inputs | {"T": float(tokens)},
+            unit * math.sqrt(2 * summands + tokens + parameters),
+            "s u sqrt(2 N + T + P)",
+            inputs | {"T": float(tokens), "P": float(parameters)},
             "The global norm of all gradients before clipping, relative to the exact one: no element of a gradient may "
-            "be further off, so neither may their norm.",
+            "be further off than above, and the squares of P parameters are added up.",
         ),
     )
 

@@ -111,6 +111,9 @@ def test_files_that_are_there_are_read_with_their_vocabulary(tmp_path: Path) -> 
     (tmp_path / "corpus.idx").touch()
     there = shrink(config(**sections), ONE)
     assert (there.reads_files, there.config.data.kind, there.config.model.vocab_size) == (True, "indexed", 5000)
+    large = shrink(config(**(sections | {"model__vocab_size": 128256})), ONE)
+    assert large.config.model.vocab_size < 1000
+    assert "model.vocab_size: 128256 -> 997 (token ids modulo 997)" in large.changes
 
 
 @pytest.mark.parametrize(

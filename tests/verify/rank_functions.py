@@ -1,0 +1,31 @@
+"""What ranks do in the tests of the pool."""
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+from mtrain.errors import NumericError
+from mtrain.mcore.groups import Groups
+
+
+def coordinates(groups: Groups) -> tuple[int, int, int, int]:
+    return groups.tp_rank, groups.cp_rank, groups.dp_rank, groups.pp_rank
+
+
+def tensor(groups: Groups, value: float) -> torch.Tensor:
+    return torch.full((3,), value + groups.rank)
+
+
+def fail(groups: Groups, how: str) -> Any:
+    """Raises or dies on rank 1."""
+    if groups.rank == 1:
+        match how:
+            case "ours":
+                raise NumericError("the loss is nan")
+            case "foreign":
+                raise ZeroDivisionError("seven by zero")
+            case _:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return groups.rank
