@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import secrets
 import signal
 import socket
@@ -20,13 +21,14 @@ from types import FrameType
 import psutil
 
 from mtrain.config.load import load_config
-from mtrain.errors import RankLostError
+from mtrain.errors import MachineError, RankLostError
 from mtrain.files import disk_faults
 from mtrain.layout import Layout
 
 MARK = "MTRAIN_LAUNCH"
 """Environment variable by which a launch finds every process that comes from its ranks."""
 
+_PORTS = (15000, 32768)
 _POLL_S = 0.02
 _LOG_LINES = 60
 """Lines of a failing rank's log that are shown."""
@@ -216,7 +218,9 @@ def _show(failed: Rank, first: Rank) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port that nothing listens on now, below those that systems hand out, so that none is given away meanwhile."""
+    for port in random.sample(range(*_PORTS), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise MachineError(f"no free port among 100 between {_PORTS[0]} and {_PORTS[1]}; end what listens on this machine")
