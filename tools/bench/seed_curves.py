@@ -1,31 +1,45 @@
-"""Loss curves of one run on three layouts, under naive normalisation and under the pair: python tools/bench/seed_curves.py
+"""Loss curves of one run on three layouts, naive normalisation against pairs: `python tools/bench/seed_curves.py`.
 
 Four gloo ranks on this machine train a small model on question/answer pairs from Python's standard library, with SP
 (Ulysses) over 1, 2 and 4 of them. Global batch, samples, initial weights and learning rate are the same everywhere, so
 all curves should be one. Writes a picture and, beside it, its data as JSON.
 """
 
+import itertools
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
+from sys import path as import_path
 from typing import Annotated, Any
 
+import matplotlib
 import torch
 import typer
 from matplotlib.figure import Figure
 
+if __name__ == "__main__":
+    import_path.insert(0, str(Path(__file__).parents[2]))
+
 from mtrain.__main__ import one_message
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
 from mtrain.data.stdlib import build_stdlib_corpus
 from mtrain.data.tokenizer_training import train_tokenizer
-from mtrain.errors import MachineError
-from mtrain.metrics.plot import load_curves
+from mtrain.layout import Layout
+from mtrain.loss.terms import Objective
+from mtrain.lr import learning_rate
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import build_model
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.step import TrainingStep
+from mtrain.verify.ranks import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, VOCAB = 4, 1024
+HELD_OUT_PASSES = 8
+"""Of a global batch each, after the last step."""
 SP_SIZES = (1, 2, 4)
 RULES = {
     "micro-steps": "each micro-step divided by its tokens",
@@ -33,7 +47,7 @@ RULES = {
     "pair": "mtrain: one division by all tokens",
 }
 """Rule -> title of its column."""
-_FUNCTIONS = {"micro-steps": "naive_losses:mean_of_micro_steps", "ranks": "naive_losses:mean_of_rank_means"}
+FUNCTIONS = {"micro-steps": "naive_losses:mean_of_micro_steps", "ranks": "naive_losses:mean_of_rank_means"}
 _STYLES = {1: ("#E69F00", "-", 4.5), 2: ("#0072B2", "--", 2.0), 4: ("#000000", ":", 2.0)}
 """SP -> colour, line and width. Okabe and Ito's colours differ for every kind of colour vision, and their grey tones,
 line styles and widths differ in print; wide, dashed and dotted lines stay visible on top of each other."""
@@ -46,7 +60,7 @@ def main(
     picture: Annotated[Path, typer.Option(help="The PNG; its data lie beside it.")] = ROOT
     / "docs/pictures/seed_curves.png",
     work: Annotated[Path, typer.Option(help="Folder for corpus, tokenizer and runs.")] = ROOT / "build/seed_curves",
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer updates of each run.")] = 60,
+    steps: Annotated[int, typer.Option(min=5, help="Optimizer updates of each run.")] = 30,
     redraw: Annotated[bool, typer.Option("--redraw", help="Only draw the data again.")] = False,
 ) -> None:
     """Trains nine times and draws."""
@@ -56,7 +70,8 @@ def main(
             picture.parent.mkdir(parents=True, exist_ok=True)
             data_path.write_text(as_text(measure(work, steps)))
         found = json.loads(data_path.read_text())
-        draw(found, picture)
+        with matplotlib.rc_context({"font.size": 12, "axes.titlesize": 13}):
+            draw(found, picture)
     for rule, spread in found["largest_spread"].items():
         typer.echo(f"{rule:12} loss {spread['loss']:.1e}  grad-norm {spread['grad_norm']:.1e}")
     typer.echo(f"{picture} and {data_path}, measured in {found['seconds']:.0f} s")
@@ -65,60 +80,75 @@ def main(
 def measure(work: Path, steps: int) -> dict[str, Any]:
     """Trains under each rule and layout."""
     started = time.monotonic()
-    config = prepare(work, steps)
-    runs = {rule: {str(sp): train(work, config, rule, sp) for sp in SP_SIZES} for rule in RULES}
+    content = prepare(work, steps)
+    pool = Pool(preloaded=["__main__"])
+    runs: dict[str, dict[str, Series]] = {
+        rule: {str(sp): train(pool, content, rule, sp) for sp in SP_SIZES} for rule in RULES
+    }
     return {
         "command": f"python tools/bench/seed_curves.py --steps {steps}",
         "seconds": round(time.monotonic() - started, 1),
         "machine": f"{os.cpu_count()} CPU cores, {RANKS} gloo ranks",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "config": json.loads(config.read_text()),
+        "config": {name: section for name, section in content.items() if name not in ("data", "run")},
         "largest_spread": {rule: largest_spread(list(of_rule.values())) for rule, of_rule in runs.items()},
+        "held_out_loss": {rule: {sp: one.pop("held_out")[0] for sp, one in runs[rule].items()} for rule in runs},
         "runs": runs,
     }
 
 
-def prepare(work: Path, steps: int) -> Path:
-    """Corpus, tokenizer and the configuration that all runs share."""
+def prepare(work: Path, steps: int) -> dict[str, Any]:
+    """Writes corpus and tokenizer; what all runs have in common."""
     build_stdlib_corpus("qa", work)
     build_stdlib_corpus("text", work)
     train_tokenizer([work / "text-valid.jsonl"], work / "tokenizer.model", VOCAB, overwrite=True)
-    content = {
-        "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4},
+    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
+    return {
+        "run": {"dir": str(work)},
+        "model": shape | {"vocab_size": VOCAB, "tied_embeddings": True},
         "train": {"global_batch_size": 16, "micro_batch_size": 1, "num_steps": steps, "precision": "fp32"},
         "optimizer": {"lr": 2e-3, "schedule": "constant", "warmup_steps": 4},
-        "data": {"kind": "jsonl", "seq_length": 128, "tokenizer": str(work / "tokenizer.model")},
-        "checkpoint": {"at_end": False},
-        "metrics": {"tensorboard": False, "console_interval_steps": 20},
+        "data": {
+            "kind": "jsonl",
+            "seq_length": 128,
+            "tokenizer": str(work / "tokenizer.model"),
+            "train": [{"path": str(work / "qa-train.jsonl")}],
+            "valid": [{"path": str(work / "qa-valid.jsonl")}],
+        },
     }
-    content["model"] |= {"vocab_size": VOCAB, "tied_embeddings": True}
-    content["data"] |= {"train": [{"path": str(work / "qa-train.jsonl")}]}
-    path = work / "config.yaml"  # JSON is YAML
-    path.write_text(json.dumps(content, indent=1))
-    return path
 
 
-def train(work: Path, config: Path, rule: str, sp: int) -> Series:
-    """One run on real ranks, as a user starts it.
+def train(pool: Pool, content: dict[str, Any], rule: str, sp: int) -> Series:
+    """One run; all ranks see the same numbers."""
+    exact = Config.model_validate(content | {"layout": {"cp": sp, "cp_comm": "ulysses"}})
+    logged = exact
+    if rule in FUNCTIONS:
+        loss = {"function": FUNCTIONS[rule], "denominator": "measured"}
+        logged = Config.model_validate(content | {"layout": {"cp": sp, "cp_comm": "ulysses"}, "loss": loss})
+    found: Series = pool.run(train_on_rank, Layout.from_config(exact, RANKS), logged, exact)[0]
+    typer.echo(f"{rule} SP {sp}: loss {found['loss'][-1]:.4f}, held out {found['held_out'][0]:.4f}")
+    return found
 
-    Raises:
-        MachineError: it did not end well.
-    """
-    folder = work / f"{rule}-sp{sp}-{time.time_ns()}"
-    command = [sys.executable, "-W", "ignore", "-m", "mtrain", "launch", "local", "-n", str(RANKS), str(config)]
-    command += [f"run.dir={folder}", f"layout.cp={sp}", "layout.cp_comm=ulysses"]
-    if rule in _FUNCTIONS:
-        command += [f"loss.function={_FUNCTIONS[rule]}", "loss.denominator=measured"]
-    search_path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise MachineError(f"{' '.join(command)} ended with exit code {result.returncode}:\n{result.stderr[-2000:]}")
-    records = load_curves(folder).steps
-    return {
-        "loss": [rounded(record.loss) for record in records],
-        "grad_norm": [rounded(record.grad_norm) for record in records],
-    }
+
+def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
+    """Trains by `config`, then takes the loss of held-out samples as `exact` defines it: one sum / one sum."""
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    step = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss))
+    found: Series = {"loss": [], "grad_norm": [], "held_out": []}
+    for number in range(config.train.num_steps):
+        totals = step.forward_backward(loader.batches(number))
+        update = step.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
+        assert update is not None, "no batch of 16 answers is empty"
+        found["loss"].append(rounded(totals.loss))
+        found["grad_norm"].append(rounded(update.grad_norm))
+    held_out = loader.held_out()
+    assert held_out is not None
+    judge = TrainingStep(exact, groups, chunks, optimizer, Objective.from_config(exact.loss))
+    terms = [judge.forward_backward(one).terms["main"] for one in itertools.islice(held_out.batches(), HELD_OUT_PASSES)]
+    found["held_out"] = [rounded(sum(one.numerator for one in terms) / sum(one.denominator for one in terms))]
+    return found
 
 
 def rounded(value: float) -> float:
@@ -156,20 +186,17 @@ def draw(found: dict[str, Any], picture: Path) -> None:
                 steps = range(1, len(values) + 1)
                 axes.plot(steps, values, color=colour, linestyle=line, linewidth=width, label=f"SP {sp}")
             spread = found["largest_spread"][rule][name]
-            axes.text(0.97, 0.95, f"apart by up to {percent(spread)}", transform=axes.transAxes, ha="right", va="top")
+            note = f"apart by up to {100 * spread:.0f} %" if spread >= 0.005 else f"agree to {spread:.0e}"
+            axes.text(0.98, 1.0, note, transform=axes.transAxes, ha="right", va="top", backgroundcolor="white")
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-        rows[0, column].set_title(title, fontsize=11)
+            axes.margins(y=0.15)
+        rows[0, column].set_title(title)
         rows[1, column].set_xlabel("step")
     rows[0, 0].set_ylabel("logged training loss (nats)")
     rows[1, 0].set_ylabel("grad-norm")
     rows[0, -1].legend(loc="lower left", handlelength=3.5)
     figure.savefig(picture)
-
-
-def percent(ratio: float) -> str:
-    """As a reader says it."""
-    return f"{100 * ratio:.0f} %" if ratio >= 0.005 else f"{100 * ratio:.1g} %"
 
 
 if __name__ == "__main__":
