@@ -17,7 +17,7 @@ def measured() -> dict[str, Any]:
 
 def spread(runs: dict[str, Any], name: str) -> float:
     """(largest - smallest) / smallest over the layouts, at the worst step."""
-    return max((max(step) - min(step)) / min(step) for step in zip(*(run[name] for run in runs.values())))
+    return float(max((max(step) - min(step)) / min(step) for step in zip(*(run[name] for run in runs.values()))))
 
 
 def test_only_the_pair_gives_one_curve(measured: dict[str, Any]) -> None:
