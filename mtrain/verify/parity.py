@@ -145,8 +145,11 @@ class _Check:
 
     def run(self, progress: Progress) -> list[LayoutResult]:
         """Every layout; two at a time on CPUs, where the ranks of one often wait for each other."""
-        with ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1) as threads:
+        threads = ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1)
+        try:
             return list(threads.map(lambda trial: self._layout(trial, progress), self._trials))
+        finally:
+            threads.shutdown(cancel_futures=True)  # an interrupted check starts no further layout
 
     def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
         began = time.monotonic()

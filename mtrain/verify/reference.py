@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mtrain.data.batch import Microbatch
-from mtrain.loss.pair import LossPair
+from mtrain.loss.pair import LossPair, TermInputs
 from mtrain.loss.terms import Objective
 from mtrain.mcore.gather import Shard
 from mtrain.mcore.groups import Groups
@@ -107,10 +107,17 @@ class _Evaluator:
         with Watch([self._model], self._groups, self._config, enabled=watched) as watch:
             logits = self._model(batch.tokens, batch.positions, batch.document_starts)
         inputs_of = term_inputs_of([batch], self._config, self._groups, self._teacher)
-        pairs = self._objective.pairs(inputs_of(logits, batch))
+        pairs = self._pairs(inputs_of(logits, batch))
         denominators = self._denominators(batch, pairs)
         gradients = self._gradients(pairs, denominators)
         return Exact(self._values(number, pairs, denominators, gradients), gradients, watch.pieces)
+
+    def _pairs(self, inputs: dict[str, TermInputs]) -> dict[str, LossPair]:
+        """As the objective, but a numerator may be float64, which a user's function makes of float64 logits."""
+        found = {term: function(inputs[term]) for term, function in self._objective.functions.items()}
+        if all(isinstance(pair, LossPair) for pair in found.values()):
+            return found
+        return self._objective.pairs(inputs)  # says what is wrong
 
     def _denominators(self, batch: Microbatch, pairs: dict[str, LossPair]) -> dict[str, float]:
         """From whole rows, correctly rounded; measured ones are known to the loss function alone."""

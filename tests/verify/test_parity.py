@@ -77,8 +77,22 @@ def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
             "train__overlap_param_gather": True,
             "optimizer__clip_grad": 0.0,
         },
+        {
+            "loss__options": {"label_smoothing": 0.1},
+            "loss__teacher": {"checkpoint": "runs/teacher"},
+            "loss__side_terms": {
+                "teacher": {"function": "mtrain.loss.distillation:distillation_loss", "aggregation": "sum"},
+                "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.01},
+            },
+        },
+        {
+            "loss__function": "tests.parity.losses:hard_tokens",
+            "loss__options": {"above": 4.6},
+            "loss__denominator": "measured",
+            "loss__side_terms": {},
+        },
     ],
-    ids=["layernorm, biases, gelu", "window, yarn, overlaps"],
+    ids=["layernorm, biases, gelu", "window, yarn, overlaps", "teacher, smoothing, entropy", "measured denominator"],
 )
 def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:
     report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs2,cp2dp2mbs4")
