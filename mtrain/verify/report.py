@@ -32,8 +32,9 @@ def print_report(report: ParityReport, folder: Path) -> None:
         inputs = ", ".join(f"{name} = {value:.6g}" for name, value in tolerance.inputs.items())
         output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e} = {tolerance.formula}, {inputs}"))
     for layout in report.layouts:
-        for line in (*layout.guards, *([layout.error] if layout.error else [])):
-            output.print(escape(f"{layout.name}: {line}"), soft_wrap=True)
+        if said := [*layout.guards, *([layout.error] if layout.error else [])]:
+            more = f" (and {len(said) - 1} more in {JSON_NAME})" if len(said) > 1 else ""
+            output.print(escape(f"{layout.name}: {said[0]}{more}"), soft_wrap=True)
     if report.diagnosis is not None:
         output.print()
         for line in report.diagnosis.lines:
