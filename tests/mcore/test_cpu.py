@@ -37,13 +37,14 @@ def test_pinned_memory_and_transfers_do_nothing() -> None:
 
 
 def test_streams_and_events_have_always_finished() -> None:
-    with torch.cuda.stream(torch.cuda.Stream()):
-        event = torch.cuda.current_stream().record_event()
+    cuda: Any = torch.cuda
+    with cuda.stream(cuda.Stream()):
+        event = cuda.current_stream().record_event()
     event.synchronize()
-    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-    assert torch.cuda.Event(enable_timing=True).elapsed_time(event) == 0.0
-    assert torch.cuda.current_device() == 0
-    assert torch.cuda.Event().query()
+    cuda.current_stream().wait_stream(cuda.default_stream())
+    assert cuda.Event(enable_timing=True).elapsed_time(event) == 0.0
+    assert cuda.current_device() == 0
+    assert cuda.Event().query()
 
 
 def test_random_states_are_those_of_the_cpu() -> None:

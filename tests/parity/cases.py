@@ -11,7 +11,6 @@ from tests.config.samples import content
 from tests.parity.batches import BATCH, SEQ, VOCAB
 
 _BASE: dict[str, Any] = {
-    "model__num_layers": 4,
     "model__hidden_size": 32,
     "model__ffn_hidden_size": 48,
     "model__num_attention_heads": 8,
@@ -39,11 +38,12 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     """Keys of the section `layout`, and `dp`."""
     micro_batch_size: int = 1
+    num_layers: int = 4
 
     def config(self, **changes: Any) -> Config:
         """The base configuration under this layout; `loss__aggregation="sum"` changes loss.aggregation."""
         section = {f"layout__{key}": value for key, value in self.layout.items() if key != "dp"}
-        size = {"train__micro_batch_size": self.micro_batch_size}
+        size = {"train__micro_batch_size": self.micro_batch_size, "model__num_layers": self.num_layers}
         return Config.model_validate(content(**{**_BASE, **section, **size, **changes}))
 
     def resolved(self, config: Config) -> Layout:
@@ -55,9 +55,9 @@ class Case:
         return f"{self.resolved(self.config())}-mbs{self.micro_batch_size}"
 
 
-def case(micro_batch_size: int = 1, **layout: Any) -> Case:
+def case(micro_batch_size: int = 1, num_layers: int = 4, **layout: Any) -> Case:
     """A case by keyword."""
-    return Case(layout, micro_batch_size)
+    return Case(layout, micro_batch_size, num_layers)
 
 
 SINGLE = case()
@@ -83,7 +83,9 @@ LAYOUTS = [
     case(pp=4),
     case(pp=2, first_stage_layers=1),
     case(2, pp=2, last_stage_layers=1),
-    case(pp=2, vpp=2, stage_layers=(1, 1, 1, 1)),
+    case(2, num_layers=6, pp=2, vpp=2, stage_layers=(2, 1, 1, 2)),
+    case(4, num_layers=8, pp=4, vpp=2),
+    case(2, num_layers=8, tp=2, sp=True, pp=2, vpp=4),
     case(pp=3, stage_layers=(1, 1, 2)),
     case(2, pp=3, stage_layers=(2, 1, 1), dp=2),
     case(pp=2, vpp=2, dp=2),

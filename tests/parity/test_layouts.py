@@ -4,41 +4,50 @@ For every layout the denominator is exact, and loss, grad-norm, every gathered g
 after three AdamW steps are those of one process that sees the whole batch in float64, and those of the other layouts.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import pytest
 
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index
 from tests.parity.batches import BATCH, SEQ, three_steps
-from tests.parity.cases import LAYOUTS, SINGLE, Case
+from tests.parity.cases import LAYOUTS, Case, case
 from tests.parity.compare import between, deviation, run_case, run_oracle
 from tests.parity.ranks import Outcome
 from tests.pool import Pool
 
 
 @pytest.fixture(scope="module")
-def one_process(pool: Pool) -> Outcome:
-    """The run of one float32 process."""
-    return run_case(pool, SINGLE, three_steps())
+def one_process(pool: Pool) -> Callable[[int], Outcome]:
+    """The run of one float32 process, by the number of layers."""
+    return cache(lambda num_layers: run_case(pool, case(num_layers=num_layers), three_steps()))
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_the_layout_does_not_change_the_run(pool: Pool, case: Case, one_process: Outcome) -> None:
+def test_the_layout_does_not_change_the_run(pool: Pool, case: Case, one_process: Callable[[int], Outcome]) -> None:
     batches, config = three_steps(), case.config()
     outcome = run_case(pool, case, batches)
     deviation(outcome, run_oracle(config, batches), config).assert_below()
-    between(outcome, one_process, config).assert_below()
+    between(outcome, one_process(case.num_layers), config).assert_below()
 
 
 def test_every_kind_of_layout_is_there() -> None:
-    layouts = [case.resolved(case.config()) for case in LAYOUTS]
+    layouts = [one.resolved(one.config()) for one in LAYOUTS]
     assert len(set(map(str, LAYOUTS))) == len(LAYOUTS) >= 24
-    for name, degrees in {"tp": {1, 2, 4}, "pp": {1, 2, 3, 4}, "cp": {1, 2, 4}, "dp": {1, 2, 4}, "vpp": {1, 2}}.items():
+    for name, degrees in {
+        "tp": {1, 2, 4},
+        "pp": {1, 2, 3, 4},
+        "cp": {1, 2, 4},
+        "dp": {1, 2, 4},
+        "vpp": {1, 2, 4},
+    }.items():
         assert {getattr(layout, name) for layout in layouts} == degrees
     assert {case.micro_batch_size for case in LAYOUTS} == {1, 2, 4}
     assert {layout.cp_comm for layout in layouts if layout.cp > 1} == {"allgather", "ulysses"}
     assert {layout.sp for layout in layouts if layout.tp > 1} == {True, False}
-    assert any(len(set(layout.layers_per_stage(4))) > 1 for layout in layouts)
+    assert any(len(set(one.resolved(one.config()).layers_per_stage(one.num_layers))) > 1 for one in LAYOUTS)
     assert max(layout.world_size for layout in layouts) == 8
 
 
