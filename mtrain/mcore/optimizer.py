@@ -156,7 +156,10 @@ class Optimizer:
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Float64 scalar on the device."""
+    """Float64 scalar on the device.
+
+    The squares are added in float64: on a CPU, float32 sums one after the other and is 8e-5 off for 4 million elements.
+    """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
+    return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float64)).square().sum()
