@@ -167,7 +167,9 @@ KEPT: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", KEPT, ids=str)
 def test_a_legal_configuration_passes(changes: dict[str, Any]) -> None:
-    config(**changes)
+    parsed = config(**changes)
+    assert parsed == config(**changes)
+    assert parsed != config()
 
 
 def test_all_broken_rules_of_all_sections_are_reported_at_once(tmp_path: Any) -> None:

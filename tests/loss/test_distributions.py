@@ -1,11 +1,7 @@
 """Label smoothing, entropy and divergences of a split vocabulary against their formulas in float64."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -14,6 +10,7 @@ from mtrain.layout import Layout
 from mtrain.loss import exponentials
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.groups import Groups
+from tests.loss.counting import counted_all_reduces
 from tests.loss.test_vocab_parallel import BATCH, SEQ, VOCAB, factors, random_labels, random_logits
 from tests.pool import Pool
 
@@ -92,19 +89,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(pool: Pool, tp: int) -> 
 
 
 def all_reduces_of_each_call(groups: Groups, logits: Tensor, other: Tensor, labels: Tensor) -> dict[str, int]:
-    original, calls = dist.all_reduce, []
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return original(*arguments, **options)
-
-    def count(action: Callable[[], Any]) -> int:
-        before = len(calls)
-        action()
-        return len(calls) - before
-
-    dist.all_reduce = counted
-    try:
+    with counted_all_reduces() as count:
         first, second, third = (shard(groups, logits) for _ in range(3))
         teacher = shard(groups, other)
         counts = {
@@ -120,8 +105,6 @@ def all_reduces_of_each_call(groups: Groups, logits: Tensor, other: Tensor, labe
         }
         losses = first.entropy() + first.cross_entropy(labels, 0.1) + first.kl_divergence(teacher)
         return counts | {"backward": count(lambda: losses.sum().backward())}
-    finally:
-        dist.all_reduce = original
 
 
 def test_collectives_are_as_many_as_documented(pool: Pool) -> None:

@@ -1,11 +1,7 @@
 """Losses of a split vocabulary are those of torch on the whole one, and cost what the docstrings say."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mtrain.layout import Layout
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.groups import Groups
+from tests.loss.counting import counted_all_reduces
 from tests.pool import Pool
 
 SEQ, BATCH, VOCAB, PADDED = 6, 3, 10, 16
@@ -103,19 +100,7 @@ def test_other_labels_of_the_same_logits_get_their_own_losses(pool: Pool) -> Non
 
 
 def all_reduces_of_each_call(groups: Groups, logits: Tensor, labels: Tensor) -> dict[str, int]:
-    original, calls = dist.all_reduce, []
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return original(*arguments, **options)
-
-    def count(action: Callable[[], Any]) -> int:
-        before = len(calls)
-        action()
-        return len(calls) - before
-
-    dist.all_reduce = counted
-    try:
+    with counted_all_reduces() as count:
         first, second = shard(groups, logits), shard(groups, logits)
         return {
             "cross entropy": count(lambda: first.cross_entropy(labels)),
@@ -126,8 +111,6 @@ def all_reduces_of_each_call(groups: Groups, logits: Tensor, labels: Tensor) -> 
             "cross entropy after it": count(lambda: second.cross_entropy(labels)),
             "backward": count(lambda: mixed(second.cross_entropy(labels), second.logsumexp()).backward()),
         }
-    finally:
-        dist.all_reduce = original
 
 
 def test_collectives_are_as_many_as_documented(pool: Pool) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from mtrain.config.load import load_config
 from mtrain.errors import ConfigError
+from mtrain.layout import broken_rules
 from mtrain.verify.layouts import Trial, derived_trials, prepared
 from mtrain.verify.shrink import shrink
 from tests.config.samples import config
@@ -120,4 +121,6 @@ def test_files_that_are_there_are_read_with_their_vocabulary(tmp_path: Path) -> 
     "trial", [Trial(tp=8, sp=True, cp=2), Trial(pp=4, vpp=2, dp=3), Trial(cp=8, dp=5, micro_batch_size=3)]
 )
 def test_sizes_divide_over_every_layout(trial: Trial) -> None:
-    prepared(trial, shrink(config(), [Trial(micro_batch_size=None), trial]).config)
+    found = prepared(trial, shrink(config(), [Trial(micro_batch_size=None), trial]).config)
+    assert found.layout.world_size == trial.num_ranks
+    assert broken_rules(found.config, trial.num_ranks) == []
