@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.lr import learning_rate
-from tests.oracle.loss import Sequence
+from tests.oracle.loss import Sequence, Teacher
 from tests.oracle.model import random_parameters
 from tests.oracle.run import StepResult, oracle_steps
 from tests.parity.batches import GlobalBatch
@@ -39,6 +39,10 @@ class Deviation(NamedTuple):
         assert max(self) <= tolerance, f"{self} is not within {tolerance}"
 
 
+TEACHER_SEED = 5
+"""Of a teacher's parameters; the run's have another."""
+
+
 def initial_parameters(config: Config, seed: int = 3) -> Arrays:
     """Every parameter drawn, norms and biases too, so that no gradient is 0 by accident.
 
@@ -59,20 +63,31 @@ def run_case(pool: Pool, case: Case, batches: list[GlobalBatch], **changes: Any)
     return outcome
 
 
-def run_oracle(config: Config, batches: list[GlobalBatch]) -> list[StepResult]:
-    """The same steps by one process in float64; kept for the session."""
-    sections = (config.model, config.loss, config.optimizer)
+def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | None = None) -> list[StepResult]:
+    """The same steps by one process in float64; kept for the session.
+
+    Args:
+        config: Of the run.
+        batches: One a step.
+        teacher: Whose model stands beside the run's, with parameters of TEACHER_SEED.
+    """
+    sections = (config.model, config.loss, config.optimizer, *([] if teacher is None else [teacher.model]))
     key = "".join([section.model_dump_json() for section in sections]) + str(_fingerprint(batches))
     if key not in _oracles:
         _oracles[key] = oracle_steps(
-            {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()},
+            _tensors(initial_parameters(config)),
             config.model,
             config.loss,
             config.optimizer,
             [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
             [[Sequence.of_sample(sample) for sample in batch] for batch in batches],
+            teacher and Teacher(_tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
         )
     return _oracles[key]
+
+
+def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(value) for name, value in arrays.items()}
 
 
 def _fingerprint(batches: list[GlobalBatch]) -> int:

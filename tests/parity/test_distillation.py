@@ -3,16 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 
-from mtrain.config import Config
-from mtrain.lr import learning_rate
-from tests.oracle.loss import Sequence, Teacher
-from tests.oracle.run import StepResult, oracle_steps
 from tests.parity import teacher_ranks
 from tests.parity.batches import three_steps, weighted_steps
 from tests.parity.cases import SINGLE, Case, case
-from tests.parity.compare import deviation, initial_parameters, run_case, run_oracle
+from tests.parity.compare import TEACHER_SEED, deviation, initial_parameters, run_case, run_oracle
 from tests.pool import Pool
 
 CASES = [
@@ -51,32 +46,16 @@ FOUR_TERMS: dict[str, Any] = NEEDED | {
         "z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05, "aggregation": "seq-mean-token-sqrt"},
     },
 }
-_oracles: dict[str, list[StepResult]] = {}
-
-
-def run_oracle_with_teacher(config: Config, teacher: Config, batches: list[Any]) -> list[StepResult]:
-    key = config.loss.model_dump_json()
-    if key not in _oracles:
-        _oracles[key] = oracle_steps(
-            {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()},
-            config.model,
-            config.loss,
-            config.optimizer,
-            [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
-            [[Sequence.of_sample(sample) for sample in batch] for batch in batches],
-            Teacher({name: torch.as_tensor(v) for name, v in initial_parameters(teacher, 5).items()}, teacher.model),
-        )
-    return _oracles[key]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("changes", [ALONE, FOUR_TERMS], ids=["alone", "four terms"])
 def test_a_teacher_is_the_same_under_every_layout(pool: Pool, changes: dict[str, Any], case: Case) -> None:
     batches, config, teacher = weighted_steps(), case.config(**changes), case.config(**TEACHER)
-    given = (config, initial_parameters(config), teacher, initial_parameters(teacher, 5), batches)
+    given = (config, initial_parameters(config), teacher, initial_parameters(teacher, TEACHER_SEED), batches)
     reports = pool.run(teacher_ranks.train_with_teacher, case.resolved(config), *given)
     assert not any(report.teacher_moved for report in reports)
-    deviation(reports[0].outcome, run_oracle_with_teacher(config, teacher, batches), config).assert_below()
+    deviation(reports[0].outcome, run_oracle(config, batches, teacher), config).assert_below()
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -93,7 +72,11 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(pool: Pool, direct
 def test_only_a_pipeline_holds_logits_and_lets_them_go(pool: Pool, case: Case, is_piped: bool) -> None:
     config = case.config(**TEACHER)
     reports = pool.run(
-        teacher_ranks.held_logits, case.resolved(config), config, initial_parameters(config, 5), three_steps()[0]
+        teacher_ranks.held_logits,
+        case.resolved(config),
+        config,
+        initial_parameters(config, TEACHER_SEED),
+        three_steps()[0],
     )
     num_early, alive = reports[-1]
     assert num_early == (8 if is_piped else 0)
