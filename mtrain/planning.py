@@ -67,7 +67,7 @@ def layer_parameters(model: ModelSection) -> LayerParameters:
     """Parameters of one layer: four attention and two or three FFN matrices, their biases, and the norms."""
     query, key_value = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     qkv = query + 2 * key_value
-    fc1 = model.ffn_hidden_size * (2 if model.activation == "swiglu" else 1)
+    fc1 = model.ffn_hidden_size * (2 if model.is_gated else 1)
     divided = model.hidden_size * (qkv + query + fc1 + model.ffn_hidden_size)
     replicated = 2 * _norm(model, model.hidden_size)
     if model.qkv_bias or model.linear_bias:
@@ -139,7 +139,7 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     as if they were not.
     """
     query, key_value = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    num_ffn_matrices = 3 if model.activation == "swiglu" else 2
+    num_ffn_matrices = 3 if model.is_gated else 2
     weights = model.hidden_size * (2 * query + 2 * key_value + num_ffn_matrices * model.ffn_hidden_size)
     every = model.global_attention_every
     num_global = model.num_layers if model.sliding_window is None else model.num_layers // every if every else 0
@@ -219,7 +219,7 @@ def _layer_elements(model: ModelSection, layout: Layout) -> tuple[int, int]:
     """
     hidden = model.hidden_size // layout.tp if layout.sp else model.hidden_size
     query, key_value = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    num_ffn = 3 if model.activation == "swiglu" else 2
+    num_ffn = 3 if model.is_gated else 2
     return 5 * hidden + (2 * query + 2 * key_value + num_ffn * model.ffn_hidden_size) // layout.tp, hidden
 
 

@@ -23,7 +23,9 @@ class LayoutSection(Section):
     """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, or all-to-all from
     sequence to heads."""
     ep: int = Field(1, gt=0)
+    """Expert parallelism: ranks of tp x cp x dp that share the experts of a layer."""
     etp: int = Field(1, gt=0)
+    """Tensor parallelism inside each expert, independent of tp."""
     first_stage_layers: int | None = Field(None, gt=0)
     """Layers of the first (virtual) stage where stages are uneven; the others share the rest evenly."""
     last_stage_layers: int | None = Field(None, gt=0)
@@ -67,12 +69,4 @@ class LayoutSection(Section):
         return (
             f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one for each of the "
             f"pp={self.pp} x vpp={self.vpp} stages; mend the list"
-        )
-
-    @rule
-    def experts_are_not_parallel_yet(self) -> str | None:
-        if self.ep == 1 and self.etp == 1:
-            return None
-        return (
-            f"ep={self.ep} and etp={self.etp} need a model with experts, which this version cannot build; set both to 1"
         )

@@ -109,6 +109,22 @@ class TeacherSection(Section):
     """A run folder (its newest checkpoint), or a checkpoint directory inside one."""
 
 
+class RouterLossSection(Section):
+    """Losses on the routers of a model with experts, summed over its layers; 0 turns one off.
+
+    Padding never counts, and the loss mask plays no role.
+    """
+
+    z_coefficient: float = Field(0.0, ge=0)
+    """Mean over all tokens of the squared log-sum-exp of a router's logits."""
+    sequence_balance_coefficient: float = Field(0.0, ge=0)
+    """Mean over sequences of the balancing loss of each sequence."""
+    microbatch_balance_coefficient: float = Field(0.0, ge=0)
+    """Balancing loss of each microbatch: depends on the layout by definition, needs loss.allow_layout_dependent."""
+    global_balance_coefficient: float = Field(0.0, ge=0)
+    """Balancing loss on running counts: depends on the layout by definition, needs loss.allow_layout_dependent."""
+
+
 class LossSection(TermSection):
     """The main term, and the side terms beside it by name."""
 
@@ -117,6 +133,11 @@ class LossSection(TermSection):
     function decides it from model outputs; no side terms are possible then."""
     side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
     teacher: TeacherSection | None = None
+    router: RouterLossSection = RouterLossSection()
+    mtp_coefficient: float = Field(0.1, ge=0)
+    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor)."""
+    allow_layout_dependent: bool = False
+    """Permits what changes with the layout by its definition; every report of the run then says so."""
 
     @rule
     def side_terms_need_a_planned_denominator(self) -> str | None:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mtrain.config import megatron_fields
+from mtrain.config.experts import ExpertsSection
+from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.section import Section, rule
 
 
@@ -29,6 +31,14 @@ class RopeSection(Section):
     """yarn only: multiplies cos and sin; by default 0.1 ln(factor) + 1."""
     truncate: bool = True
     """yarn only: round the correction range to whole dimensions."""
+    mscale: float | None = Field(None, gt=0)
+    """yarn only, DeepSeek: numerator's coefficient of the attention factor."""
+    mscale_all_dim: float | None = Field(None, gt=0)
+    """yarn only, DeepSeek: denominator's coefficient, and the coefficient of the softmax scale."""
+    interleaved: bool = False
+    """Pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2)."""
+    local_base: float | None = Field(None, gt=0)
+    """Base of layers with a sliding window, without scaling; by default they rotate as all others."""
 
     @rule
     def a_factor_needs_a_scaling(self) -> str | None:
@@ -53,7 +63,7 @@ class RopeSection(Section):
 
 
 class ModelSection(Section):
-    """A dense decoder-only transformer."""
+    """A decoder-only transformer."""
 
     num_layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -68,17 +78,34 @@ class ModelSection(Section):
     vocab_multiple: int = Field(128, gt=0)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_epsilon: float = Field(1e-5, gt=0)
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    zero_centered_norm: bool = False
+    """Norms multiply by 1 + weight, and weights start at 0."""
+    sandwich_norm: bool = False
+    """A norm behind attention and behind the feed-forward part as well, before the residual is added."""
+    activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
+    """swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and up within -7 and 7."""
     qkv_bias: bool = False
     linear_bias: bool = False
     """Bias of the output projection and of both MLP projections (and of qkv)."""
     qk_norm: bool = False
     tied_embeddings: bool = False
+    scale_embeddings: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    attention_sinks: bool = False
+    """Each head has a learned logit that takes part in the softmax and belongs to no token."""
+    query_scalar: float | None = Field(None, gt=0)
+    """Attention scores are multiplied by query_scalar ** -0.5; by default by head_dim ** -0.5."""
     rope: RopeSection = RopeSection()
     sliding_window: int | None = Field(None, gt=0)
     """A token sees itself and the `sliding_window - 1` tokens before it."""
     global_attention_every: int | None = Field(None, gt=1)
     """With a sliding window: every n-th layer (layers n, 2n, ...) sees everything."""
+    mla: LatentAttentionSection | None = None
+    """Multi-head latent attention in the place of grouped-query attention."""
+    experts: ExpertsSection | None = None
+    """Mixture of experts in all or some layers."""
+    mtp_depths: int = Field(0, ge=0)
+    """Extra tokens that are predicted ahead, each by a layer of its own behind the last one (mtp_num_layers)."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
@@ -97,6 +124,15 @@ class ModelSection(Section):
     def head_size(self) -> int:
         """Dimensions of one attention head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward part multiplies two projections."""
+        return self.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has experts."""
+        return self.experts is not None and self.experts.has_experts(layer)
 
     @rule
     def heads_divide_the_hidden_size(self) -> str | None:

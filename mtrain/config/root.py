@@ -43,6 +43,18 @@ class Config(Section):
         return _lines(rules.pipeline(self.model, self.layout))
 
     @rule
+    def the_experts_divide_over_ranks(self) -> str | None:
+        return _lines(rules.experts(self.model, self.layout))
+
+    @rule
+    def the_layout_decides_nothing_unasked(self) -> str | None:
+        return _lines(rules.layout_dependent(self.model, self.loss))
+
+    @rule
+    def router_losses_have_routers(self) -> str | None:
+        return _lines(rules.router_losses(self.model, self.loss))
+
+    @rule
     def the_sequence_divides_over_ranks(self) -> str | None:
         return _lines(rules.sequence(self.layout, self.data))
 

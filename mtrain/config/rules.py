@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mtrain.config.data import DataSection
 from mtrain.config.layout import LayoutSection
+from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
 from mtrain.config.train import OptimizerSection, TrainSection, ValidSection
 
@@ -89,3 +90,58 @@ def sequence(layout: LayoutSection, data: DataSection) -> Iterator[str]:
             f"data.seq_length={data.seq_length} must be a multiple of {divisor} = {' x '.join(filter(None, factors))}; "
             "change it or the layout"
         )
+
+
+def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
+    """Experts are divided over ep, each of them over etp; their router needs sequence parallelism beside tp."""
+    if model.experts is None:
+        if layout.ep > 1 or layout.etp > 1:
+            yield f"layout.ep={layout.ep} and layout.etp={layout.etp} need model.experts; set both to 1"
+        return
+    if model.experts.num_experts % layout.ep:
+        yield (
+            f"model.experts.num_experts={model.experts.num_experts} must be a multiple of layout.ep={layout.ep}; "
+            "change one of them"
+        )
+    if model.experts.ffn_hidden_size % layout.etp:
+        yield (
+            f"model.experts.ffn_hidden_size={model.experts.ffn_hidden_size} must be a multiple of layout.etp="
+            f"{layout.etp}; change one of them"
+        )
+    if model.experts.shared_ffn_hidden_size % layout.tp:
+        yield (
+            f"model.experts.shared_ffn_hidden_size={model.experts.shared_ffn_hidden_size} must be a multiple of "
+            f"layout.tp={layout.tp}; change one of them"
+        )
+    if layout.tp > 1 and not layout.sp:
+        yield f"model.experts with layout.tp={layout.tp} needs layout.sp=true; turn it on or set layout.tp to 1"
+    if not any(model.has_experts(layer) for layer in range(model.num_layers)):
+        yield (
+            f"model.experts.first_dense_layers={model.experts.first_dense_layers} leaves no layer of model.num_layers="
+            f"{model.num_layers} for experts; lower it or remove model.experts"
+        )
+
+
+def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
+    """What changes with the layout by its definition has to be permitted."""
+    if loss.allow_layout_dependent:
+        return
+    asked = {
+        "model.experts.capacity_factor": model.experts is not None and model.experts.capacity_factor is not None,
+        "loss.router.microbatch_balance_coefficient": loss.router.microbatch_balance_coefficient > 0,
+        "loss.router.global_balance_coefficient": loss.router.global_balance_coefficient > 0,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            yield (
+                f"{key} is set, but its effect depends on the layout by definition; remove it (see loss.router."
+                "sequence_balance_coefficient and model.experts.bias_update_rate), or set "
+                "loss.allow_layout_dependent=true and give the promise up"
+            )
+
+
+def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:
+    """Losses on routers need routers."""
+    asked = [name for name, value in loss.router.model_dump().items() if value > 0]
+    if asked and model.experts is None:
+        yield f"loss.router.{asked[0]} is set, but the model has no experts; remove it or set model.experts"

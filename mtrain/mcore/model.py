@@ -85,10 +85,11 @@ def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, li
 def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
     layout: Layout = groups.layout
     stage = groups.pp_rank + (vp_stage or 0) * layout.pp
+    layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
     backend = chosen_backend(config.model, config.data.isolate_documents, groups.device)
     model = LanguageModel(
         config=translated,
-        transformer_layer_spec=block_spec(translated, config.model, backend, vp_stage),
+        transformer_layer_spec=block_spec(config.model, backend, layers),
         vocab_size=padded_vocab_size(config.model, layout.tp),
         max_sequence_length=config.data.seq_length,
         pre_process=stage == 0,

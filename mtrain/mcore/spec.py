@@ -6,12 +6,12 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mtrain.config.model import ModelSection
 from mtrain.errors import ConfigError
@@ -66,22 +66,39 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
     return model.backend
 
 
-def block_spec(
-    config: TransformerConfig, model: ModelSection, backend: str, vp_stage: int | None
-) -> TransformerBlockSubmodules | ModuleSpec:
-    """The spec of this stage's transformer block."""
+def block_spec(model: ModelSection, backend: str, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
+    """The spec of a stage's transformer block.
+
+    Args:
+        model: The architecture.
+        backend: torch or te.
+        layers: Global numbers, from 0, of the layers that the stage holds.
+    """
     if backend == "te":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
-    layer = torch_layer_spec(model)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=Norm
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(model, layer) for layer in layers], layer_norm=Norm)
+
+
+def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
+    """Layer `layer` on torch operations alone: our norms and core attention, megatron-core's parallel linears."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=attention_spec(model),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=feed_forward_spec(model, layer),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_TE_NAMES,
+        ),
     )
 
 
-def torch_layer_spec(model: ModelSection) -> ModuleSpec:
-    """A dense layer on torch operations alone: our norms and core attention, megatron-core's parallel linears."""
+def attention_spec(model: ModelSection) -> ModuleSpec:
+    """Grouped-query attention."""
     qk_norm = Norm if model.qk_norm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -92,17 +109,10 @@ def torch_layer_spec(model: ModelSection) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
+
+
+def feed_forward_spec(model: ModelSection, layer: int) -> ModuleSpec:
+    """The dense feed-forward part."""
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_TE_NAMES,
-        ),
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )

@@ -70,7 +70,7 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "layernorm_epsilon": model.norm_epsilon,
-        "gated_linear_unit": model.activation == "swiglu",
+        "gated_linear_unit": model.is_gated,
         "activation_func": _ACTIVATIONS[model.activation],
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,

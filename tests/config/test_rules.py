@@ -26,8 +26,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"layout": {"pp": 2, "stage_layers": [2, 3, 3]}}, "layout.stage_layers=[2, 3, 3] needs 2 numbers above 0"),
     ({"layout": {"pp": 2, "stage_layers": [8, 0]}}, "layout.stage_layers=[8, 0] needs 2 numbers above 0"),
-    ({"layout__ep": 2}, "layout.ep=2 and etp=1 need a model with experts"),
-    ({"layout__etp": 2}, "layout.ep=1 and etp=2 need a model with experts"),
+    ({"layout__ep": 2}, "layout.ep=2 and layout.etp=1 need model.experts"),
+    ({"layout__etp": 2}, "layout.ep=1 and layout.etp=2 need model.experts"),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
         {"data__split": [0.9, 0.1, 0], "data__valid": [{"path": "v"}]},

@@ -1,0 +1,29 @@
+"""`model.mla.*`: multi-head latent attention."""
+
+from pydantic import Field
+
+from mtrain.config.section import Section, rule
+
+
+class LatentAttentionSection(Section):
+    """Low-rank queries, keys and values, with a rotary part of each key that all heads share.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    q_rank: int | None = Field(None, gt=0)
+    """Rank of the queries (q_lora_rank); None: queries are projected directly."""
+    kv_rank: int = Field(gt=0)
+    """Rank that keys and values share (kv_lora_rank)."""
+    nope_head_dim: int = Field(gt=0)
+    """Dimensions of a query or key head without a position (qk_head_dim, qk_nope_head_dim)."""
+    rope_head_dim: int = Field(gt=0)
+    """Dimensions that are rotated (qk_pos_emb_head_dim, qk_rope_head_dim)."""
+    value_head_dim: int = Field(gt=0)
+    """Dimensions of a value head (v_head_dim)."""
+
+    @rule
+    def the_rotary_part_is_even(self) -> str | None:
+        if self.rope_head_dim % 2 == 0:
+            return None
+        return f"rope_head_dim={self.rope_head_dim} must be even, since the rotary embedding turns pairs; change it"
