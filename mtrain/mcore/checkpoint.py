@@ -14,17 +14,18 @@ import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 import mtrain
 from mtrain.checkpoint.directory import Attempt, CheckpointEntry, abandon, begin_attempt, publish
 from mtrain.checkpoint.retention import apply_retention
+from mtrain.checkpoint.safe_load import verified_reader
+from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state, write_state
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.errors import DataError, MtrainError
@@ -32,36 +33,14 @@ from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups, seed_generators
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.optimizer_state import MAIN, STATES, LossScaler
+from mtrain.mcore.optimizer_state import MAIN, STATES
 from mtrain.mcore.places import Place, is_written_here, optimizer_key, parameter_places, shards
-from mtrain.mcore.safe_load import verified_reader
 from mtrain.mcore.torch_dist import load_tensors, save_tensors
 from mtrain.mcore.world import on_all_ranks, on_first_rank
 
-STATE_NAME = "training_state.json"
 _TE_STATE = "._extra_state/"
 """In keys of what TransformerEngine pickles beside weights; never read."""
 _log = logging.getLogger(__name__)
-
-
-class TrainingState(BaseModel):
-    """What a checkpoint holds beside tensors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
-    step: int = Field(ge=0)
-    """Optimizer updates completed, by the run's count."""
-    consumed_samples: int = Field(ge=0)
-    adam_step: int = Field(ge=0)
-    """Updates that changed the weights: an overflow of fp16 or an empty batch changes nothing."""
-    loss_scaler: LossScaler | None
-    """fp16 only."""
-    layout: str
-    device: str
-    """cpu or cuda: random states of one mean nothing to the other."""
-    vocab_size: int = Field(gt=0)
-    """Rows of the embedding that are tokens; the rest is padding and follows the layout."""
 
 
 class LoadedState(NamedTuple):
@@ -113,7 +92,7 @@ def save_checkpoint(
         save_tensors(
             attempt.path,
             _tensors_to_save(chunks, optimizer, groups),
-            lambda: _write_state(attempt.path / STATE_NAME, state),
+            lambda: write_state(attempt.path, state),
         )
         on_first_rank(lambda: _publish(attempt, config, groups))
     except MtrainError:
@@ -274,18 +253,8 @@ def _publish(attempt: Attempt, config: Config, groups: Groups) -> None:
     apply_retention(attempt.root, config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
 
 
-def _write_state(path: Path, state: TrainingState) -> None:
-    path.write_text(state.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
 def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
-    path = entry.path / STATE_NAME
-    try:
-        state = TrainingState.model_validate_json(path.read_bytes())
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    except ValidationError as fault:
-        raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg']}") from fault
+    state = read_state(entry.path)
     if state.vocab_size != config.model.vocab_size:
         raise DataError(
             f"{entry.path} was saved with a vocabulary of {state.vocab_size}, but model.vocab_size is "

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+
+from mtrain.checkpoint.training_state import LossScaler
 
 MAIN = "param"
 """Name of the float32 main weights among a parameter's states, as megatron-core writes it."""
@@ -41,18 +42,6 @@ class Portion(NamedTuple):
     start: int
     """First element, counted in the flattened parameter."""
     end: int
-
-
-class LossScaler(BaseModel):
-    """The dynamic loss scale of fp16."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    scale: float = Field(gt=0)
-    growth_tracker: int = Field(ge=0)
-    """Updates since the last change without an overflow."""
-    hysteresis_tracker: int
-    """Overflows left before the scale goes down."""
 
 
 def portions(optimizer: MegatronOptimizer) -> list[Portion]:

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
+from mtrain.checkpoint.safe_load import VerifiedReader
 from mtrain.errors import DataError, MachineError, MtrainError
-from mtrain.mcore.safe_load import VerifiedReader
 from mtrain.mcore.world import on_all_ranks
 
 Fault = TypeVar("Fault", bound=MtrainError)

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from mtrain.checkpoint.directory import load_entry, step_name
+from mtrain.checkpoint.training_state import LossScaler
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.errors import MtrainError
@@ -24,7 +25,7 @@ from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.optimizer_state import LossScaler, adam_step, loss_scaler, portions, whole_states
+from mtrain.mcore.optimizer_state import adam_step, loss_scaler, portions, whole_states
 from mtrain.mcore.spec import global_name
 from mtrain.step import TrainingStep
 from tests.crash import kill_self_before_operation

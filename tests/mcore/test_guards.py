@@ -26,6 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
+from mtrain.checkpoint.safe_load import verified_reader
 from mtrain.config import guards
 from mtrain.config.model import RopeSection
 from mtrain.errors import DataError
@@ -33,7 +34,6 @@ from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.norm import Norm
 from mtrain.mcore.pairs import PairAccumulator
-from mtrain.mcore.safe_load import verified_reader
 from mtrain.rope import inverse_frequencies
 from tests.mcore import guard_ranks as ranks
 from tests.mcore import guard_state_ranks as state_ranks

@@ -62,7 +62,7 @@ ROWS = (
         always,
         "fixed",
         "Only the plain classes of such a list are let through, and no other object is read.",
-        ("mtrain/mcore/safe_load.py",),
+        ("mtrain/checkpoint/safe_load.py",),
         (
             guard_test("a_checkpoint_runs_code_in_their_reader_and_not_in_ours"),
             f"{_CHECKPOINT_TESTS}::test_nothing_of_a_checkpoint_runs_as_code",

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mtrain.checkpoint.safe_load import verified_reader
 from mtrain.errors import DataError
-from mtrain.mcore.safe_load import verified_reader
 
 
 def metadata(file: str = "__0_0.distcp", transforms: list[str] | None = None, **changes: Any) -> Metadata:
