@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """Stands in for GPTModel's `rotary_pos_emb`; the model sets the positions before each forward."""
+    """Stands in for GPTModel's `rotary_pos_emb`; the model sets the positions before each forward.
 
-    inverse_frequencies: Tensor
+    The frequencies are no buffer: rounded to a half-precision model's dtype, they would turn a token at position 4095
+    by up to 7 radians too far.
+    """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         """Args:
         inverse_frequencies: [head_dim / 2] float32.
         """
         super().__init__()
-        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        self.inverse_frequencies = inverse_frequencies
         self.positions: Tensor | None = None
 
     def set_positions(self, positions: Tensor, rows_agree: bool) -> None:
@@ -40,6 +42,6 @@ class Rotary(nn.Module):
     def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
         """Angles: [seq_local, batch or 1, 1, head_dim] float32."""
         assert self.positions is not None, "the model sets the positions before the forward pass"
-        frequencies = self.inverse_frequencies.float()
-        angles = self.positions.t().unsqueeze(-1).to(torch.float32) * frequencies
+        self.inverse_frequencies = self.inverse_frequencies.to(self.positions.device)
+        angles = self.positions.t().unsqueeze(-1).to(torch.float32) * self.inverse_frequencies
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)

@@ -1,0 +1,18 @@
+"""Angles of the rotary embedding."""
+
+import pytest
+import torch
+
+from mtrain.config.model import RopeSection
+from mtrain.mcore.rotary import Rotary
+from mtrain.rope import inverse_frequencies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_angles_do_not_depend_on_the_precision_of_the_model(dtype: torch.dtype) -> None:
+    frequencies, _ = inverse_frequencies(RopeSection(base=500000.0), 128)
+    rotary = torch.nn.ModuleList([Rotary(frequencies)]).to(dtype)[0]
+    rotary.set_positions(torch.tensor([[4095, 7]]), rows_agree=True)
+    angles = rotary(0)
+    assert angles.dtype == torch.float32
+    torch.testing.assert_close(angles[0, 0, 0], (4095.0 * frequencies).repeat(2), rtol=0, atol=0)
