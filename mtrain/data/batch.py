@@ -24,3 +24,6 @@ class Microbatch:
     document_starts: Tensor | None
     """[batch, seq] int32, on the CPU: index in the row of the first token of the token's own document; attention does
     not reach below it. None: each row is one document (causal attention over the row)."""
+    is_padding: Tensor | None
+    """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
+    not count them. None where nobody asks."""

@@ -26,6 +26,7 @@ def collate(
     terms: Mapping[str, TermSection],
     first_of_step: int | None,
     with_documents: bool,
+    with_padding: bool,
 ) -> Microbatch:
     """Rows of one forward pass.
 
@@ -36,6 +37,7 @@ def collate(
         terms: Aggregation of each loss term.
         first_of_step: The row that has slot 0 of the global batch, if it is here.
         with_documents: Whether rows are isolated documents; those without edges count as one.
+        with_padding: Whether somebody asks which positions hold no text.
     """
     rows = [_filler(seq_length) if sample is None else sample for sample in samples]
     starts = [np.zeros(seq_length, np.int32) if row.document_starts is None else row.document_starts for row in rows]
@@ -51,6 +53,7 @@ def collate(
         weights={name: _stacked([row.weights for row in of_rows]) for name, of_rows in by_term.items()},
         shares={name: _stacked([row.shares for row in of_rows]) for name, of_rows in by_term.items()},
         document_starts=_stacked(starts) if with_documents else None,
+        is_padding=_stacked([_padding(row) for row in rows]) if with_padding else None,
     )
 
 
@@ -62,7 +65,11 @@ def _terms(sample: Sample | None, seq_length: int, term: TermSection, is_first_i
 
 def _filler(seq_length: int) -> Sample:
     nothing = np.zeros(seq_length, np.int64)
-    return Sample(tokens=nothing, labels=nothing, mask=np.zeros(seq_length))
+    return Sample(tokens=nothing, labels=nothing, mask=np.zeros(seq_length), num_padding=seq_length)
+
+
+def _padding(row: Sample) -> NDArray[np.bool_]:
+    return np.arange(len(row.tokens)) >= len(row.tokens) - row.num_padding
 
 
 def _stacked(rows: Sequence[NDArray[np.generic]]) -> torch.Tensor:

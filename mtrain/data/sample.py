@@ -21,6 +21,8 @@ class Sample:
     """What the whole sample counts, at least 0."""
     document_starts: NDArray[np.int32] | None = None
     """[seq]: index in the row at which each token's document begins; None where the row is one document."""
+    num_padding: int = 0
+    """Positions at the end that hold no text."""
 
 
 class SampleSource(Protocol):
@@ -69,4 +71,5 @@ def padded(
         mask=np.pad(label_mask, (0, missing)),
         weight=weight,
         document_starts=starts,
+        num_padding=missing,
     )

@@ -34,4 +34,5 @@ def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: in
         positions=microbatch.positions[:, index],
         weights={term: weights[:, index] for term, weights in microbatch.weights.items()},
         shares={term: shares[:, index] for term, shares in microbatch.shares.items()},
+        is_padding=None if microbatch.is_padding is None else microbatch.is_padding[:, index],
     )

@@ -26,20 +26,31 @@ from mtrain.rope import inverse_frequencies
 class LanguageModel(GPTModel):
     """GPTModel that takes positions from the batch and returns logits; the loss is computed outside."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, document_starts: Tensor | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, document_starts: Tensor | None, is_padding: Tensor | None
+    ) -> Tensor:
         """Runs this stage.
 
         Args:
             input_ids: [batch, seq_local] int64.
             position_ids: [batch, seq_local] int64.
             document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
+            is_padding: [batch, seq_local] bool, positions that routers do not count; None where there is no router.
 
         Returns:
             Last stage: logits [seq_local, batch, vocab_local]. Other stages: hidden states.
         """
         self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
         # labels only choose the path that ends in compute_language_model_loss
-        return super().forward(input_ids, position_ids, document_starts, labels=input_ids)
+        return super().forward(
+            input_ids, position_ids, document_starts, labels=input_ids, padding_mask=self._own_padding(is_padding)
+        )
+
+    def _own_padding(self, is_padding: Tensor | None) -> Tensor | None:
+        """The positions of this sequence-parallel rank; megatron-core cuts them itself, but on the first stage only."""
+        if is_padding is None or self.pre_process or not self.config.sequence_parallel:
+            return is_padding
+        return is_padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Hands the logits [seq_local, batch, vocab_local] through."""
@@ -128,5 +139,5 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor:
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    output: Tensor = chunk(batch.tokens, batch.positions, batch.document_starts, **options)
+    output: Tensor = chunk(batch.tokens, batch.positions, batch.document_starts, batch.is_padding, **options)
     return output

@@ -28,7 +28,7 @@ def share_batches(
         config: Gives the shapes.
         groups: The process groups.
     """
-    has_documents = config.data.isolate_documents
+    num_integers = 3 + config.data.isolate_documents + (config.model.experts is not None)
     if groups.layout.tp == 1:
         assert batches is not None
         return [_on_device(batch, groups.device) for batch in batches]
@@ -38,12 +38,12 @@ def share_batches(
         integers = torch.stack([_integers(batch) for batch in batches]).to(groups.device)
         reals = torch.stack([_reals(batch, terms) for batch in batches]).to(groups.device)
     else:
-        integers = torch.empty(count, 4 if has_documents else 3, *shape, dtype=torch.int64, device=groups.device)
+        integers = torch.empty(count, num_integers, *shape, dtype=torch.int64, device=groups.device)
         reals = torch.empty(count, 2 * len(terms), *shape, dtype=torch.float64, device=groups.device)
     source = dist.get_process_group_ranks(groups.tp)[0]
     dist.broadcast(integers, source, group=groups.tp)
     dist.broadcast(reals, source, group=groups.tp)
-    return [_unpacked(whole, real, terms) for whole, real in zip(integers, reals)]
+    return [_unpacked(whole, real, terms, config) for whole, real in zip(integers, reals)]
 
 
 def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
@@ -52,18 +52,17 @@ def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microb
 
 
 def _integers(batch: Microbatch) -> Tensor:
-    fields = [batch.tokens, batch.labels, batch.positions]
-    if batch.document_starts is not None:
-        fields.append(batch.document_starts.to(torch.int64))
-    return torch.stack(fields)
+    fields = (batch.tokens, batch.labels, batch.positions, batch.document_starts, batch.is_padding)
+    return torch.stack([field.to(torch.int64) for field in fields if field is not None])
 
 
 def _reals(batch: Microbatch, terms: Sequence[str]) -> Tensor:
     return torch.stack([field[term].double() for term in terms for field in (batch.weights, batch.shares)])
 
 
-def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str]) -> Microbatch:
-    starts = integers[3].to("cpu", torch.int32) if len(integers) == 4 else None
+def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str], config: Config) -> Microbatch:
+    more = iter(integers[3:])
+    starts = next(more).to("cpu", torch.int32) if config.data.isolate_documents else None
     return Microbatch(
         tokens=integers[0],
         labels=integers[1],
@@ -71,6 +70,7 @@ def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str]) -> Microbat
         weights={term: reals[2 * index].float() for index, term in enumerate(terms)},
         shares={term: reals[2 * index + 1] for index, term in enumerate(terms)},
         document_starts=starts,
+        is_padding=None if config.model.experts is None else next(more).bool(),
     )
 
 
@@ -82,4 +82,5 @@ def _on_device(batch: Microbatch, device: torch.device) -> Microbatch:
         weights={term: weights.to(device) for term, weights in batch.weights.items()},
         shares={term: shares.to(device) for term, shares in batch.shares.items()},
         document_starts=batch.document_starts,
+        is_padding=None if batch.is_padding is None else batch.is_padding.to(device),
     )

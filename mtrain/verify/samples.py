@@ -75,6 +75,7 @@ class Batches:
             loss_terms(self._config.loss),
             first_of_step=0 if rows[0] == 0 else None,
             with_documents=self._config.data.isolate_documents,
+            with_padding=self._config.model.experts is not None,
         )
 
 

@@ -38,6 +38,7 @@ def test_only_the_answer_and_its_end_are_learnt(write_jsonl: WriteJsonl, word_to
     assert row.mask.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
     assert row.weight == 0.5
     assert row.document_starts is None
+    assert row.num_padding == 2  # the prompt is text, whatever is learnt of it
 
 
 def test_only_the_assistants_messages_are_learnt(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:

@@ -31,8 +31,9 @@ def config(
     write_jsonl: WriteJsonl,
     word_tokenizer: Path,
 ) -> Config:
-    """Training and validation data of each kind, with three loss terms."""
+    """Training and validation data of each kind, with three loss terms; of a model with experts where rows are padded."""
     letters = "abcdefghij"
+    model: dict[str, Any] = {}
     match request.param:
         case "mock":
             data: dict[str, Any] = {"kind": "mock"}
@@ -40,6 +41,7 @@ def config(
             samples = [{"prompt": a, "response": f"{b} {a}"} for a in letters for b in letters[:3]]
             data = {"kind": "jsonl", "train": [{"path": str(write_jsonl(samples))}], "tokenizer": str(word_tokenizer)}
             data["split"] = [0.6, 0.4, 0.0]
+            model = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}}
         case _:
             prefixes = [
                 write_corpus(name, [list(range(base, base + 5 + number)) for number in range(9)])
@@ -50,14 +52,15 @@ def config(
                 "valid": [{"path": prefix} for prefix in prefixes],
                 "isolate_documents": request.param == "isolated",
             }
-    return make_config(data, loss={"side_terms": SIDE})
+    return make_config(data, loss={"side_terms": SIDE}, model=model)
 
 
 def fields(batch: Microbatch) -> dict[str, Tensor]:
     found = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
     found |= {f"weights.{term}": value for term, value in batch.weights.items()}
     found |= {f"shares.{term}": value for term, value in batch.shares.items()}
-    return found if batch.document_starts is None else {**found, "document_starts": batch.document_starts}
+    more = {"document_starts": batch.document_starts, "is_padding": batch.is_padding}
+    return found | {name: value for name, value in more.items() if value is not None}
 
 
 def joined(batches: Sequence[Microbatch]) -> dict[str, Tensor]:
@@ -175,6 +178,22 @@ def test_rows_that_fill_up_are_not_sequences_even_where_empty_ones_count(
     ).held_out()
     assert held_out is not None
     assert joined([batch for own in held_out.batches() for batch in own])["shares.main"].sum() == 2
+
+
+def test_padding_is_what_holds_no_text_and_whole_rows_that_fill_up(
+    make_config: MakeConfig, write_jsonl: WriteJsonl, word_tokenizer: Path
+) -> None:
+    path = str(write_jsonl([{"prompt": "a b", "response": "c d e"}]))
+    data = {"kind": "jsonl", "train": [{"path": path}], "valid": [{"path": path}], "tokenizer": str(word_tokenizer)}
+    experts = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}}
+    held_out = StepLoader(make_config(data, model=experts), 0, 1).held_out()
+    assert held_out is not None
+    rows = joined([batch for own in held_out.batches() for batch in own])
+    text = [False] * 6 + [True] * 2  # the prompt is text too, though it is not learnt
+    assert rows["is_padding"].tolist() == [text] + [[True] * 8] * 7
+    held_out = StepLoader(make_config(data), 0, 1).held_out()
+    assert held_out is not None
+    assert all(batch.is_padding is None for own in held_out.batches() for batch in own)
 
 
 def test_validation_can_be_cut_short(make_config: MakeConfig, write_corpus: WriteCorpus) -> None:

@@ -28,6 +28,7 @@ def test_all_fields_are_cut_alike_and_document_starts_stay_whole() -> None:
         weights={"main": rows.float(), "z": rows.float() * 2},
         shares={"main": rows.double(), "z": rows.double() * 3},
         document_starts=torch.zeros(2, 8, dtype=torch.int32),
+        is_padding=rows % 3 == 0,
     )
     part = slice_for_context_parallel(whole, 2, 1)
     assert part.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
@@ -35,5 +36,6 @@ def test_all_fields_are_cut_alike_and_document_starts_stay_whole() -> None:
     assert torch.equal(part.positions, part.tokens % 8)
     assert torch.equal(part.weights["z"], part.tokens.float() * 2)
     assert torch.equal(part.shares["z"], part.tokens.double() * 3)
+    assert torch.equal(part.is_padding, part.tokens % 3 == 0)
     assert part.document_starts is whole.document_starts
     assert slice_for_context_parallel(whole, 1, 0) is whole

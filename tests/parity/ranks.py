@@ -101,6 +101,7 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
             loss_terms(config.loss),
             first_of_step=0 if row.start == 0 else None,
             with_documents=config.data.isolate_documents,
+            with_padding=config.model.experts is not None,
         )
         for row in rows
     ]
