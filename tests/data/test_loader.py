@@ -31,7 +31,7 @@ def config(
     write_jsonl: WriteJsonl,
     word_tokenizer: Path,
 ) -> Config:
-    """Training and validation data of each kind, with three loss terms; of a model with experts where rows are padded."""
+    """Training and validation data of each kind, with three loss terms; padded rows for a model with experts."""
     letters = "abcdefghij"
     model: dict[str, Any] = {}
     match request.param:
