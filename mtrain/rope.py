@@ -36,6 +36,12 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
             return _yarn(rope, periods, head_dim), _yarn_attention_factor(rope)
 
 
+def local_frequencies(rope: RopeSection, head_dim: int) -> Tensor:
+    """As `inverse_frequencies`, of layers with a sliding window where `rope.local_base` is set: never scaled."""
+    assert rope.local_base is not None
+    return inverse_frequencies(RopeSection(base=rope.local_base), head_dim)[0]
+
+
 def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
     """Divides slow rotations by the factor, keeps fast ones and goes over smoothly between the two.
 

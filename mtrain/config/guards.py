@@ -43,16 +43,9 @@ class Refusal:
                 yield f"model.megatron.{field}={shown} {self.reason}; {self.remedy}"
 
 
-SINKS = Refusal(
-    ("softmax_type",),
-    "adds attention sinks, which attention here does not compute and the gradient norm of megatron-core undercounts "
-    "under tensor parallelism",
-    breaks=lambda value, config: value not in (None, "vanilla"),
-)
 REPLACED = Refusal(
     (
         "apply_query_key_layer_scaling",
-        "layernorm_zero_centered_gamma",
         "mrope_section",
         "qk_l2_norm",
         "rotary_interleaved",
@@ -79,7 +72,7 @@ BATCHED_TRANSFERS = Refusal(
     "pairs activations with gradients where layout.pp=2 and layout.vpp > 1, since both neighbours are the same rank",
     breaks=lambda value, config: bool(value) and config.layout.pp == 2 and config.layout.vpp > 1,
 )
-REFUSALS = (SINKS, REPLACED, UNREAD, LOW_PRECISION, RESIDUAL, BATCHED_TRANSFERS)
+REFUSALS = (REPLACED, UNREAD, LOW_PRECISION, RESIDUAL, BATCHED_TRANSFERS)
 
 
 def refusals(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,12 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.data.zigzag import zigzag_index
+from mtrain.mcore.sinks import sink_parameter, with_sink_keys
 
 Run = tuple[int, int]
 """Positions [start, end) of a row."""
@@ -32,6 +34,9 @@ Run = tuple[int, int]
 
 class CoreAttention(MegatronModule):
     """Takes the place of megatron-core's DotProductAttention in a layer spec."""
+
+    softmax_offset: nn.Parameter | None
+    """[heads_local] attention sinks."""
 
     def __init__(
         self,
@@ -52,6 +57,8 @@ class CoreAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
         self.dropout = config.attention_dropout
+        self.tp = pg_collection.tp
+        self.softmax_offset = sink_parameter(config, self.tp) if config.softmax_type == "learnable" else None
 
     def forward(
         self,
@@ -159,12 +166,30 @@ class CoreAttention(MegatronModule):
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q."""
-        query_length, key_length = query.shape[0], key.shape[0]
+        if self.softmax_offset is None:
+            return self._weighted_values(query, key, value, num_sinks=0)
+        value_dim = value.shape[-1]
+        query, key, value = with_sink_keys(query, key, value, self._sinks() / self.scale)
+        return self._weighted_values(query, key, value, num_sinks=1)[..., :value_dim]
+
+    def _sinks(self) -> Tensor:
+        """[heads] float32 of the heads whose queries this rank holds now."""
+        assert self.softmax_offset is not None
+        sinks = self.softmax_offset.float()
+        return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and self.cp.size() > 1 else sinks
+
+    def _weighted_values(self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int) -> Tensor:
+        """As `_causal`; the first `num_sinks` keys, 0 or 1, are seen by every query."""
+        query_length, key_length = query.shape[0], key.shape[0] - num_sinks
         is_causal, mask = query_length == key_length, None
         if self.window is not None and self.window < key_length:
             is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
-        elif not is_causal:
-            mask = _prefix_mask(query_length, key_length, query.device)
+            mask = functional.pad(mask, (num_sinks, 0), value=True)
+        elif is_causal:
+            # a query that sees the sink alone makes a square again, which kernels know without a mask
+            query = functional.pad(query, (0, 0, 0, 0, 0, 0, num_sinks, 0)) if num_sinks else query
+        else:
+            mask = _prefix_mask(query_length, key.shape[0], query.device)
             if query.device.type == "cuda":  # the lower-right bias picks a kernel without looking at grouped heads
                 repeats = query.shape[2] // key.shape[2]
                 key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
@@ -181,7 +206,27 @@ class CoreAttention(MegatronModule):
                 scale=self.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        return output.permute(2, 0, 1, 3)
+        output = output.permute(2, 0, 1, 3)
+        return output[num_sinks:] if is_causal else output
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Places of the sinks, which are split over tp as the heads are."""
+        assert metadata is not None
+        states = self.state_dict(prefix="", keep_vars=True)
+        places: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            states,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return places
 
 
 def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.model import ModelSection
 from mtrain.data.batch import Microbatch
 from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import draw_weights
+from mtrain.mcore.local_rotary import TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.rotary import Rotary
 from mtrain.mcore.spec import block_spec, chosen_backend
 from mtrain.mcore.translate import ddp_config, transformer_config
 from mtrain.planning import padded_vocab_size
-from mtrain.rope import inverse_frequencies
+from mtrain.rope import inverse_frequencies, local_frequencies
 
 
 class LanguageModel(GPTModel):
@@ -111,8 +114,24 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
-    model.rotary_pos_emb = Rotary(inverse_frequencies(config.model.rope, config.model.head_size)[0])
+    model.rotary_pos_emb = _rotary(config.model)
+    if config.model.rope.local_base is not None:
+        take_angles_by_layer(model)
+    if config.model.scale_embeddings and model.pre_process:
+        model.embedding.register_forward_hook(_scale_embeddings)
     return model.to(groups.device)
+
+
+def _rotary(model: ModelSection) -> Rotary:
+    frequencies = inverse_frequencies(model.rope, model.head_size)[0]
+    if model.rope.local_base is None:
+        return Rotary(frequencies)
+    return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.head_size))
+
+
+def _scale_embeddings(embedding: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to the run's precision as transformers does."""
+    return output * torch.tensor(math.sqrt(output.shape[-1]), dtype=output.dtype, device=output.device)
 
 
 def _wrap(

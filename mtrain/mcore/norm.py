@@ -15,7 +15,8 @@ from torch.nn import functional
 class Norm(nn.Module):
     """Normalises the last dimension as `config.normalization` says.
 
-    Shapes: [..., size] -> [..., size], any float dtype; statistics are taken in float32 by torch.
+    Shapes: [..., size] -> [..., size], any float dtype; statistics are taken in float32 by torch. Where weights are
+    centred on zero, 1 + weight and the product are float32 too: in bfloat16 the sum would lose the weight's last bits.
     """
 
     bias: nn.Parameter | None
@@ -24,7 +25,9 @@ class Norm(nn.Module):
         super().__init__()
         self.size = (hidden_size,)
         self.epsilon = eps
-        self.weight = self._parameter(torch.ones(hidden_size, dtype=config.params_dtype), config)
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        initial = 0.0 if self.is_zero_centered else 1.0
+        self.weight = self._parameter(torch.full(self.size, initial, dtype=config.params_dtype), config)
         if config.normalization == "LayerNorm":
             self.bias = self._parameter(torch.zeros(hidden_size, dtype=config.params_dtype), config)
         else:
@@ -40,6 +43,12 @@ class Norm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalises, scales and, for LayerNorm, shifts."""
+        if self.is_zero_centered:
+            bias = None if self.bias is None else self.bias.float()
+            return self._normalised(hidden.float(), 1.0 + self.weight.float(), bias).to(hidden.dtype)
+        return self._normalised(hidden, self.weight, self.bias)
+
+    def _normalised(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_layer_norm:
-            return functional.layer_norm(hidden, self.size, self.weight, self.bias, self.epsilon)
-        return functional.rms_norm(hidden, self.size, self.weight, self.epsilon)
+            return functional.layer_norm(hidden, self.size, weight, bias, self.epsilon)
+        return functional.rms_norm(hidden, self.size, weight, self.epsilon)

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from mtrain.config.model import ModelSection
 from mtrain.errors import ConfigError
+from mtrain.mcore import sandwich
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.norm import Norm
 
@@ -22,6 +23,7 @@ from mtrain.mcore.norm import Norm
 _TE_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    **sandwich.CHECKPOINT_NAMES,
 }
 
 
@@ -56,6 +58,8 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
         "there is no GPU": device.type != "cuda",
         "transformer_engine cannot be imported": not has_transformer_engine(),
         "data.isolate_documents=true needs the torch backend": isolate_documents,
+        "model.sandwich_norm=true needs the torch backend": model.sandwich_norm,
+        "model.attention_sinks=true needs the torch backend": model.attention_sinks,
     }
     hindrances = [reason for reason, holds in reasons.items() if holds]
     usable = not hindrances
@@ -82,7 +86,7 @@ def block_spec(model: ModelSection, backend: str, layers: range) -> TransformerB
 def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
     """Layer `layer` on torch operations alone: our norms and core attention, megatron-core's parallel linears."""
     return ModuleSpec(
-        module=TransformerLayer,
+        module=sandwich.SandwichLayer if model.sandwich_norm else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=attention_spec(model),

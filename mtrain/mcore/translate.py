@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -38,7 +39,15 @@ def as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-_ACTIVATIONS = {"swiglu": functional.silu, "gelu": functional.gelu, "gelu_tanh": gelu_tanh}
+_ACTIVATIONS = {
+    "swiglu": functional.silu,
+    "swiglu_clamped": quick_gelu,
+    "geglu_tanh": gelu_tanh,
+    "gelu": functional.gelu,
+    "gelu_tanh": gelu_tanh,
+}
+_CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+"""GPT-OSS: bounds of both projections, and what is added to the one without a gate."""
 
 
 def transformer_config(config: Config, layout: Layout, device: torch.device) -> TransformerConfig:
@@ -70,12 +79,15 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.zero_centered_norm,
         "gated_linear_unit": model.is_gated,
         "activation_func": _ACTIVATIONS[model.activation],
+        **(_CLAMPED if model.activation == "swiglu_clamped" else {}),
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,
         "qk_layernorm": model.qk_norm,
         "softmax_scale": softmax_scale(model),
+        "softmax_type": "learnable" if model.attention_sinks else "vanilla",
         "window_size": window,
         "window_attn_skip_freq": model.global_attention_every,
         "attention_dropout": model.attention_dropout,
@@ -85,12 +97,13 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
 
 
 def softmax_scale(model: ModelSection) -> float:
-    """1/sqrt(head_dim), times the square of yarn's attention factor.
+    """query_scalar ** -0.5, by default 1/sqrt(head_dim), times the square of yarn's attention factor.
 
     yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product carries it
     twice.
     """
-    return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / math.sqrt(model.head_size)
+    scalar = model.head_size if model.query_scalar is None else model.query_scalar
+    return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / math.sqrt(scalar)
 
 
 def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:

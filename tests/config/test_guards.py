@@ -11,10 +11,7 @@ from tests.config.samples import config
 HALF_PIPELINE = {"layout": {"pp": 2, "vpp": 2}}
 
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("softmax_type", "learnable", {}, "adds attention sinks"),
-    ("softmax_type", "off-by-one", {}, "adds attention sinks"),
     ("rotary_interleaved", True, {}, "is read by layers of megatron-core that are replaced here"),
-    ("layernorm_zero_centered_gamma", True, {}, "is read by layers of megatron-core that are replaced here"),
     ("apply_query_key_layer_scaling", True, {}, "is read by layers of megatron-core that are replaced here"),
     ("qk_l2_norm", True, {}, "is read by layers of megatron-core that are replaced here"),
     ("mrope_section", [1, 2, 3], {}, "is read by layers of megatron-core that are replaced here"),
@@ -27,7 +24,6 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
 ]
 
 ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
-    ("softmax_type", "vanilla", {}),
     ("rotary_interleaved", False, {}),
     ("qk_clip", False, {}),
     ("fp8", None, {}),

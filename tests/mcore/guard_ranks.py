@@ -243,11 +243,16 @@ def attention_over_documents(groups: Groups) -> float:
     return float((attention(*row, starts) - apart).abs().max())
 
 
-def sink_is_marked(groups: Groups) -> bool:
-    """Whether the norm of the gradients counts the attention sinks of this tensor-parallel rank."""
+def sinks_are_marked(groups: Groups) -> tuple[bool, bool]:
+    """Whether the norm of the gradients counts the attention sinks of this tensor-parallel rank: theirs, ours."""
     config = TransformerConfig(**fields(groups, softmax_type="learnable"))
-    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.collection)
-    return bool(param_is_not_tensor_parallel_duplicate(attention.softmax_offset, groups.tp))
+    theirs = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.collection)
+    ours = CoreAttention(config, 1, AttnMaskType.causal, "self", None, None, groups.collection)
+    first, second = (
+        bool(param_is_not_tensor_parallel_duplicate(attention.softmax_offset, groups.tp))
+        for attention in (theirs, ours)
+    )
+    return first, second
 
 
 def residual_types(groups: Groups) -> tuple[str, str]:

@@ -7,10 +7,10 @@ whole model on one process. One call sees documents of equal length; nothing is 
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtrain.config.model import ModelSection, RopeSection
+from tests.oracle.activations import GATED, activate
 
 Parameters = dict[str, Tensor]
 
@@ -28,7 +28,7 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
     for i in range(model.num_layers):
         layer = f"decoder.layers.{i}"
         qkv = (model.num_attention_heads + 2 * model.query_groups) * head
-        fc1 = model.ffn_hidden_size * (2 if model.activation == "swiglu" else 1)
+        fc1 = model.ffn_hidden_size * (2 if model.activation in GATED else 1)
         shapes |= _norm_shapes(f"{layer}.input_layernorm", hidden, model)
         if model.qk_norm:
             shapes |= _norm_shapes(f"{layer}.self_attention.q_layernorm", head, model)
@@ -37,6 +37,11 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
         attention = model.num_attention_heads * head
         shapes |= _linear_shapes(f"{layer}.self_attention.linear_qkv", qkv, hidden, any_bias or model.qkv_bias)
         shapes |= _linear_shapes(f"{layer}.self_attention.linear_proj", hidden, attention, any_bias)
+        if model.attention_sinks:
+            shapes[f"{layer}.self_attention.core_attention.softmax_offset"] = (model.num_attention_heads,)
+        if model.sandwich_norm:
+            shapes |= _norm_shapes(f"{layer}.post_self_attn_layernorm", hidden, model)
+            shapes |= _norm_shapes(f"{layer}.post_mlp_layernorm", hidden, model)
         shapes |= _norm_shapes(f"{layer}.pre_mlp_layernorm", hidden, model)
         shapes |= _linear_shapes(f"{layer}.mlp.linear_fc1", fc1, hidden, any_bias)
         shapes |= _linear_shapes(f"{layer}.mlp.linear_fc2", hidden, model.ffn_hidden_size, any_bias)
@@ -52,7 +57,7 @@ def random_parameters(model: ModelSection, seed: int, padded_vocab_size: int | N
     shapes = parameter_shapes(model, padded_vocab_size)
     drawn = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
     return {
-        name: 1 + 0.1 * value if "norm" in name and name.endswith("weight") else 0.2 * value
+        name: _neutral(model) + 0.1 * value if "norm" in name and name.endswith("weight") else 0.2 * value
         for name, value in drawn.items()
     }
 
@@ -72,18 +77,16 @@ def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Te
     given = {name: tuple(value.shape) for name, value in parameters.items()}
     assert given == expected, f"parameters differ from the model's: {dict(given.items() ^ expected.items())}"
     hidden = parameters["embedding.word_embeddings.weight"][tokens]
+    if model.scale_embeddings:
+        hidden = hidden * math.sqrt(model.hidden_size)
     for i in range(model.num_layers):
         layer = f"decoder.layers.{i}"
-        hidden = hidden + _attention(
-            parameters,
-            f"{layer}.self_attention",
-            model,
-            i,
-            _norm(parameters, f"{layer}.input_layernorm", model, hidden),
-        )
-        hidden = hidden + _mlp(
-            parameters, f"{layer}.mlp", model, _norm(parameters, f"{layer}.pre_mlp_layernorm", model, hidden)
-        )
+        x = _norm(parameters, f"{layer}.input_layernorm", model, hidden)
+        attended = _attention(parameters, f"{layer}.self_attention", model, i, x)
+        hidden = hidden + _behind(parameters, f"{layer}.post_self_attn_layernorm", model, attended)
+        x = _norm(parameters, f"{layer}.pre_mlp_layernorm", model, hidden)
+        transformed = _mlp(parameters, f"{layer}.mlp", model, x)
+        hidden = hidden + _behind(parameters, f"{layer}.post_mlp_layernorm", model, transformed)
     hidden = _norm(parameters, "decoder.final_layernorm", model, hidden)
     table = parameters["embedding.word_embeddings.weight" if model.tied_embeddings else "output_layer.weight"]
     return hidden @ table[: model.vocab_size].T
@@ -103,8 +106,19 @@ def _norm(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> 
     """RMSNorm or LayerNorm over the last axis."""
     if model.norm == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-    scaled = x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_epsilon) * parameters[f"{name}.weight"]
+    factor = parameters[f"{name}.weight"] + (1.0 - _neutral(model))
+    scaled = x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_epsilon) * factor
     return scaled + parameters[f"{name}.bias"] if model.norm == "layernorm" else scaled
+
+
+def _neutral(model: ModelSection) -> float:
+    """The weight of a norm that scales by 1."""
+    return 0.0 if model.zero_centered_norm else 1.0
+
+
+def _behind(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+    """The norm behind a part of a layer, where the model has one."""
+    return _norm(parameters, name, model, x) if model.sandwich_norm else x
 
 
 def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
@@ -122,10 +136,17 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     if model.qk_norm:
         query = _norm(parameters, f"{name}.q_layernorm", model, query)
         key = _norm(parameters, f"{name}.k_layernorm", model, key)
-    query, key = rotate(query, model.rope), rotate(key, model.rope)
-    scores = torch.einsum("dqghe,dkgoe->dghqk", query, key) / math.sqrt(head)
-    visible = _visible(length, None if _sees_everything(model, layer_index) else model.sliding_window)
-    probabilities = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    window = None if _sees_everything(model, layer_index) else model.sliding_window
+    rope = model.rope
+    if window is not None and rope.local_base is not None:
+        rope = RopeSection(base=rope.local_base)
+    query, key = rotate(query, rope), rotate(key, rope)
+    scores = torch.einsum("dqghe,dkgoe->dghqk", query, key) / math.sqrt(model.query_scalar or head)
+    scores = scores.masked_fill(~_visible(length, window), -math.inf)
+    if model.attention_sinks:  # one more column that no value belongs to
+        sinks = parameters[f"{name}.core_attention.softmax_offset"].view(1, groups, queries_per_group, 1, 1)
+        scores = torch.cat([scores, sinks.expand(documents, -1, -1, length, 1)], dim=-1)
+    probabilities = scores.softmax(-1)[..., :length]
     context = torch.einsum("dghqk,dkgoe->dqghe", probabilities, value)
     return _linear(parameters, f"{name}.linear_proj", context.reshape(documents, length, -1))
 
@@ -143,15 +164,7 @@ def _visible(length: int, window: int | None) -> Tensor:
 
 def _mlp(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
     projected = _linear(parameters, f"{name}.linear_fc1", x)
-    match model.activation:
-        case "swiglu":
-            gate, up = projected.chunk(2, dim=-1)
-            active = gate * torch.sigmoid(gate) * up
-        case "gelu":
-            active = 0.5 * projected * (1 + torch.erf(projected / math.sqrt(2)))
-        case "gelu_tanh":
-            active = F.gelu(projected, approximate="tanh")
-    return _linear(parameters, f"{name}.linear_fc2", active)
+    return _linear(parameters, f"{name}.linear_fc2", activate(model.activation, projected))
 
 
 def rotate(x: Tensor, rope: RopeSection) -> Tensor:

@@ -43,7 +43,9 @@ class AdamW:
         return value - lr * (mean / (variance.sqrt() + self.section.epsilon) + decay * value)
 
     def _decays(self, name: str) -> bool:
-        return self.section.decay_norms_and_biases or not (name.endswith(".bias") or "norm" in name)
+        return self.section.decay_norms_and_biases or not (
+            name.endswith((".bias", ".softmax_offset")) or "norm" in name
+        )
 
 
 def global_norm(gradients: Parameters) -> float:

@@ -1,0 +1,39 @@
+"""Small models of families whose layers differ from Llama's, in our words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GEMMA: dict[str, Any] = {
+    "model__norm_epsilon": 1e-6,
+    "model__zero_centered_norm": True,
+    "model__sandwich_norm": True,
+    "model__activation": "geglu_tanh",
+    "model__qk_norm": True,
+    "model__head_dim": 16,
+    "model__query_scalar": 40.0,
+    "model__tied_embeddings": True,
+    "model__scale_embeddings": True,
+    "model__sliding_window": 7,
+    "model__global_attention_every": 3,
+    "model__rope": {"base": 3000.0, "local_base": 100.0, "scaling": "linear", "factor": 4.0},
+}
+"""Gemma-3's text model, with every third layer global."""
+
+GPT_OSS_ATTENTION: dict[str, Any] = {
+    "model__linear_bias": True,
+    "model__activation": "swiglu_clamped",
+    "model__attention_sinks": True,
+    "model__head_dim": 6,
+    "model__sliding_window": 5,
+    "model__global_attention_every": 2,
+    "model__rope": {
+        "base": 300.0,
+        "scaling": "yarn",
+        "factor": 4.0,
+        "original_max_positions": 16,
+        "beta_fast": 4.0,
+        "truncate": False,
+    },
+}
+"""GPT-OSS without experts."""
