@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from mtrain import __version__
 from mtrain.errors import MachineError
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 """Distributions whose versions can change the numbers of a run."""
+_GIT_TIMEOUT_S = 10
 
 
 def program_versions() -> dict[str, str]:
@@ -23,6 +27,29 @@ def program_versions() -> dict[str, str]:
             found[name] = distribution.version
             break
     return found
+
+
+class GitCheckout(NamedTuple):
+    """The source that this program runs from."""
+
+    commit: str
+    dirty: bool
+    """Whether tracked files differ from the commit."""
+
+
+def git_checkout() -> GitCheckout | None:
+    """The commit that this program's source lies in; None where git does not know it, as in an installed package."""
+    source = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source), *arguments]
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=_GIT_TIMEOUT_S).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return GitCheckout(git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "-uno").strip()))
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,25 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mtrain.build import Run, build_run
 from mtrain.checkpoint.directory import clean_leftovers
+from mtrain.checkpoint.manifest import GitState
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
-from mtrain.environment import RankEnvironment, program_versions
-from mtrain.errors import RunFolderError
+from mtrain.environment import RankEnvironment, git_checkout, program_versions
+from mtrain.errors import NumericError, RunFolderError
 from mtrain.evaluate import evaluate, term_records
 from mtrain.health.signals import StopSignal
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.lr import learning_rate
-from mtrain.mcore.checkpoint import save_checkpoint
 from mtrain.mcore.optimizer import Update
+from mtrain.mcore.saving import Origin, Saver
 from mtrain.mcore.world import on_first_rank, open_world
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
@@ -53,25 +53,24 @@ def train(config: Config) -> None:
         lock = on_first_rank(lambda: _enter(folder, config, surroundings, held))
         run = build_run(config, layout, device, folder)
         sinks = held.enter_context(_open_sinks(run, folder))
-        _loop(run, Place(folder, lock), sinks, signal)
+        saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check)
+        try:
+            stopped_after = _loop(run, saver, sinks, signal)
+        except NumericError:  # on all ranks; what was saved before is as good as ever
+            saver.wait()
+            raise
+        saver.finish()
+        if stopped_after is not None:
+            on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a run writes, and its right to do so."""
-
-    folder: RunFolder
-    lock: RunLock
-
-    def save(self, run: Run, step: int) -> None:
-        """Publishes a checkpoint, unless another run has taken the folder over. Collective."""
-        run.optimizer.gather_parameters()
-        on_first_rank(self.lock.check)
-        save_checkpoint(self.folder.checkpoints, run.chunks, run.optimizer, run.groups, run.config, step)
-
-    def leave_marker(self, step: int) -> None:
-        """Says that the run stopped early and wants to be started again. Collective."""
-        on_first_rank(lambda: self.folder.set_requeue(f"stopped by a signal after step {step}"))
+def _origin(run: Run) -> Origin:
+    """What a manifest tells of this run; the first rank writes it."""
+    if run.groups.rank != 0 or run.loader is None:
+        return Origin()
+    checkout = git_checkout()
+    git = None if checkout is None else GitState(commit=checkout.commit, dirty=checkout.dirty)
+    return Origin(run.loader.fingerprint, git)
 
 
 def _surroundings(device: torch.device, layout: Layout) -> dict[str, str]:
@@ -106,11 +105,11 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
     return Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
 
 
-def _loop(run: Run, place: Place, sinks: Sinks, signal: StopSignal) -> None:
+def _loop(run: Run, saver: Saver, sinks: Sinks, signal: StopSignal) -> int | None:
+    """All steps; the number of the last one where a signal stopped the run early."""
     config, start, last = run.config, run.start_step, run.config.train.num_steps
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0)
-    saved_step = start
     with _batches(run) as batches:
         for step in range(start, last):
             began = time.perf_counter()
@@ -118,18 +117,18 @@ def _loop(run: Run, place: Place, sinks: Sinks, signal: StopSignal) -> None:
             totals = run.training.forward_backward(own, flag=signal.received is not None)
             lr = learning_rate(step, config.optimizer, last)
             update = run.training.update(totals, lr)
-            done = step + 1
+            done, valid_loss = step + 1, None
             sinks.write(_record(run, done, totals, update, lr, time.perf_counter() - began))
+            saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
-                _validate(run, sinks, done)
-            if _is_due(done, config.checkpoint.interval_steps) or (done == last and config.checkpoint.at_end):
-                place.save(run, done)
-                saved_step = done
-            if totals.flag and done < last:
-                if saved_step != done:
-                    place.save(run, done)
-                place.leave_marker(done)
-                return
+                valid_loss = _validate(run, sinks, done)
+            is_stopped = totals.flag and done < last
+            at_end = done == last and config.checkpoint.at_end
+            if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):
+                saver.save(run.chunks, run.optimizer, done, valid_loss)
+            if is_stopped:
+                return done
+    return None
 
 
 def _is_due(step: int, interval_steps: int) -> bool:
@@ -146,10 +145,14 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
         yield batches
 
 
-def _validate(run: Run, sinks: Sinks, step: int) -> None:
-    if run.validation is not None:
-        model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
-        sinks.write(evaluate(*model, run.validation, step, run.teacher))
+def _validate(run: Run, sinks: Sinks, step: int) -> float | None:
+    """The validation loss, in nats; None where the run has no validation set."""
+    if run.validation is None:
+        return None
+    model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
+    record = evaluate(*model, run.validation, step, run.teacher)
+    sinks.write(record)
+    return record.valid_loss
 
 
 def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:

@@ -3,6 +3,7 @@
     checkpoints/
         step_00000010/                 published: complete, as mtrain.json inside says; never written to again
         latest                         name of the newest one, for people and scripts; not trusted here
+        .damaged-step_00000030-*       was published and is not whole; kept for people to look at
         .tmp-step_00000020-1f2e3d4c/   an attempt at saving; many ranks may write into it
         .trash-*                       being deleted
 
@@ -11,15 +12,20 @@ own attempt invisible. In a distributed run one rank calls `begin_attempt` and `
 from it, write their files in between, and are waited for before `publish`.
 """
 
+import errno
+import fcntl
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.checkpoint.manifest import MANIFEST_NAME, Manifest, measured_files, read_manifest
+from mtrain.checkpoint.hashed_file import read_facts
+from mtrain.checkpoint.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest
 from mtrain.errors import DataError, RunFolderError
 from mtrain.files import disk_faults, sync_file, sync_folder, write_atomically
 
@@ -87,8 +93,12 @@ def load_entry(path: Path) -> CheckpointEntry:
     return CheckpointEntry(path, manifest)
 
 
-def newest_good(root: Path) -> Newest:
+def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest:
     """The newest whole checkpoint; damaged ones are passed over and told of.
+
+    Args:
+        root: The checkpoints folder.
+        unusable: Step -> why, of checkpoints that looked whole and turned out not to be.
 
     Raises:
         DataError: something was published here, but nothing good is left; a run does not start anew over that.
@@ -96,6 +106,8 @@ def newest_good(root: Path) -> Newest:
     warnings: list[str] = []
     for step in reversed(published_steps(root)):
         try:
+            if unusable is not None and step in unusable:
+                raise DataError(unusable[step])
             entry = load_entry(root / step_name(step))
         except DataError as fault:
             warnings.append(f"checkpoint of step {step} is passed over: {fault}")
@@ -103,6 +115,7 @@ def newest_good(root: Path) -> Newest:
             return Newest(entry, tuple(warnings))
     if (root / LATEST_NAME).exists():
         warnings.append(f"{root / LATEST_NAME} says that there was a checkpoint")
+    warnings += [f"{path} is not named as a checkpoint of this program" for path in _foreign_folders(root)]
     if warnings:
         raise DataError(
             f"no usable checkpoint in {root}: {'; '.join(warnings)}; restore one, or set another run.dir to start anew"
@@ -110,77 +123,144 @@ def newest_good(root: Path) -> Newest:
     return Newest(None, ())
 
 
-def checkpoint_at(path: Path) -> Newest:
+def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newest:
     """The checkpoint in this folder, or the newest good one where it is a run folder.
+
+    Args:
+        path: Of a checkpoint or of a run.
+        unusable: As for `newest_good`.
 
     Raises:
         DataError: neither is there.
     """
     if (path / MANIFEST_NAME).exists():
-        return Newest(load_entry(path), ())
-    newest = newest_good(path / "checkpoints")
+        entry = load_entry(path)
+        if unusable is not None and entry.step in unusable:
+            raise DataError(f"{unusable[entry.step]}; restore the checkpoint or use another")
+        return Newest(entry, ())
+    newest = newest_good(path / "checkpoints", unusable)
     if newest.entry is None:
         raise DataError(f"{path} is neither a checkpoint (no {MANIFEST_NAME}) nor a run folder that holds one")
     return newest
+
+
+def named_attempt(root: Path, step: int) -> Attempt:
+    """A new name for saving the step; the disk is not touched."""
+    return Attempt(root, step, root / _unique(_ATTEMPT, step))
+
+
+def open_attempt(attempt: Attempt) -> None:
+    """Makes the attempt's folder; several ranks may do so.
+
+    Raises:
+        RunFolderError: the step is published already.
+        MachineError: the folder cannot be made.
+    """
+    _refuse_published(attempt.root, attempt.step)
+    with disk_faults(f"begin {step_name(attempt.step)} in {attempt.root}"):
+        attempt.path.mkdir(parents=True, exist_ok=True)
 
 
 def begin_attempt(root: Path, step: int) -> Attempt:
     """Makes a new empty folder to save the step into.
 
     Raises:
-        RunFolderError: the step is published already.
-        MachineError: the folder cannot be made.
+        RunFolderError, MachineError: as `open_attempt` does.
     """
-    _refuse_published(root, step)
-    with disk_faults(f"begin a checkpoint in {root}"):
-        path = root / _unique(_ATTEMPT, step)
-        path.mkdir(parents=True)
-    return Attempt(root, step, path)
+    attempt = named_attempt(root, step)
+    open_attempt(attempt)
+    return attempt
 
 
-def publish(attempt: Attempt, *, layout: str, config_hash: str, versions: Mapping[str, str]) -> CheckpointEntry:
+def publish(
+    attempt: Attempt,
+    facts: Facts,
+    known: Mapping[str, FileFacts] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> CheckpointEntry:
     """Makes the attempt the step's checkpoint; every rank must have finished writing.
 
     A damaged folder of the same step, which a resumed run has passed over, is set aside as `.damaged-*`.
 
     Args:
         attempt: From `begin_attempt`.
-        layout: The layout that saved it, in words.
-        config_hash: Of the resolved configuration.
-        versions: Package -> version.
+        facts: What is known about it.
+        known: Facts of files that were hashed while they were written and are on disk; the others are read and synced.
+        check: Called immediately before the rename; raises where this run may not write here any more.
 
     Raises:
-        DataError: the attempt holds no file.
+        DataError: the attempt holds no file, or not the files that are said to be known.
         RunFolderError: the step was published in the meantime.
         MachineError: the disk refuses; the attempt stays unpublished.
     """
+    assert facts.step == attempt.step, (facts.step, attempt.step)
     with disk_faults(f"publish the checkpoint of step {attempt.step} in {attempt.root}"):
-        files = measured_files(attempt.path)
+        files = _measured_files(attempt.path, known or {})
         if not files:
             raise DataError(f"nothing was saved in {attempt.path}; an empty checkpoint is not published")
-        manifest = Manifest(
-            step=attempt.step, layout=layout, config_hash=config_hash, versions=dict(versions), files=files
-        )
-        _sync_tree(attempt.path, files)
+        manifest = Manifest(**facts.model_dump(), files=files)
+        for folder in sorted({(attempt.path / name).parent for name in files} | {attempt.path}):
+            sync_folder(folder)
         write_atomically(attempt.path / MANIFEST_NAME, manifest.model_dump_json(indent=1) + "\n")
         final = attempt.root / step_name(attempt.step)
         _refuse_published(attempt.root, attempt.step)
+        check()
         if final.exists():
-            final.rename(attempt.root / _unique(_DAMAGED, attempt.step))
+            set_aside(attempt.root, attempt.step)
         attempt.path.rename(final)
         sync_folder(attempt.root)
         write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
     return CheckpointEntry(final, manifest)
 
 
-def delete_checkpoint(root: Path, step: int) -> None:
-    """Deletes a published checkpoint; killed in between, it is gone from the list and `clean_leftovers` ends the work.
+def delete_checkpoint(root: Path, step: int) -> bool:
+    """Deletes a published checkpoint, unless someone is `reading` it; whether it is gone.
+
+    Killed in between, it is gone from the list and `clean_leftovers` ends the work.
 
     Raises:
         MachineError: the disk refuses.
     """
+    path = root / step_name(step)
     with disk_faults(f"delete the checkpoint of step {step} in {root}"):
-        _delete(root / step_name(step))
+        descriptor = os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not _has_locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return False
+            _delete(path)
+        finally:
+            os.close(descriptor)
+    return True
+
+
+@contextmanager
+def reading(entry: CheckpointEntry) -> Iterator[None]:
+    """Inside the `with` block no other process deletes the checkpoint; the lock ends with this one.
+
+    Raises:
+        DataError: It has been deleted meanwhile.
+        MachineError: It cannot be read.
+    """
+    manifest = entry.path / MANIFEST_NAME
+    with disk_faults(f"read the checkpoint {entry.path}"):
+        try:
+            descriptor = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise DataError(f"{entry.path} has been deleted meanwhile") from None
+    try:
+        with disk_faults(f"read the checkpoint {entry.path}"):
+            _has_locked(descriptor, fcntl.LOCK_SH)
+            if not manifest.exists():
+                raise DataError(f"{entry.path} has been deleted meanwhile")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(root: Path, step: int) -> Path:
+    """Renames a checkpoint that turned out to be damaged to `.damaged-*`, so that the step can be saved again."""
+    with disk_faults(f"set the damaged checkpoint of step {step} aside in {root}"):
+        return (root / step_name(step)).rename(root / _unique(_DAMAGED, step))
 
 
 def abandon(attempt: Attempt) -> None:
@@ -202,6 +282,18 @@ def clean_leftovers(root: Path) -> list[str]:
     return [path.name for path in leftovers]
 
 
+def _has_locked(descriptor: int, kind: int) -> bool:
+    """Whether nobody stood against it; file systems without locks protect nobody."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    except OSError as fault:
+        if fault.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    return True
+
+
 def _refuse_published(root: Path, step: int) -> None:
     final = root / step_name(step)
     try:
@@ -211,11 +303,35 @@ def _refuse_published(root: Path, step: int) -> None:
     raise RunFolderError(f"{final} exists and is whole; it is not overwritten. Move it away or set another run.dir")
 
 
-def _sync_tree(folder: Path, files: Mapping[str, object]) -> None:
-    for name in files:
-        sync_file(folder / name)
-    for inner in {(folder / name).parent for name in files} | {folder}:
-        sync_folder(inner)
+def _measured_files(folder: Path, known: Mapping[str, FileFacts]) -> dict[str, FileFacts]:
+    """Every file below the folder, except the manifest; what is not known is read and synced."""
+    files: dict[str, FileFacts] = {}
+    for path in _files_below(folder):
+        name = path.relative_to(folder).as_posix()
+        if name not in known:
+            sync_file(path)
+        files[name] = known[name] if name in known else read_facts(path)
+        if (size := path.stat().st_size) != files[name].size_bytes:
+            raise DataError(f"{path} has {size} bytes, but {files[name].size_bytes} were written")
+    if missing := sorted(known.keys() - files.keys()):
+        raise DataError(f"{folder / missing[0]} was written and is gone")
+    return files
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path != folder / MANIFEST_NAME:
+                yield path
+
+
+def _foreign_folders(root: Path) -> list[Path]:
+    """Folders that are neither checkpoints nor ours to delete, such as another program's."""
+    with disk_faults(f"list {root}"):
+        folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
+    ours = {step_name(step) for step in published_steps(root)}
+    return sorted(path for path in folders if path.name not in ours and not path.name.startswith("."))
 
 
 def _unique(prefix: str, step: int) -> str:

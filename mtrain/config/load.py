@@ -7,6 +7,7 @@ configuration repeats the run anywhere.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ def config_yaml(config: Config) -> str:
         raise ConfigError("\n".join(faults))
     text: str = OmegaConf.to_yaml(OmegaConf.create(content))
     return text
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 of `config_yaml`, in hexadecimal digits."""
+    return hashlib.sha256(config_yaml(config).encode()).hexdigest()
 
 
 def save_config(config: Config, path: Path) -> None:

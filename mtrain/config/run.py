@@ -23,6 +23,16 @@ class CheckpointSection(Section):
     keep_last: int = Field(2, gt=0)
     keep_every_steps: int | None = Field(None, gt=0)
     """Checkpoints at multiples of this are never deleted."""
+    keep_best: int = Field(0, ge=0)
+    """So many with the lowest validation loss are not deleted either; those saved at a step that was validated."""
+    async_save: bool = True
+    """Training goes on from a copy in host memory, as large as a rank's state; false: it waits for the disk."""
+    save_timeout_s: int = Field(1800, gt=0)
+    """A save that is not finished by then has failed."""
+    on_save_failure: Literal["continue", "stop"] = "continue"
+    """continue: a line says so, and the next save tries again; the last one of a run must succeed in any case."""
+    rehearse: bool = False
+    """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""
     initialize_from: str | None = None

@@ -8,11 +8,8 @@ mtrain.checkpoint's.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,21 +18,19 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-import mtrain
-from mtrain.checkpoint.directory import Attempt, CheckpointEntry, abandon, begin_attempt, publish
-from mtrain.checkpoint.retention import apply_retention
+from mtrain.checkpoint.directory import CheckpointEntry
 from mtrain.checkpoint.safe_load import verified_reader
-from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state, write_state
+from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.config import Config
-from mtrain.config.load import config_yaml
-from mtrain.errors import DataError, MtrainError
+from mtrain.errors import DataError
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups, seed_generators
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.optimizer_state import MAIN, STATES
-from mtrain.mcore.places import Place, is_written_here, optimizer_key, parameter_places, shards
-from mtrain.mcore.torch_dist import load_tensors, save_tensors
+from mtrain.mcore.places import Place, optimizer_key, parameter_places, shards
+from mtrain.mcore.saving import Saver
+from mtrain.mcore.torch_dist import load_tensors
 from mtrain.mcore.world import on_all_ranks, on_first_rank
 
 _TE_STATE = "._extra_state/"
@@ -60,10 +55,7 @@ def save_checkpoint(
     config: Config,
     step: int,
 ) -> None:
-    """Saves everything that continuing needs and publishes it as the newest checkpoint. Collective over the world.
-
-    The parts of a parameter's state are brought together over DP x CP, bucket by bucket, and each of these ranks writes
-    its share of the parameters. Until the last rank is done, nothing of it is visible.
+    """One save, published when this returns. Collective over the world.
 
     Args:
         folder: The run's `checkpoints`, seen by all ranks.
@@ -77,29 +69,9 @@ def save_checkpoint(
         RunFolderError: The step is published already.
         MachineError: A rank could not write; nothing was published. On all ranks.
     """
-    optimizer.gather_parameters()
-    state = TrainingState(
-        step=step,
-        consumed_samples=step * config.train.global_batch_size,
-        adam_step=optimizer_state.adam_step(optimizer.inner),
-        loss_scaler=optimizer_state.loss_scaler(optimizer.inner),
-        layout=str(groups.layout),
-        device=groups.device.type,
-        vocab_size=config.model.vocab_size,
-    )
-    attempt = on_first_rank(lambda: begin_attempt(folder, step))
-    try:
-        save_tensors(
-            attempt.path,
-            _tensors_to_save(chunks, optimizer, groups),
-            lambda: write_state(attempt.path, state),
-        )
-        on_first_rank(lambda: _publish(attempt, config, groups))
-    except MtrainError:
-        if groups.rank == 0:
-            with contextlib.suppress(MtrainError):  # the first fault is the one to tell
-                abandon(attempt)
-        raise
+    saver = Saver(folder, groups, config)
+    saver.save(chunks, optimizer, step)
+    saver.finish()
 
 
 def load_checkpoint(
@@ -222,35 +194,8 @@ def _read_weights(
     return weights
 
 
-def _tensors_to_save(
-    chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, groups: Groups
-) -> Iterator[ShardedTensor]:
-    places = {place.data: place for place in _places(chunks, groups)}
-    for place in places.values():
-        yield from shards(place, place.key, place.data)
-    for parameter, name, values in optimizer_state.whole_states(
-        optimizer.inner, lambda parameter: is_written_here(places[parameter])
-    ):
-        yield from shards(places[parameter], optimizer_key(name, places[parameter].key), values)
-    yield from random_state.sharded(random_state.random_states(groups), groups)
-
-
 def _places(chunks: Sequence[torch.nn.Module], groups: Groups) -> list[Place]:
     return parameter_places([unwrap(chunk) for chunk in chunks], groups)
-
-
-def _publish(attempt: Attempt, config: Config, groups: Groups) -> None:
-    publish(
-        attempt,
-        layout=str(groups.layout),
-        config_hash=hashlib.sha256(config_yaml(config).encode()).hexdigest(),
-        versions={
-            "mtrain": mtrain.__version__,
-            "torch": torch.__version__,
-            "megatron-core": version("megatron-core"),
-        },
-    )
-    apply_retention(attempt.root, config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
 
 
 def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:

@@ -42,11 +42,20 @@ class Portion(NamedTuple):
     start: int
     """First element, counted in the flattened parameter."""
     end: int
+    is_sharded: bool
+    """Whether other ranks of DP x CP update other parts, and none of them this one."""
 
 
 def portions(optimizer: MegatronOptimizer) -> list[Portion]:
     """Everything that this rank updates."""
     return [portion for part in optimizer.chained_optimizers for portion in _portions_of(part)]
+
+
+def portion_states(optimizer: MegatronOptimizer) -> Iterator[tuple[Portion, dict[str, Tensor]]]:
+    """Everything that this rank updates, with its state by name: the optimizer's own tensors [end - start]."""
+    for part in optimizer.chained_optimizers:
+        for portion in _portions_of(part):
+            yield portion, _states(part, portion.main)
 
 
 def whole_states(
@@ -155,14 +164,14 @@ def _portions_of(part: MegatronOptimizer) -> Iterator[Portion]:
             for parameter, place in (item for bucket in buckets for item in bucket["param_map"].items()):
                 group, order = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][order]
-                yield Portion(parameter, main, place["param"].start, place["param"].end)
+                yield Portion(parameter, main, place["param"].start, place["param"].end, True)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         groups = zip(part.float16_groups, part.fp32_from_float16_groups)
         pairs = [pair for halves, mains in groups for pair in zip(halves, mains)]
         pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
-        yield from (Portion(parameter, main, 0, parameter.numel()) for parameter, main in pairs)
+        yield from (Portion(parameter, main, 0, parameter.numel(), False) for parameter, main in pairs)
     else:
-        yield from (Portion(parameter, parameter, 0, parameter.numel()) for parameter in part.get_parameters())
+        yield from (Portion(parameter, parameter, 0, parameter.numel(), False) for parameter in part.get_parameters())
 
 
 def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:

@@ -43,6 +43,11 @@ def is_written_here(place: Place) -> bool:
     return bool(is_main_replica(place.replica_id))
 
 
+def has_own_shard(place: Place) -> bool:
+    """Whether what lies in this place has no replica over TP and stages; over DP x CP it may be cut."""
+    return not any(place.replica_id[:2])
+
+
 def optimizer_key(state: str, key: str) -> str:
     """Name of a state of the parameter called `key`: `param`, `exp_avg` or `exp_avg_sq`; as megatron-core names it."""
     return f"optimizer.state.{state}.{key}"

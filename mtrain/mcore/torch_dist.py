@@ -10,87 +10,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    MCoreSavePlanner,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.futures import Future
 
 from mtrain.checkpoint.safe_load import VerifiedReader
-from mtrain.errors import DataError, MachineError, MtrainError
+from mtrain.errors import DataError, MtrainError
 from mtrain.mcore.world import on_all_ranks
 
 Fault = TypeVar("Fault", bound=MtrainError)
 _NAMES_TOLD = 8
 """Most names in one message."""
-
-
-class _Writer(FileSystemWriter):
-    """Ends, on the first rank, with the files beside the tensors; a fault there reaches all ranks too."""
-
-    def __init__(self, folder: Path, write_side_files: Callable[[], None]) -> None:
-        super().__init__(folder, thread_count=1, overwrite=False)
-        self._write_side_files = write_side_files
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Tells what the disk refused; torch's zip writer says only that a position is not what it expected."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as fault:
-            refusal = fault.__context__
-            while refusal is not None and not isinstance(refusal, OSError):
-                refusal = refusal.__context__
-            raise refusal or fault from fault
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        folder = str(self.path)
-        torch.save({}, Path(folder, "common.pt"))  # megatron-core asks for it; nothing of ours is pickled
-        self._write_side_files()
-        save_config(CheckpointingConfig("torch_dist", 1), folder)
-
-
-def save_tensors(folder: Path, tensors: Iterable[ShardedTensor], write_side_files: Callable[[], None]) -> None:
-    """Writes one file of tensors from each rank, then the list of them. Collective over the world.
-
-    Args:
-        folder: Exists on every rank and is empty.
-        tensors: This rank's shards; of replicas, the main one is written. Together they must cover every global tensor.
-        write_side_files: Called on the first rank when all tensors are written.
-
-    Raises:
-        MachineError: A rank could not write, on all ranks.
-    """
-    shards = _by_key(tensor for tensor in tensors if is_main_replica(tensor.replica_id))
-    planner = MCoreSavePlanner(flatten_state_dict=False)
-    try:
-        save(
-            mcore_to_pyt_state_dict(shards, is_loading=False),
-            storage_writer=_Writer(folder, write_side_files),
-            planner=planner,
-        )
-    except CheckpointException as fault:
-        rank, cause = _first_failure(fault)
-        raise _of_all_ranks(
-            MachineError(
-                f"could not save into {folder}: rank {rank}: {cause}; free space, mend the permissions or choose "
-                "another place"
-            )
-        ) from None
 
 
 def load_tensors(

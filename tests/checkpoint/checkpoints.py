@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mtrain.checkpoint.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
+from mtrain.checkpoint.manifest import Facts
 
 FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
 
@@ -15,16 +16,22 @@ def write_files(attempt: Attempt) -> None:
         path.write_bytes(content)
 
 
+def facts(step: int, valid_loss: float | None = None) -> Facts:
+    """Plausible ones."""
+    versions = {"mtrain": "0.1.0"}
+    return Facts(step=step, layout="tp1-pp1-cp1-dp1", config_hash="c0ffee", versions=versions, valid_loss=valid_loss)
+
+
 def publish_attempt(attempt: Attempt) -> CheckpointEntry:
     """Publishes with plausible facts."""
-    return publish(attempt, layout="tp1-pp1-cp1-dp1", config_hash="c0ffee", versions={"mtrain": "0.1.0"})
+    return publish(attempt, facts(attempt.step))
 
 
-def save(root: Path, step: int) -> CheckpointEntry:
+def save(root: Path, step: int, valid_loss: float | None = None) -> CheckpointEntry:
     """A whole save."""
     attempt = begin_attempt(root, step)
     write_files(attempt)
-    return publish_attempt(attempt)
+    return publish(attempt, facts(step, valid_loss))
 
 
 def damage(root: Path, step: int) -> None:

@@ -18,7 +18,7 @@ from mtrain.checkpoint.directory import (
     published_steps,
 )
 from mtrain.errors import DataError, MachineError, RunFolderError
-from tests.checkpoint.checkpoints import FILES, damage, publish_attempt, save, write_files
+from tests.checkpoint.checkpoints import FILES, damage, facts, publish_attempt, save, write_files
 from tests.crash import killed_at_every_file_operation
 
 
@@ -90,6 +90,7 @@ def _change_manifest(**changes: object) -> Callable[[Path], object]:
     return change
 
 
+FACTS = {"size_bytes": 1, "sha256": "0" * 64}
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut shard": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"s"), "has 1 bytes, but 5 were saved"),
     "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
@@ -104,10 +105,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda folder: (folder / "mtrain.json").unlink(), "has no mtrain.json"),
     "half manifest": (lambda folder: os.truncate(folder / "mtrain.json", 30), "cannot be understood"),
     "garbage manifest": (lambda folder: (folder / "mtrain.json").write_bytes(b"\xff\0"), "cannot be understood"),
-    "unknown format": (_change_manifest(format=2), "cannot be understood: format"),
+    "unknown format": (_change_manifest(format=3), "cannot be understood: format"),
     "no files": (_change_manifest(files={}), "cannot be understood: files"),
-    "file outside": (_change_manifest(files={"../x": {"size_bytes": 1}}), "does not lie inside"),
-    "file elsewhere": (_change_manifest(files={"/etc/passwd": {"size_bytes": 1}}), "does not lie inside"),
+    "file outside": (_change_manifest(files={"../x": FACTS}), "does not lie inside"),
+    "file elsewhere": (_change_manifest(files={"/etc/passwd": FACTS}), "does not lie inside"),
     "another step": (_change_manifest(step=21), "holds step 21"),
     "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "has no mtrain.json"),
 }
@@ -179,7 +180,7 @@ def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match=r"could not .*step_00000010: Not a directory"):
+    with pytest.raises(MachineError, match=r"could not begin step_00000010 in .*: Not a directory"):
         begin_attempt(tmp_path / "file" / "checkpoints", 10)
 
 
@@ -225,7 +226,7 @@ def test_a_process_killed_while_replacing_a_damaged_step_loses_no_good_one(tmp_p
     (tmp_path / "step_00000020").mkdir()
 
     def publish_copy() -> None:
-        publish(attempt, layout="tp1", config_hash="", versions={})
+        publish(attempt, facts(attempt.step))
 
     copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     seen = set()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.checkpoint.directory import clean_leftovers, newest_good, published_steps
-from mtrain.checkpoint.retention import apply_retention, to_delete
+from mtrain.checkpoint.retention import Keep, apply_retention, to_delete
 from tests.checkpoint.checkpoints import damage, save
 from tests.crash import killed_at_every_file_operation
 
@@ -19,7 +19,7 @@ keep_everys = st.none() | st.integers(1, 100)
 def test_the_newest_and_the_multiples_stay_and_nothing_else(
     steps: list[int], keep_last: int, keep_every: int | None
 ) -> None:
-    gone = to_delete(steps, keep_last, keep_every)
+    gone = to_delete(steps, Keep(keep_last, keep_every))
     for step in steps:
         is_recent = sum(other > step for other in steps) < keep_last
         is_multiple = keep_every is not None and step % keep_every == 0
@@ -34,24 +34,24 @@ def test_deleting_after_each_save_ends_like_deleting_once(
     kept: list[int] = []
     for step in sorted(steps):
         kept.append(step)
-        gone = to_delete(kept, keep_last, keep_every)
+        gone = to_delete(kept, Keep(keep_last, keep_every))
         kept = [other for other in kept if other not in gone]
-    assert kept == sorted(set(steps) - set(to_delete(steps, keep_last, keep_every)))
+    assert kept == sorted(set(steps) - set(to_delete(steps, Keep(keep_last, keep_every))))
 
 
 def test_retention_on_disk(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    assert apply_retention(tmp_path, keep_last=2, keep_every=20) == [10, 30]
+    assert apply_retention(tmp_path, Keep(2, 20)) == [10, 30]
     assert published_steps(tmp_path) == [20, 40, 50]
-    assert apply_retention(tmp_path, keep_last=2, keep_every=20) == []
+    assert apply_retention(tmp_path, Keep(2, 20)) == []
 
 
 def test_the_last_good_checkpoint_stays_where_newer_ones_are_damaged(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     damage(tmp_path, 30)
-    assert apply_retention(tmp_path, keep_last=1, keep_every=None) == [10]
+    assert apply_retention(tmp_path, Keep(1)) == [10]
     assert published_steps(tmp_path) == [20, 30]
     entry = newest_good(tmp_path).entry
     assert entry is not None
@@ -61,7 +61,7 @@ def test_the_last_good_checkpoint_stays_where_newer_ones_are_damaged(tmp_path: P
 def test_a_process_killed_while_deleting_leaves_good_ones_only(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
-    for _ in killed_at_every_file_operation(lambda: apply_retention(tmp_path, 1, None), tmp_path):
+    for _ in killed_at_every_file_operation(lambda: apply_retention(tmp_path, Keep(1)), tmp_path):
         newest = newest_good(tmp_path)
         assert newest.entry is not None
         assert (newest.entry.step, newest.warnings) == (30, ())

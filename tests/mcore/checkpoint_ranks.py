@@ -192,7 +192,7 @@ def standing(parts: Parts) -> Standing:
     held = []
     for part in inner.chained_optimizers:
         state_of = {id(main): state for main, state in part.optimizer.state.items()}
-        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, _, _ in portions(inner)]
+        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in portions(inner)]
     parameters = [_numpy(parameter) for chunk in parts.chunks for parameter in chunk.parameters()]
     random_bytes = bytes(torch.get_rng_state().numpy())
     return Standing(parameters, held, adam_step(inner), loss_scaler(inner), random_bytes)

@@ -13,6 +13,7 @@ import pytest
 from mtrain.checkpoint.directory import begin_attempt, load_entry, newest_good, publish, published_steps, step_name
 from mtrain.config import Config
 from mtrain.layout import Layout
+from tests.checkpoint.checkpoints import facts
 from tests.mcore import checkpoint_ranks as ranks
 from tests.mcore.checkpoint_ranks import Arrays, Outcome, Standing, Whole
 from tests.pool import Pool, RankFailed
@@ -240,7 +241,7 @@ def republished(folder: Path, change: Callable[[Path], Any], root: Path) -> Path
     shutil.copytree(folder / step_name(2), attempt.path, dirs_exist_ok=True)
     (attempt.path / "mtrain.json").unlink()
     change(attempt.path)
-    publish(attempt, layout="", config_hash="", versions={})
+    publish(attempt, facts(attempt.step))
     return root
 
 
@@ -329,7 +330,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(pool: Pool, tmp_path: Pat
     assert len(set(faults)) == 1
     kind, text = faults[0]
     assert kind == "MachineError"
-    assert f"rank {victim}: OSError: [Errno 27] File too large" in text
+    assert f"rank {victim}: could not save the checkpoint of step 2: File too large" in text
     assert list(tmp_path.iterdir()) == []
 
 

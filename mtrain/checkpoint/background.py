@@ -1,0 +1,31 @@
+"""Work beside training, in threads that nothing waits for at the end of the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def started(action: Callable[[], Result], name: str) -> Future[Result]:
+    """Runs the action in a thread of its own.
+
+    A thread that a dead disk holds for ever keeps neither the program nor a later action from going on; an executor's
+    would, as Python waits for those.
+    """
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = action()
+        except BaseException as fault:  # whatever it is, it belongs to the one who asks for the result
+            future.set_exception(fault)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

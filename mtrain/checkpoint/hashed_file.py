@@ -1,0 +1,114 @@
+"""Files whose SHA-256 is known when they have been written.
+
+Hashing runs beside writing, in a thread of its own: both leave Python to others while they work. A third one asks the
+disk to take what has been written so far, so that little is left to wait for at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mtrain.checkpoint.manifest import FileFacts
+
+_SMALL_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 23
+_SYNC_BYTES = 1 << 26
+"""After so many bytes the disk is asked to begin."""
+
+
+class HashedFile(io.RawIOBase):
+    """A new file, written from beginning to end."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: Must not exist.
+
+        Raises:
+            OSError: The disk refuses; so do the other methods.
+        """
+        super().__init__()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._sha256, self._size_bytes, self._asked_bytes = hashlib.sha256(), 0, 0
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
+        self._syncing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self._size_bytes
+
+    def write(self, data: Any) -> int:
+        """Writes and hashes all of it."""
+        view = memoryview(data).cast("B")
+        if view.nbytes <= _SMALL_BYTES:
+            self._sha256.update(view)
+            self._write(view)
+        else:
+            hashing = self._workers.submit(self._sha256.update, view)
+            try:
+                for start in range(0, view.nbytes, _PIECE_BYTES):
+                    self._write(view[start : start + _PIECE_BYTES])
+            finally:
+                hashing.result()  # the caller may reuse the memory now
+        return view.nbytes
+
+    def finish(self) -> FileFacts:
+        """Waits until everything is on disk.
+
+        Returns:
+            What was written.
+        """
+        if self._syncing is not None:
+            self._syncing.result()
+        os.fsync(self._descriptor)
+        return FileFacts(size_bytes=self._size_bytes, sha256=self._sha256.hexdigest())
+
+    def close(self) -> None:
+        """Closes the file; without `finish` its end may not be on disk."""
+        if not self.closed:
+            self._workers.shutdown()
+            os.close(self._descriptor)
+        super().close()
+
+    def _write(self, view: memoryview) -> None:
+        while view.nbytes:
+            written = os.write(self._descriptor, view)
+            self._size_bytes += written
+            view = view[written:]
+        if self._size_bytes - self._asked_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            if self._syncing is not None:
+                self._syncing.result()
+            self._asked_bytes = self._size_bytes
+            self._syncing = self._workers.submit(os.fdatasync, self._descriptor)
+
+
+def write_hashed(path: Path, data: bytes) -> FileFacts:
+    """A whole small file, on disk when this returns."""
+    with HashedFile(path) as file:
+        file.write(data)
+        return file.finish()
+
+
+def read_facts(path: Path) -> FileFacts:
+    """Size and SHA-256 of what lies there now; reads all of it."""
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileFacts(size_bytes=file.tell(), sha256=digest.hexdigest())

@@ -1,0 +1,45 @@
+"""A copy of what is to be saved, so that training goes on while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mtrain.checkpoint.tensor_file import Part
+
+_ALIGNMENT_BYTES = 64
+
+
+class Snapshot:
+    """Memory on the host that is used again for each save; pinned where the state lies on a GPU."""
+
+    def __init__(self) -> None:
+        """No memory is taken yet."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory."""
+        return self._buffer.nbytes
+
+    def take(self, parts: Sequence[Part]) -> list[Part]:
+        """Copies all parts; when it returns they may change.
+
+        The copies are overwritten by the next call.
+        """
+        sizes = [-(-part.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for part in parts]
+        on_gpu = any(part.data.is_cuda for part in parts)
+        if sum(sizes) > self._buffer.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+        memory, start, copies = self._buffer.numpy(), 0, list[Part]()
+        for part, size in zip(parts, sizes, strict=True):
+            place = memory[start : start + part.data.nbytes]
+            copy = torch.frombuffer(place, dtype=part.data.dtype) if part.data.numel() else part.data.detach().cpu()
+            copy.copy_(part.data.detach().flatten(), non_blocking=on_gpu)
+            copies.append(part._replace(data=copy))
+            start += size
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies

@@ -1,0 +1,52 @@
+"""Places where tests make a process fail for real.
+
+The environment variable MTRAIN_TEST_FAULT names one fault, rank, step and phase, such as
+`kill rank=1 step=4 phase=write.2`. It is for tests only; without it nothing happens.
+"""
+
+import errno
+import os
+import signal
+import time
+from typing import NamedTuple
+
+VARIABLE = "MTRAIN_TEST_FAULT"
+
+
+class Fault(NamedTuple):
+    """What is to happen where."""
+
+    kind: str
+    """kill: SIGKILL to this process. hang: the thread stops for ever. full: the disk has no space left."""
+    rank: int
+    step: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"
+
+    @classmethod
+    def parsed(cls, text: str) -> "Fault":
+        """Reads what `str` writes."""
+        kind, *rest = text.split()
+        values = dict(item.split("=", 1) for item in rest)
+        return cls(kind, int(values["rank"]), int(values["step"]), values["phase"])
+
+
+def fault_point(phase: str, rank: int, step: int) -> None:
+    """Fails here if a test asks for it.
+
+    Raises:
+        OSError: ENOSPC, where the fault is a full disk.
+    """
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return
+    fault = Fault.parsed(text)
+    if (fault.rank, fault.step, fault.phase) != (rank, step, phase):
+        return
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while fault.kind == "hang":
+        time.sleep(3600)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

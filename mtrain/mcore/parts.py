@@ -1,0 +1,76 @@
+"""What this rank writes of a checkpoint: boxes of global tensors, straight from where they lie.
+
+Weights have replicas and are shared out among them. Of a distributed optimizer each rank has a run of elements of each
+parameter, and a run is a few boxes, so nothing is brought together first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mtrain.checkpoint.boxes import boxes_of_run
+from mtrain.checkpoint.tensor_file import Part
+from mtrain.mcore import optimizer_state, random_state
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import unwrap
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.places import Place, has_own_shard, is_written_here, optimizer_key, parameter_places, shards
+
+
+@torch.no_grad()
+def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Part]:
+    """The boxes that this rank writes, as views of the live state; no communication.
+
+    Args:
+        chunks: This rank's model chunks, their parameters complete.
+        optimizer: Their optimizer. A parameter that was never updated gets zero moments.
+        groups: The process groups.
+    """
+    places = {place.data: place for place in parameter_places([unwrap(chunk) for chunk in chunks], groups)}
+    parts = [
+        part
+        for place in places.values()
+        if is_written_here(place)
+        for part in run_of(place, place.key, place.data.flatten(), 0, place.data.numel())
+    ]
+    for portion, states in optimizer_state.portion_states(optimizer.inner):
+        place = places[portion.parameter]
+        if not (has_own_shard(place) if portion.is_sharded else is_written_here(place)):
+            continue
+        for name, values in states.items():
+            key = optimizer_key(name, place.key)
+            parts += run_of(place, key, values.flatten(), portion.start, portion.end)
+    for sharded in random_state.sharded(random_state.random_states(groups), groups):
+        parts += run_of(sharded, sharded.key, sharded.data.flatten(), 0, sharded.data.numel())
+    return parts
+
+
+def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
+    """The boxes of elements [start, end) of a parameter, or of a tensor in its place.
+
+    Args:
+        place: Of the parameter; fused parameters are several global boxes.
+        key: Global name of the tensor.
+        values: [end - start], the elements; the boxes are views of it.
+        start: First element, counted in the flattened parameter of this rank.
+        end: One behind the last element.
+    """
+    for shard in shards(place, key, place.data):
+        assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"
+        first = shard.data.storage_offset() - place.data.storage_offset()
+        low, high = max(start, first), min(end, first + shard.data.numel())
+        axes = shard.prepend_axis_num
+        for box in boxes_of_run(shard.local_shape, low - first, high - first) if low < high else ():
+            corner = [whole + within for whole, within in zip(shard.global_offset[axes:], box.offset)]
+            begin = first + box.start - start
+            yield Part(
+                shard.key,
+                tuple(shard.global_shape),
+                (*shard.global_offset[:axes], *corner),
+                (*[1] * axes, *box.sizes),
+                values[begin : begin + math.prod(box.sizes)],
+            )

@@ -1,0 +1,107 @@
+"""Where a run begins: at its newest good checkpoint, at the weights of another run, or at the start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mtrain.checkpoint.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.errors import DataError, RunFolderError
+from mtrain.mcore.checkpoint import load_checkpoint, load_weights
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.verified import opened_checkpoint
+from mtrain.mcore.world import on_first_rank
+from mtrain.run_folder import RunFolder
+
+
+def take_up(
+    config: Config,
+    folder: RunFolder,
+    groups: Groups,
+    chunks: list[Any],
+    optimizer: Optimizer,
+    loader: StepLoader | None,
+) -> int:
+    """Loads the run's newest good checkpoint, else the weights it starts from. Collective over the world.
+
+    A checkpoint that is passed over because of its bytes is set aside, so that its step can be saved again.
+
+    Args:
+        config: Of the run.
+        folder: The run folder, whose lock the first rank holds.
+        groups: The process groups.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer.
+        loader: Of the training data; None on ranks that do not read any.
+
+    Returns:
+        The number of completed updates.
+
+    Raises:
+        DataError: No checkpoint is good, it does not fit, or the training data are others.
+        RunFolderError: checkpoint.resume=never, but there is a checkpoint.
+    """
+    damaged: dict[int, str] = {}
+
+    def find(unusable: Mapping[int, str]) -> Newest:
+        damaged.update(unusable)
+        return _resumable(config, folder, unusable)
+
+    with opened_checkpoint(find, say) as newest:
+        entry = announced(newest)
+        if entry is not None:
+            on_first_rank(lambda: _check_dataset(entry, loader))
+            state = load_checkpoint(entry, chunks, optimizer, groups, config)
+            on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
+            return state.step
+    if config.checkpoint.initialize_from is not None:
+        source = Path(config.checkpoint.initialize_from)
+        with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
+            start = announced(newest)
+            assert start is not None, "checkpoint_at raises where there is none"
+            load_weights(start, chunks, optimizer, groups, config)
+    return 0
+
+
+def _resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str]) -> Newest:
+    newest = newest_good(folder.checkpoints, unusable)
+    if newest.entry is not None and config.checkpoint.resume == "never":
+        raise RunFolderError(
+            f"checkpoint.resume=never, but {folder.path} holds a checkpoint of step {newest.entry.step}; set another "
+            "run.dir or checkpoint.resume=auto"
+        )
+    return newest
+
+
+def _check_dataset(entry: CheckpointEntry, loader: StepLoader | None) -> None:
+    """Resuming at step k is starting at k only on the same samples. On the first rank, which reads data."""
+    assert loader is not None
+    saved = entry.manifest.dataset
+    if saved is not None and saved != loader.fingerprint:
+        raise DataError(
+            f"the training data are not those that {entry.path} has seen (fingerprint {loader.fingerprint}, not "
+            f"{saved}): resuming would repeat or leave out samples; restore the data, or start a new run from these "
+            f"weights with another run.dir and checkpoint.initialize_from={entry.path}"
+        )
+
+
+def announced(newest: Newest) -> CheckpointEntry | None:
+    """Tells the user, on the first rank, of every checkpoint that was passed over, and which one is taken."""
+    if dist.get_rank() == 0:
+        for warning in newest.warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        if newest.entry is not None:
+            say(f"loading {newest.entry.path}")
+    return newest.entry
+
+
+def say(text: str) -> None:
+    """One line for the user."""
+    print(text, flush=True)
