@@ -1,4 +1,4 @@
-"""Parameters of Hugging Face's Llama, Mistral, Qwen and Starcoder2 models under megatron-core's names."""
+"""Parameters of Hugging Face's Llama, Mistral, Qwen, Starcoder2 and Gemma-3 models under megatron-core's names."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.model import ModelSection
+from tests.oracle.activations import GATED
 from tests.oracle.model import Parameters
 
 _UNCHANGED = {
@@ -17,6 +18,11 @@ _UNCHANGED = {
     "mlp.down_proj": "mlp.linear_fc2",
     "mlp.c_fc": "mlp.linear_fc1",
     "mlp.c_proj": "mlp.linear_fc2",
+}
+_SANDWICH = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "pre_mlp_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 
 
@@ -36,13 +42,13 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
     for i in range(model.num_layers):
         theirs, ours = f"model.layers.{i}", f"decoder.layers.{i}"
         for kind in ("weight", "bias"):
-            for their_name, our_name in _UNCHANGED.items():
+            for their_name, our_name in {**_UNCHANGED, **(_SANDWICH if model.sandwich_norm else {})}.items():
                 if f"{theirs}.{their_name}.{kind}" in state:
                     parameters[f"{ours}.{our_name}.{kind}"] = state[f"{theirs}.{their_name}.{kind}"]
             if f"{theirs}.self_attn.q_proj.{kind}" in state:
                 q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
-        if model.activation == "swiglu":
+        if model.activation in GATED:
             gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
             parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
     return {name: value.detach().clone() for name, value in parameters.items()}

@@ -147,6 +147,36 @@ def starcoder2(activation: str = "gelu_tanh") -> tuple[ModelSection, Any]:
     )
 
 
+def gemma3() -> tuple[ModelSection, Any]:
+    rope = RopeSection(base=3000.0, local_base=100.0, scaling="linear", factor=4.0)
+    model = ModelSection(
+        **SMALL,
+        zero_centered_norm=True,
+        sandwich_norm=True,
+        activation="geglu_tanh",
+        qk_norm=True,
+        head_dim=16,
+        query_scalar=12.0,
+        tied_embeddings=True,
+        scale_embeddings=True,
+        sliding_window=5,
+        global_attention_every=3,
+        rope=rope,
+    )
+    return model, transformers.Gemma3TextConfig(
+        **common(model),
+        head_dim=16,
+        pad_token_id=None,  # the gradient of its row would be left out
+        query_pre_attn_scalar=12,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    )
+
+
 def starcoder2_exact_gelu() -> tuple[ModelSection, Any]:
     return starcoder2("gelu")
 
@@ -162,6 +192,7 @@ FAMILIES = [
     mistral,
     starcoder2,
     starcoder2_exact_gelu,
+    gemma3,
 ]
 
 

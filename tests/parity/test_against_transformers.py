@@ -17,6 +17,7 @@ from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, tensor_deviation, worst
+from tests.parity.families import GEMMA
 from tests.pool import Pool
 
 CASES = [
@@ -67,6 +68,22 @@ def qwen3() -> tuple[dict[str, Any], Any]:
     return knobs, transformers.Qwen3Config(**common(), head_dim=16, rope_parameters=theirs)
 
 
+def gemma3() -> tuple[dict[str, Any], Any]:
+    theirs = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    return GEMMA, transformers.Gemma3TextConfig(
+        **common() | {"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+        head_dim=16,
+        pad_token_id=None,  # the gradient of its row would be left out
+        query_pre_attn_scalar=40,
+        sliding_window=7,
+        layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        rope_parameters=theirs,
+    )
+
+
 def common() -> dict[str, Any]:
     return {
         "num_hidden_layers": 4,
@@ -82,14 +99,15 @@ def common() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[llama, qwen2, qwen3])
+@pytest.fixture(scope="module", params=[llama, qwen2, qwen3, gemma3])
 def reference(request: pytest.FixtureRequest) -> Reference:
     family: Callable[[], tuple[dict[str, Any], Any]] = request.param
     knobs, config = family()
     torch.manual_seed(11)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     for name, parameter in theirs.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+        is_scale = "norm" in name and not knobs.get("model__zero_centered_norm", False)
+        torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     batch = three_steps()[0]
     tokens, labels = (torch.tensor(np.stack([getattr(s, kind) for s in batch])) for kind in ("tokens", "labels"))
     mask = torch.tensor(np.stack([sample.mask for sample in batch])) > 0
