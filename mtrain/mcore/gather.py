@@ -39,7 +39,7 @@ def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             _complete_gradients(chunk)
-    return _shards(chunks, groups, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
+    return _shards(chunks, groups, lambda parameter: getattr(parameter, "main_grad", None))
 
 
 def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
@@ -82,7 +82,7 @@ def _complete_gradients(chunk: DistributedDataParallel) -> None:
 
 
 def _shards(
-    chunks: Sequence[DistributedDataParallel], groups: Groups, value_of: Callable[[Tensor], Tensor]
+    chunks: Sequence[DistributedDataParallel], groups: Groups, value_of: Callable[[Tensor], Tensor | None]
 ) -> list[Shard]:
     shards = []
     for chunk in chunks:

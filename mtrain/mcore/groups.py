@@ -42,6 +42,10 @@ class Groups:
         """Ranks over which gradients are summed."""
         return self.collection.dp_cp
 
+    def replicas_of(self, parameter: torch.Tensor) -> dist.ProcessGroup:
+        """Ranks over which the gradient of a parameter is summed: DP x CP, or those that hold the same experts."""
+        return self.collection.expt_dp if is_of_experts(parameter) else self.dp_cp
+
     @property
     def owns_loss(self) -> bool:
         """Whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
@@ -51,6 +55,11 @@ class Groups:
     def owns_plan(self) -> bool:
         """Whether this rank's planned denominators count: one rank of those that share a batch."""
         return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def is_of_experts(parameter: torch.Tensor) -> bool:
+    """Whether a parameter belongs to routed experts; marked where it is made."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Groups:

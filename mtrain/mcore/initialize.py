@@ -27,17 +27,20 @@ _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 
 
 def sharded_tensors(
-    module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter
+    module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[ShardedTensor]:
-    """This rank's parameters with their global name, shape and offset, fused ones split into their parts.
+    """This rank's parameters and buffers with their global name, shape and offset, fused ones split into their parts.
 
     Args:
         module: An unwrapped model chunk.
         groups: The process groups.
-        value_of: What stands in `data` for each parameter; something of the same shape, such as its gradient.
+        value_of: What stands in `data` for each parameter; something of the same shape, such as its gradient. None
+            leaves it out.
     """
     for place in parameter_places([module], groups):
-        yield from shards(place, place.key, value_of(place.data))
+        values = value_of(place.data)
+        if values is not None:
+            yield from shards(place, place.key, values)
 
 
 @torch.no_grad()

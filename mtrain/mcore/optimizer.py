@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mtrain.config import Config
@@ -44,7 +45,7 @@ class Optimizer:
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
-        self._device = groups.device
+        self._device, self._collection = groups.device, groups.collection
         self._is_fp16 = config.train.precision == "fp16"
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
@@ -75,7 +76,7 @@ class Optimizer:
     def squared_norm(self) -> Tensor:
         """Squared global L2 norm of the reduced, normalised gradients: float64 scalar on the device; not in fp16.
 
-        One all-reduce of one number over the ranks that hold different gradients, and no host synchronisation.
+        One all-reduce of one number over the world, and no host synchronisation.
         """
         assert not self._is_fp16
         self.inner.prepare_grads()
@@ -113,17 +114,23 @@ class Optimizer:
         return self.update(lr, math.sqrt(self._squared_norm().item()))
 
     def _squared_norm(self) -> Tensor:
-        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        for optimizer in self._optimizers():
-            group = optimizer.get_grad_stats_parallel_group()
-            by_group.setdefault(group, []).extend(optimizer.get_main_grads_for_grad_norm())
-        squares = []
-        for group, gradients in by_group.items():
-            square = _sum_of_squares(gradients, self._device)
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(square, group=group)
-            squares.append(square)
-        return torch.stack(squares).sum()
+        """Every element counts on one rank; then one all-reduce over the world, whatever a stage holds.
+
+        megatron-core adds up over groups of its own for experts, which a pipeline stage without experts would not join.
+        """
+        own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
+        square = _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        return square
+
+    def _counts_here(self, part: Any) -> bool:
+        """Whether this rank's gradients count: those of a distributed optimizer are parts, others are replicas."""
+        if isinstance(part, DistributedOptimizer):
+            return True
+        is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
+        replicas = self._collection.expt_dp if is_of_experts else self._collection.dp_cp
+        return int(replicas.rank()) == 0
 
     def _optimizers(self) -> list[Any]:
         return list(getattr(self.inner, "chained_optimizers", [self.inner]))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.transformer.module import MegatronModule
@@ -18,10 +19,11 @@ Place: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def parameter_places(modules: Iterable[MegatronModule], groups: Groups) -> list[Place]:
-    """The places of all parameters.
+    """The places of all parameters, and of the buffers that belong to the model's state.
 
-    Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP. Each rank of DP x CP has
-    the main replica of every n-th parameter, so that all of them share the writing.
+    Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; of experts over the ranks
+    that hold the same ones. Each of these ranks has the main replica of every n-th parameter, so that all share the
+    writing.
 
     Args:
         modules: Unwrapped model chunks.
@@ -31,11 +33,14 @@ def parameter_places(modules: Iterable[MegatronModule], groups: Groups) -> list[
     states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
     # what TransformerEngine pickles beside the weights (_extra_state) is empty without fp8 and not kept
     places = [state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory)]
-    size, rank = groups.dp_cp.size(), groups.dp_cp.rank()
     return [
-        replace(place, replica_id=(*place.replica_id[:2], (rank - number) % size))
+        replace(place, replica_id=(*place.replica_id[:2], _turn(groups.replicas_of(place.data), number)))
         for number, place in enumerate(places)
     ]
+
+
+def _turn(replicas: dist.ProcessGroup, number: int) -> int:
+    return int((replicas.rank() - number) % replicas.size())
 
 
 def is_written_here(place: Place) -> bool:

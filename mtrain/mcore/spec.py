@@ -17,6 +17,7 @@ from mtrain.config.model import ModelSection
 from mtrain.errors import ConfigError
 from mtrain.mcore import sandwich
 from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.experts.spec import experts_spec
 from mtrain.mcore.norm import Norm
 
 # Checkpoints carry TransformerEngine's names, where norms are fused into the projection behind them.
@@ -25,18 +26,23 @@ _TE_NAMES = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     **sandwich.CHECKPOINT_NAMES,
 }
+_STACKED_EXPERTS = "mlp.experts.experts."
+"""In keys of tensors with an axis of all experts."""
 
 
-def global_name(key: str, layer: tuple[int, ...]) -> str:
+def global_name(key: str, places: tuple[int, ...]) -> str:
     """The name of a parameter in the whole model, the same for every layout and both backends.
 
     Args:
         key: Its checkpoint key: TransformerEngine's names, layers stacked without a number or spelled out.
-        layer: Its index along the stacked axis; empty where the key is complete.
+        places: Its indices along the stacked axes: the layer, then the expert; empty where the key is complete.
     """
     for ours, theirs in _TE_NAMES.items():
         key = key.replace(theirs, ours)
-    return key.replace(".layers.", f".layers.{layer[0]}.", 1) if layer else key
+    if _STACKED_EXPERTS in key:
+        *places, expert = places
+        key = key.replace(_STACKED_EXPERTS, f"mlp.experts.{expert}.")
+    return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
 
 
 def has_transformer_engine() -> bool:
@@ -60,6 +66,7 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
         "data.isolate_documents=true needs the torch backend": isolate_documents,
         "model.sandwich_norm=true needs the torch backend": model.sandwich_norm,
         "model.attention_sinks=true needs the torch backend": model.attention_sinks,
+        "model.experts needs the torch backend": model.experts is not None,
     }
     hindrances = [reason for reason, holds in reasons.items() if holds]
     usable = not hindrances
@@ -83,8 +90,14 @@ def block_spec(model: ModelSection, backend: str, layers: range) -> TransformerB
     return TransformerBlockSubmodules(layer_specs=[layer_spec(model, layer) for layer in layers], layer_norm=Norm)
 
 
+def has_experts(model: ModelSection, layer: int) -> bool:
+    """Whether layer `layer`, counted from 0, has a router and experts."""
+    return model.experts is not None and model.experts.has_experts(layer)
+
+
 def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
     """Layer `layer` on torch operations alone: our norms and core attention, megatron-core's parallel linears."""
+    fused = _TE_NAMES.keys() - ({"pre_mlp_layernorm."} if has_experts(model, layer) else set())
     return ModuleSpec(
         module=sandwich.SandwichLayer if model.sandwich_norm else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -94,7 +107,7 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
             pre_mlp_layernorm=Norm,
             mlp=feed_forward_spec(model, layer),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_TE_NAMES,
+            sharded_state_dict_keys_map={name: _TE_NAMES[name] for name in _TE_NAMES if name in fused},
         ),
     )
 
@@ -116,7 +129,9 @@ def attention_spec(model: ModelSection) -> ModuleSpec:
 
 
 def feed_forward_spec(model: ModelSection, layer: int) -> ModuleSpec:
-    """The dense feed-forward part."""
+    """The feed-forward part: dense, or experts."""
+    if model.experts is not None and has_experts(model, layer):
+        return experts_spec(model.experts)
     return ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )

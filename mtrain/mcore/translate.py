@@ -17,6 +17,7 @@ from mtrain.config import Config
 from mtrain.config.model import ModelSection
 from mtrain.errors import ConfigError
 from mtrain.layout import Layout
+from mtrain.mcore.experts.spec import experts_fields
 from mtrain.rope import inverse_frequencies
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,6 +59,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
     """
     fields = {
         **_architecture(config.model),
+        **experts_fields(config.model),
         **_parallelism(config, layout),
         **_execution(config, device),
         **config.model.megatron,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtrain.config.model import ModelSection, RopeSection
 from tests.oracle.activations import GATED, activate
+from tests.oracle.experts import expert_shapes, experts, has_experts
 
 Parameters = dict[str, Tensor]
 
@@ -43,6 +44,9 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
             shapes |= _norm_shapes(f"{layer}.post_self_attn_layernorm", hidden, model)
             shapes |= _norm_shapes(f"{layer}.post_mlp_layernorm", hidden, model)
         shapes |= _norm_shapes(f"{layer}.pre_mlp_layernorm", hidden, model)
+        if has_experts(model, i):
+            shapes |= expert_shapes(f"{layer}.mlp", model)
+            continue
         shapes |= _linear_shapes(f"{layer}.mlp.linear_fc1", fc1, hidden, any_bias)
         shapes |= _linear_shapes(f"{layer}.mlp.linear_fc2", hidden, model.ffn_hidden_size, any_bias)
     shapes |= _norm_shapes("decoder.final_layernorm", hidden, model)
@@ -85,7 +89,7 @@ def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Te
         attended = _attention(parameters, f"{layer}.self_attention", model, i, x)
         hidden = hidden + _behind(parameters, f"{layer}.post_self_attn_layernorm", model, attended)
         x = _norm(parameters, f"{layer}.pre_mlp_layernorm", model, hidden)
-        transformed = _mlp(parameters, f"{layer}.mlp", model, x)
+        transformed = (experts if has_experts(model, i) else _mlp)(parameters, f"{layer}.mlp", model, x)
         hidden = hidden + _behind(parameters, f"{layer}.post_mlp_layernorm", model, transformed)
     hidden = _norm(parameters, "decoder.final_layernorm", model, hidden)
     table = parameters["embedding.word_embeddings.weight" if model.tied_embeddings else "output_layer.weight"]

@@ -9,6 +9,7 @@ from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
 from mtrain.config.train import OptimizerSection
 from tests.oracle import loss as definitions
+from tests.oracle.experts import is_buffer
 from tests.oracle.model import Parameters
 from tests.oracle.optimizer import AdamW, global_norm
 
@@ -69,8 +70,9 @@ def _step(
     batch: list[definitions.Sequence],
     teacher: definitions.Teacher | None,
 ) -> StepResult:
-    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
-    values = definitions.term_values(leaves, model, loss, batch, teacher)
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items() if not is_buffer(name)}
+    buffers = {name: value for name, value in parameters.items() if is_buffer(name)}
+    values = definitions.term_values(leaves | buffers, model, loss, batch, teacher)
     is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
     objective = definitions.objective(values, loss)
     found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()))
@@ -81,5 +83,5 @@ def _step(
         denominators={name: value.denominator for name, value in values.items()},
         grad_norm=global_norm(gradients),
         gradients=gradients,
-        parameters=parameters if is_empty else adam.updated(parameters, gradients, lr),
+        parameters=parameters if is_empty else adam.updated(leaves, gradients, lr) | buffers,
     )

@@ -1,0 +1,69 @@
+"""Which experts a token goes to, and with what weight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config.experts import ExpertsSection
+
+_EPSILON = 1e-20
+"""Added to the sum that sigmoid scores are divided by, as megatron-core and DeepSeek do."""
+
+
+class Choice(NamedTuple):
+    """The experts of each token."""
+
+    weights: Tensor
+    """[tokens, num_experts], float32 or float64 as the logits: 0 where an expert was not chosen."""
+    chosen: Tensor
+    """[tokens, num_experts] bool."""
+
+
+def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) -> Choice:
+    """The top_k best experts of each token.
+
+    Args:
+        logits: [tokens, num_experts], float32 or float64.
+        section: Score, groups, scaling.
+        expert_bias: [num_experts], added to the scores for the choice, not to the weights.
+    """
+    scores = scores_of(logits, section)
+    ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
+    places = best_places(ranking.detach(), section)
+    weights = _normalised(scores.gather(1, places), section) * section.scaling_factor
+    return Choice(
+        torch.zeros_like(logits).scatter(1, places, weights),
+        torch.zeros_like(logits, dtype=torch.bool).scatter(1, places, True),
+    )
+
+
+def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
+    """What experts are ranked by: sigmoid, softmax over all of them, or the logits where the softmax comes after."""
+    if section.score == "sigmoid":
+        return logits.sigmoid()
+    return logits.softmax(-1) if section.pre_softmax else logits
+
+
+def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
+    """Indices of the top_k highest: [tokens, num_experts] -> [tokens, top_k] int64.
+
+    With groups, a token chooses among its group_top_k best ones; a group counts by the sum of its top_k / group_top_k
+    highest.
+    """
+    if section.num_groups is not None and section.group_top_k is not None:
+        grouped = ranking.unflatten(1, (section.num_groups, -1))
+        group_scores = grouped.topk(section.top_k // section.group_top_k, dim=-1).values.sum(-1)
+        groups = group_scores.topk(section.group_top_k, dim=-1).indices
+        is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, groups, True)
+        ranking = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
+    return ranking.topk(section.top_k, dim=-1).indices
+
+
+def _normalised(scores: Tensor, section: ExpertsSection) -> Tensor:
+    """Weights of the chosen experts from their scores, [tokens, top_k]."""
+    if section.score == "softmax":
+        return scores if section.pre_softmax else scores.softmax(-1)
+    return scores / (scores.sum(-1, keepdim=True) + _EPSILON) if section.top_k > 1 else scores

@@ -1,0 +1,148 @@
+"""Layers of experts, token by token as their definitions say, in float64."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mtrain.config.experts import ExpertsSection
+from mtrain.config.model import ModelSection
+from tests.oracle.activations import GATED, activate
+
+Shapes = dict[str, tuple[int, ...]]
+Parameters = dict[str, Tensor]
+
+
+def has_experts(model: ModelSection, layer: int) -> bool:
+    """Whether layer `layer`, counted from 0, has experts: behind the first dense ones every n-th."""
+    section = model.experts
+    if section is None or layer < section.first_dense_layers:
+        return False
+    return (layer - section.first_dense_layers) % section.every == 0
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor belongs to the model's state without being trained: it has no gradient."""
+    return name.endswith(".expert_bias")
+
+
+def expert_shapes(name: str, model: ModelSection) -> Shapes:
+    """Parameters of the layer `name`, for instance `decoder.layers.1.mlp`; the bias of the choice is among them."""
+    section = model.experts
+    assert section is not None
+    hidden, count = model.hidden_size, section.num_experts
+    shapes: Shapes = {f"{name}.router.weight": (count, hidden)}
+    if section.router_bias:
+        shapes[f"{name}.router.bias"] = (count,)
+    if section.expert_bias:
+        shapes[f"{name}.router.expert_bias"] = (count,)
+    for expert in range(count):
+        shapes |= _network(f"{name}.experts.{expert}", section.ffn_hidden_size, model)
+    if section.shared_ffn_hidden_size:
+        shapes |= _network(f"{name}.shared_experts", section.shared_ffn_hidden_size, model)
+    return shapes
+
+
+def _network(name: str, size: int, model: ModelSection) -> Shapes:
+    rows = size * (2 if model.activation in GATED else 1)
+    shapes: Shapes = {f"{name}.linear_fc1.weight": (rows, model.hidden_size)}
+    shapes[f"{name}.linear_fc2.weight"] = (model.hidden_size, size)
+    if model.linear_bias:
+        shapes |= {f"{name}.linear_fc1.bias": (rows,), f"{name}.linear_fc2.bias": (model.hidden_size,)}
+    return shapes
+
+
+def experts(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+    """The layer's output: [..., hidden] -> the same."""
+    section = model.experts
+    assert section is not None
+    tokens = x.reshape(-1, x.shape[-1])
+    weights = routing(parameters, f"{name}.router", section, tokens)
+    every = [_run(parameters, f"{name}.experts.{expert}", model, tokens) for expert in range(section.num_experts)]
+    output = torch.einsum("te,teh->th", weights, torch.stack(every, dim=1))
+    if section.shared_ffn_hidden_size:
+        output = output + _run(parameters, f"{name}.shared_experts", model, tokens)
+    return output.view(x.shape)
+
+
+def _run(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+    def linear(which: str, value: Tensor) -> Tensor:
+        product = value @ parameters[f"{name}.{which}.weight"].T
+        return product + parameters[f"{name}.{which}.bias"] if model.linear_bias else product
+
+    return linear("linear_fc2", activate(model.activation, linear("linear_fc1", x)))
+
+
+def routing(parameters: Parameters, name: str, section: ExpertsSection, tokens: Tensor) -> Tensor:
+    """[tokens, num_experts]: the weight of each expert, 0 for those a token does not go to."""
+    logits = router_logits(parameters, name, tokens)
+    ranking = _ranking(logits, parameters.get(f"{name}.expert_bias"), section)
+    outside = ~_best(ranking, section)
+    if section.score == "sigmoid":
+        scores = logits.sigmoid().masked_fill(outside, 0.0)
+        weights = scores / scores.sum(-1, keepdim=True) if section.top_k > 1 else scores
+    elif section.pre_softmax:
+        weights = logits.softmax(-1).masked_fill(outside, 0.0)
+    else:
+        weights = logits.masked_fill(outside, -math.inf).softmax(-1)
+    return weights * section.scaling_factor
+
+
+def router_logits(parameters: Parameters, name: str, tokens: Tensor) -> Tensor:
+    """[tokens, num_experts]."""
+    logits = tokens @ parameters[f"{name}.weight"].T
+    return logits + parameters[f"{name}.bias"] if f"{name}.bias" in parameters else logits
+
+
+def _ranking(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> Tensor:
+    """What the experts of a token are ordered by."""
+    if section.score == "sigmoid":
+        return logits.sigmoid() + (0.0 if expert_bias is None else expert_bias)
+    return logits.softmax(-1) if section.pre_softmax else logits
+
+
+def _best(ranking: Tensor, section: ExpertsSection) -> Tensor:
+    """[tokens, num_experts] bool: where each token goes."""
+    return _open(ranking, section) & _highest(_closed_out(ranking, section), section.top_k)
+
+
+def _open(ranking: Tensor, section: ExpertsSection) -> Tensor:
+    """Experts of the groups that a token may choose from."""
+    if section.num_groups is None or section.group_top_k is None:
+        return torch.ones_like(ranking, dtype=torch.bool)
+    return _highest(_group_scores(ranking, section), section.group_top_k).repeat_interleave(
+        section.num_experts // section.num_groups, dim=1
+    )
+
+
+def _group_scores(ranking: Tensor, section: ExpertsSection) -> Tensor:
+    assert section.num_groups is not None
+    assert section.group_top_k is not None
+    members = ranking.view(len(ranking), section.num_groups, -1).sort(-1, descending=True).values
+    return members[..., : section.top_k // section.group_top_k].sum(-1)
+
+
+def _closed_out(ranking: Tensor, section: ExpertsSection) -> Tensor:
+    return ranking.masked_fill(~_open(ranking, section), -math.inf)
+
+
+def _highest(values: Tensor, count: int) -> Tensor:
+    """Marks the `count` highest of each row."""
+    return values >= values.sort(-1, descending=True).values[:, count - 1 : count]
+
+
+def margin(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> float:
+    """How far the nearest token is from going elsewhere: the smallest distance, over tokens, between the last value
+    that is chosen and the first that is not, of experts and of groups."""
+    ranking = _ranking(logits, expert_bias, section)
+    distances = [_distance(_closed_out(ranking, section), section.top_k)]
+    if section.num_groups is not None and section.group_top_k is not None:
+        distances.append(_distance(_group_scores(ranking, section), section.group_top_k))
+    return min(distances)
+
+
+def _distance(values: Tensor, count: int) -> float:
+    if count == values.shape[-1]:
+        return math.inf
+    ordered = values.sort(-1, descending=True).values
+    return float((ordered[:, count - 1] - ordered[:, count]).min())
