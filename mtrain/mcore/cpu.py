@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from mtrain.mcore import gloo
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -169,38 +170,9 @@ def install() -> None:
         import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
         dispatcher.maybe_move_tensor_to_cpu = _moved_to_host
-    _patch_gloo()
+    gloo.install()
 
 
 def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """For moe_utils.py:1093, which makes lists of split sizes of tensors on a GPU only."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def _patch_gloo() -> None:
-    """gloo refuses lists of tensors of several sizes, which experts with etp > 1 exchange; its all-to-all does not."""
-    gather, scatter = dist.all_gather, dist.reduce_scatter
-
-    @functools.wraps(gather)
-    def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
-        sizes = [len(each) for each in tensors]
-        if len(set(sizes)) == 1:
-            return gather(tensors, tensor, group=group, **options)
-        whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
-        dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, [len(tensor)] * len(sizes), group=group)
-        for each, part in zip(tensors, whole.split(sizes), strict=True):
-            each.copy_(part)
-        return None
-
-    @functools.wraps(scatter)
-    def reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], *args: Any, group: Any = None) -> Any:
-        sizes = [len(each) for each in tensors]
-        if len(set(sizes)) == 1:
-            return scatter(output, tensors, *args, group=group)
-        parts = output.new_empty(len(sizes), *output.shape)
-        own = [len(output)] * len(sizes)
-        dist.all_to_all_single(parts.flatten(0, 1), torch.cat(tensors), own, sizes, group=group)
-        output.copy_(parts.sum(0))
-        return None
-
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter

@@ -40,8 +40,7 @@ def global_name(key: str, places: tuple[int, ...]) -> str:
     for ours, theirs in _TE_NAMES.items():
         key = key.replace(theirs, ours)
     if _STACKED_EXPERTS in key:
-        *places, expert = places
-        key = key.replace(_STACKED_EXPERTS, f"mlp.experts.{expert}.")
+        key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
     return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
 
 

@@ -70,8 +70,9 @@ def _step(
     batch: list[definitions.Sequence],
     teacher: definitions.Teacher | None,
 ) -> StepResult:
-    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items() if not is_buffer(name)}
     buffers = {name: value for name, value in parameters.items() if is_buffer(name)}
+    trained = {name: value for name, value in parameters.items() if name not in buffers}
+    leaves = {name: value.clone().requires_grad_() for name, value in trained.items()}
     values = definitions.term_values(leaves | buffers, model, loss, batch, teacher)
     is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
     objective = definitions.objective(values, loss)
@@ -83,5 +84,5 @@ def _step(
         denominators={name: value.denominator for name, value in values.items()},
         grad_norm=global_norm(gradients),
         gradients=gradients,
-        parameters=parameters if is_empty else adam.updated(leaves, gradients, lr) | buffers,
+        parameters=parameters if is_empty else adam.updated(trained, gradients, lr) | buffers,
     )

@@ -54,7 +54,7 @@ def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
     highest.
     """
     if section.num_groups is not None and section.group_top_k is not None:
-        grouped = ranking.unflatten(1, (section.num_groups, -1))
+        grouped = ranking.view(len(ranking), section.num_groups, -1)
         group_scores = grouped.topk(section.top_k // section.group_top_k, dim=-1).values.sum(-1)
         groups = group_scores.topk(section.group_top_k, dim=-1).indices
         is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, groups, True)

@@ -114,14 +114,15 @@ class Experts(MegatronModule):
     ) -> dict[str, ShardedTensorFactory]:
         """Each expert's tensors under one key with an axis of all experts, as megatron-core names them."""
         return {
-            f"{prefix}{name}": ShardedTensorFactory(
-                key=f"{prefix}experts.{name}",
+            f"{prefix}{linear}.{kind}": ShardedTensorFactory(
+                key=f"{prefix}experts.{linear}.{kind}",
                 data=parameter,
-                build_fn=self._builder(*name.split("."), sharded_offsets),
+                build_fn=self._builder(linear, kind, sharded_offsets),
                 merge_fn=_unused,
                 replica_id=(0, 0, self._edp.rank()),
             )
-            for name, parameter in self.named_parameters()
+            for linear, stack in self.named_children()
+            for kind, parameter in stack.named_parameters()
         }
 
     def _builder(self, linear: str, kind: str, outer: tuple[tuple[int, int, int], ...]) -> Any:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from mtrain.errors import ConfigError
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens [count, in] sorted by expert, weights [experts, out, in], counts [experts] int64 on the CPU) -> [count, out]."""
+"""(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64 on the CPU) -> [count, out]."""
 
 _grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # public from 2.10
 _ALIGNMENT_BYTES = 16
@@ -22,7 +22,7 @@ _ALIGNMENT_BYTES = 16
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """One product an expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
-    parts = tokens.split(counts.tolist())
+    parts = torch.split(tokens, counts.tolist())
     return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
@@ -52,8 +52,8 @@ def chosen_product(
         return grouped
     if implementation == "grouped":
         raise ConfigError(
-            f"model.experts.implementation=grouped cannot be used with {weight.dtype} on {weight.device.type} and rows of "
-            f"{', '.join(map(str, sizes))} numbers: torch has no grouped product for it; use auto"
+            f"model.experts.implementation=grouped cannot be used with {weight.dtype} on {weight.device.type} and rows "
+            f"of {', '.join(map(str, sizes))} numbers: torch has no grouped product for it; use auto"
         )
     return sequential
 

@@ -49,7 +49,9 @@ class Router(MegatronModule):
             self.register_parameter("bias", None)
         has_expert_bias = section.expert_bias
         device = self.weight.device
-        self.register_buffer("expert_bias", torch.zeros(section.num_experts, device=device) if has_expert_bias else None)
+        self.register_buffer(
+            "expert_bias", torch.zeros(section.num_experts, device=device) if has_expert_bias else None
+        )
 
     def _parameter(self, value: Tensor) -> nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
@@ -96,6 +98,10 @@ class Router(MegatronModule):
         """The bias of the choice keeps float32 in a half-precision model: its steps would be rounded away."""
         before = self.expert_bias
         applied = super()._apply(fn, recurse)
-        if before is not None and self.expert_bias is not None and self.expert_bias.dtype.itemsize < before.dtype.itemsize:
+        if (
+            before is not None
+            and self.expert_bias is not None
+            and self.expert_bias.dtype.itemsize < before.dtype.itemsize
+        ):
             self.expert_bias = before.to(self.expert_bias.device)
         return applied

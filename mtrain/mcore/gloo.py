@@ -1,0 +1,50 @@
+"""Collectives that gloo lacks and experts need: lists of tensors of several sizes.
+
+megatron-core gathers and scatters such lists where experts are divided over etp > 1 (tensor_parallel/mappings.py:150,
+207). gloo refuses them, but its all-to-all takes any sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def install() -> None:
+    """Puts them in the place of torch's; for machines without a GPU alone."""
+    torchs: Any = dist
+    torchs.all_gather, torchs.reduce_scatter = _gather(dist.all_gather), _scatter(dist.reduce_scatter)
+
+
+def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather(tensors: Sequence[Tensor], tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        sizes = [len(each) for each in tensors]
+        if len(set(sizes)) == 1:
+            return original(tensors, tensor, *args, group=group, **options)
+        whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+        own = [len(tensor)] * len(sizes)
+        dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, own, group=group)
+        for each, part in zip(tensors, torch.split(whole, sizes), strict=True):
+            each.copy_(part)
+        return None
+
+    return all_gather
+
+
+def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_scatter(output: Tensor, tensors: Sequence[Tensor], *args: Any, group: Any = None, **options: Any) -> Any:
+        sizes = [len(each) for each in tensors]
+        if len(set(sizes)) == 1:
+            return original(output, tensors, *args, group=group, **options)
+        assert not args, "only sums"
+        parts = output.new_empty(len(sizes), *output.shape)
+        own = [len(output)] * len(sizes)
+        dist.all_to_all_single(parts.flatten(0, 1), torch.cat(list(tensors)), own, sizes, group=group)
+        output.copy_(parts.sum(0))
+        return None
+
+    return reduce_scatter
