@@ -84,9 +84,9 @@ class TrainingStep:
     def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
-        One all-reduce of a short float64 vector over all ranks, beside megatron-core's own collectives; a second one,
-        beside the first forward pass, where terms of several denominators or fp16 need the plan. The host waits for the
-        device once, at the end, for the loss and the gradient norm; in fp16 once more for the plan.
+        One collective of a short float64 vector over all ranks carries both the losses and the gradient norm; a second
+        one, beside the first forward pass, where terms of several denominators or fp16 need the plan. The host waits
+        for the device once, at the end; in fp16 once more for the plan and once for the norm.
 
         Args:
             batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
@@ -103,7 +103,8 @@ class TrainingStep:
             share_batches(batches, self._num_microbatches, self._terms, self._config, self._groups), self._groups
         )
         accumulator = PairAccumulator(self._terms, self._groups.device)
-        finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups)
+        squares = None if self._optimizer.unscales else self._optimizer.squared_part
+        finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups, squares)
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
 
         def loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
@@ -114,8 +115,7 @@ class TrainingStep:
         run_schedule(self._chunks, rows, loss, accumulator, self._config, finalizer)
         plan.wait()
         assert finalizer.totals is not None
-        squares = [] if self._optimizer.unscales else [self._optimizer.squared_norm()]
-        totals = finalizer.totals.read(*squares)
+        totals = finalizer.totals.read()
         self.check(totals.terms)
         return self._totals(totals)
 
@@ -134,12 +134,13 @@ class TrainingStep:
     def _totals(self, totals: HostTotals) -> StepTotals:
         numerators = {term: each.numerator for term, each in totals.terms.items()}
         denominators = {term: each.denominator for term, each in totals.terms.items()}
+        divisor = denominators[MAIN_TERM] or math.inf  # an empty batch has no gradient
         return StepTotals(
             means=term_means(numerators, denominators),
             objective=self._objective.reported(numerators, denominators),
             terms=totals.terms,
             flag=totals.flag,
-            grad_norm=math.sqrt(totals.beside[0]) if totals.beside else None,
+            grad_norm=None if totals.squares is None else math.sqrt(totals.squares) / divisor,
         )
 
 

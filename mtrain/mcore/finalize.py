@@ -1,13 +1,13 @@
 """The one division.
 
 After the last backward, megatron-core sums gradients over DP x CP (and over TP for replicated parameters, and between
-tied embeddings); this module sums the loss pairs over all ranks and multiplies the gradients once by 1 / D of the main
-term. No clamp, no epsilon: D = 0 gives gradients of exactly 0.
+tied embeddings); this module sums the loss pairs over all ranks, and with them the squares of the reduced gradients. It
+multiplies the gradients once by 1 / D of the main term. No clamp, no epsilon: D = 0 gives gradients of exactly 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -21,7 +21,13 @@ class Finalizer:
     """megatron-core's `finalize_model_grads_func` for one step."""
 
     def __init__(
-        self, pairs: PairAccumulator, planned: Sequence[float], flag: bool, premultiplier: float, groups: Groups
+        self,
+        pairs: PairAccumulator,
+        planned: Sequence[float],
+        flag: bool,
+        premultiplier: float,
+        groups: Groups,
+        squares: Callable[[], Tensor] | None = None,
     ) -> None:
         """Args:
         pairs: Filled by the schedule before it calls this.
@@ -29,9 +35,11 @@ class Finalizer:
         flag: Joined over all ranks on the way, for instance "a stop signal has arrived here".
         premultiplier: What the objective was multiplied by before backward; compensated here.
         groups: The process groups.
+        squares: `Optimizer.squared_part`, where the norm of the reduced gradients is wanted in the totals. It is
+            the norm before they are divided.
         """
         self._pairs, self._planned, self._flag = pairs, planned, flag
-        self._premultiplier, self._groups = premultiplier, groups
+        self._premultiplier, self._groups, self._squares = premultiplier, groups, squares
         self.totals: GlobalTotals | None = None
 
     def __call__(
@@ -42,10 +50,11 @@ class Finalizer:
         force_all_reduce: bool | None = False,
     ) -> None:
         """Reduces the gradients and divides them. `num_tokens` is megatron-core's int32 count and plays no role."""
-        self.totals = GlobalTotals(self._pairs, self._planned, self._flag, self._groups)
         finalize_model_grads(
             model, None, pg_collection=self._groups.collection, force_all_reduce=bool(force_all_reduce)
         )
+        squares = None if self._squares is None else self._squares()
+        self.totals = GlobalTotals(self._pairs, self._planned, self._flag, self._groups, squares)
         denominator = self.totals.main_denominator()
         factor = torch.where(denominator == 0, 0.0, 1.0 / (denominator * self._premultiplier))
         for chunk in model:

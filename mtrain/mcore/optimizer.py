@@ -18,6 +18,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.errors import NumericError
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.summed import SummedOverRanks
 from mtrain.mcore.translate import optimizer_config
 
 
@@ -73,14 +74,15 @@ class Optimizer:
         return self._is_fp16
 
     @torch.no_grad()
-    def squared_norm(self) -> Tensor:
-        """Squared global L2 norm of the reduced, normalised gradients: float64 scalar on the device; not in fp16.
+    def squared_part(self) -> Tensor:
+        """What this rank adds to the squared global L2 norm of the reduced gradients; not in fp16.
 
-        One all-reduce of one number over the world, and no host synchronisation.
+        A float64 scalar on the device, to be summed over the world. No communication, no host synchronisation. The
+        gradients may still be scaled in place: the optimizer holds views of the same float32 memory.
         """
         assert not self._is_fp16
         self.inner.prepare_grads()
-        return self._squared_norm()
+        return self._squared_part()
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
@@ -90,7 +92,7 @@ class Optimizer:
 
         Args:
             lr: The learning rate.
-            grad_norm: Square root of `squared_norm`.
+            grad_norm: Their global L2 norm.
 
         Raises:
             NumericError: The gradient norm is not finite; weights and state are untouched.
@@ -111,18 +113,15 @@ class Optimizer:
         """One AdamW step in fp16, unless a gradient overflowed. Two host synchronisations."""
         if self.inner.prepare_grads():
             return Update(math.nan, overflowed=True)
-        return self.update(lr, math.sqrt(self._squared_norm().item()))
+        return self.update(lr, math.sqrt(SummedOverRanks(self._squared_part().view(1)).get().item()))
 
-    def _squared_norm(self) -> Tensor:
-        """Every element counts on one rank; then one all-reduce over the world, whatever a stage holds.
+    def _squared_part(self) -> Tensor:
+        """Every element counts on one rank. To be summed over the world, whatever a stage holds.
 
         megatron-core adds up over groups of its own for experts, which a pipeline stage without experts would not join.
         """
         own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
-        square = _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(square)
-        return square
+        return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 
     def _counts_here(self, part: Any) -> bool:
         """Whether this rank's gradients count: those of a distributed optimizer are parts, others are replicas."""

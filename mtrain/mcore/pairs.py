@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.loss.pair import LossPair
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.summed import SummedOverRanks
 
 
 class PairAccumulator:
@@ -41,52 +41,51 @@ class TermTotals:
 
 
 class GlobalTotals:
-    """Every rank's sums added up by one all-reduce over the world, started at once and awaited when read.
+    """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
 
     Loss pairs count on the last pipeline stage and planned denominators on the first, once for each replica of the
     data (`Groups.owns_loss`, `Groups.owns_plan`); all other ranks add zeros. So the same collective sums over DP x CP
     and spreads the result over TP and PP, and every rank sees the same bits.
     """
 
-    def __init__(self, pairs: PairAccumulator, planned: Sequence[float], flag: bool, groups: Groups) -> None:
+    def __init__(
+        self,
+        pairs: PairAccumulator,
+        planned: Sequence[float],
+        flag: bool,
+        groups: Groups,
+        squares: Tensor | None = None,
+    ) -> None:
         """Args:
         pairs: This rank's sums.
         planned: The denominator of each term over this rank's batch.
         flag: Any rank's true makes `flag` true on all.
         groups: The process groups.
+        squares: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
         """
         nothing, count = [0.0] * len(pairs.terms), len(pairs.terms)
         host = [*nothing, *nothing, *(planned if groups.owns_plan else nothing), float(flag)]
-        self._vector = _on_device(host, groups.device)
+        vector = _on_device(host if squares is None else [*host, 0.0], groups.device)
         if groups.owns_loss:
-            self._vector[: 2 * count].copy_(pairs.sums.view(-1))
+            vector[: 2 * count].copy_(pairs.sums.view(-1))
+        if squares is not None:
+            vector[-1].copy_(squares)
         self._terms = pairs.terms
-        self._work = dist.all_reduce(self._vector, async_op=True) if dist.get_world_size() > 1 else None
-
-    def _wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._vector
+        self._sum = SummedOverRanks(vector)
 
     def main_denominator(self) -> Tensor:
         """The first term's measured denominator: float64 scalar on the device."""
-        return self._wait()[1]
+        return self._sum.get()[1]
 
-    def read(self, *beside: Tensor) -> HostTotals:
-        """Everything on the host. One device synchronisation.
-
-        Args:
-            beside: Scalars on the device that are wanted on the host as well.
-        """
-        count = len(self._terms)
-        vector = torch.cat((self._wait(), *(scalar.double().view(1) for scalar in beside))) if beside else self._wait()
-        values = vector.tolist()
+    def read(self) -> HostTotals:
+        """Everything on the host. One device synchronisation."""
+        count, values = len(self._terms), self._sum.get().tolist()
         totals = {
             term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])
             for index, term in enumerate(self._terms)
         }
-        return HostTotals(totals, values[3 * count] > 0, values[3 * count + 1 :])
+        squares = values[3 * count + 1] if len(values) > 3 * count + 1 else None
+        return HostTotals(totals, values[3 * count] > 0, squares)
 
 
 class HostTotals(NamedTuple):
@@ -94,13 +93,14 @@ class HostTotals(NamedTuple):
 
     terms: dict[str, TermTotals]
     flag: bool
-    beside: list[float]
+    squares: float | None
+    """None where none were given."""
 
 
 class PlannedTotals:
     """Every term's denominator over the global batch, as the batches promise it before the forward pass.
 
-    One all-reduce over the world, started at once and awaited when used. The first pipeline stage knows its plan, once
+    One collective over the world, started at once and awaited when used. The first pipeline stage knows its plan, once
     for each replica of the data (`Groups.owns_plan`); all other ranks add zeros.
     """
 
@@ -109,15 +109,12 @@ class PlannedTotals:
         planned: The denominator of each term over this rank's batch.
         groups: The process groups.
         """
-        self._vector = _on_device(planned if groups.owns_plan else [0.0] * len(planned), groups.device)
-        self._work = dist.all_reduce(self._vector, async_op=True) if dist.get_world_size() > 1 else None
+        own = planned if groups.owns_plan else [0.0] * len(planned)
+        self._sum = SummedOverRanks(_on_device(own, groups.device))
 
     def on_device(self) -> Tensor:
         """[terms] float64."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._vector
+        return self._sum.get()
 
 
 def _on_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore import attention, finalize, norm, optimizer, pairs, share, translate
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.schedule import run_schedule
+from mtrain.mcore.summed import SummedOverRanks
 
 Plant = Callable[[], contextlib.AbstractContextManager[None]]
 _Factor = Callable[[Microbatch], float]
@@ -188,8 +189,7 @@ def _dropout() -> contextlib.AbstractContextManager[None]:
 def _local_plan() -> contextlib.AbstractContextManager[None]:
     def faulty(self: pairs.PlannedTotals, planned: Sequence[float], groups: Groups) -> None:
         vector = torch.tensor(planned, dtype=torch.float64, device=groups.device)
-        dist.all_reduce(vector, group=groups.tp)  # known to the rank that reads the data
-        self._vector, self._work = vector, None
+        self._sum = SummedOverRanks(vector, groups.tp)  # known to the rank that reads the data
 
     return replaced(pairs.PlannedTotals, "__init__", faulty)
 

@@ -1,18 +1,23 @@
-"""What loss pairs cost against megatron-core's own normalisation: `python tools/bench/pairs.py`.
+"""What loss pairs add to a training step, and megatron-core's own normalisation: `python tools/bench/pairs.py`.
 
-Both contenders get the sum of losses and the number of tokens of each microbatch, which both need alike, and end with a
-factor for the gradients on every rank and a loss to log. The pass over the gradients is the same for both and left out.
+All contenders get the sum of losses and the number of tokens of each microbatch, which all need alike, and end with a
+factor for the gradients on every rank and the gradient norm on every host. The pass over the gradients, the same for
+all, is left out.
 
-- megatron-core's way, as its examples write it: a report and an int32 count of each microbatch; after the last one a
-  broadcast of the count over the pipeline, an all-reduce over DP x CP, a branch on the host, and for each logged key
-  another all-reduce and a read by the host. (megatron-core 0.16.1, schedules.py:218-308 and
-  finalize_model_grads.py:475-497; the logging is the training loop's.)
-- ours: a pair of each microbatch, added up on the device; one all-reduce of all pairs, one read. Terms of several
-  denominators ("apart") cost a second all-reduce, of the plan; it runs beside the first forward pass, which is not here
-  to hide it. megatron-core has nothing to compare that with.
+- "norm": what a step without normalisation does. One all-reduce of the squared norm over all ranks, one read. It is in
+  all others as well: every step of theirs starts with all ranks in step, and what they ADD to it is compared.
+- "normalisation": megatron-core's. An int32 count of each microbatch; after the last one a broadcast over the pipeline,
+  an all-reduce over DP x CP, a branch on the host. (megatron-core 0.16.1, pipeline_parallel/schedules.py,
+  `forward_step_calc_loss`, and distributed/finalize_model_grads.py, `finalize_model_grads`.) No loss to log.
+- "with report": the same, and the losses. Megatron-LM core_v0.16.1 stacks a loss and a count in each microbatch
+  (pretrain_gpt.py, `loss_func`) and sums them over DP x CP on the last stage, one all-reduce for each logged key
+  (megatron/training/training.py:1743-1753, `train_step`). It reads them at each logging interval; here never.
+- "ours": a pair of each microbatch, added up on the device, that travels in the norm's all-reduce and read, with the
+  planned denominators and a flag. Terms of several denominators ("apart") cost an all-reduce of the plan; it runs
+  beside the first forward pass, which is not here to hide it. megatron-core has nothing to compare that with.
 
-Rounds of both alternate in one run on the same ranks. Ratios: of the medians and of the best rounds of wall time, and
-of the CPU time of all ranks, which other programs on the machine disturb least.
+Rounds of all alternate in one run on the same ranks. What a contender adds is its time less that of "norm" in the same
+round; columns show the median over rounds, and ratios of these medians.
 """
 
 from __future__ import annotations
@@ -45,14 +50,14 @@ TERMS = ("main", "z", "kl")
 LAYOUTS = [Layout(), Layout(dp=2), Layout(pp=2), Layout(dp=4), Layout(pp=2, dp=2)]
 
 
-class Ratios(NamedTuple):
-    """Ours over megatron-core's."""
+class Added(NamedTuple):
+    """To the wall time of a step with a gradient norm, in milliseconds."""
 
-    median: float
-    best: float
-    cpu: float
-    median_ms: float
-    """Of ours."""
+    norm_ms: float
+    """The step itself."""
+    normalisation_ms: float
+    with_report_ms: float
+    ours_ms: float
 
 
 class Microbatch(NamedTuple):
@@ -62,78 +67,73 @@ class Microbatch(NamedTuple):
     """Of each term, float32 scalar with a graph."""
     num_tokens: Tensor
     """float64 scalar."""
+    squares: Tensor
+    """This rank's part of the squared norm: float64 scalar."""
 
 
 Contender = Callable[[Groups, Microbatch], None]
 
 
-class Cost(NamedTuple):
-    """Of a step on this rank."""
-
-    seconds: float
-    cpu_seconds: float
-
-
-def measure(groups: Groups, num_terms: int, is_apart: bool, num_rounds: int, steps_a_round: int) -> Ratios:
-    """Rounds of both in turn, on all ranks at once."""
-    our_way: Contender = functools.partial(with_pairs, is_apart=is_apart)
+def measure(groups: Groups, num_terms: int, is_apart: bool, num_rounds: int, steps_a_round: int) -> Added:
+    """Rounds of all in turn, on all ranks at once."""
+    contenders: list[Contender] = [
+        norm_alone,
+        megatrons_way,
+        functools.partial(megatrons_way, reports=True),
+        functools.partial(with_pairs, is_apart=is_apart),
+    ]
     sums = [(torch.rand(4).requires_grad_() * 2).sum() for _ in range(num_terms)]
-    microbatch = Microbatch(sums, torch.tensor(1024.0, dtype=torch.float64))
-    costs: dict[Contender, list[Cost]] = {megatrons_way: [], our_way: []}
-    for number in range(-1, num_rounds):
-        for contender, found in costs.items():
-            cost = _cost(contender, groups, microbatch, steps_a_round)
-            if number >= 0:  # the first round warms up
-                found.append(cost)
-    theirs, ours = ([cost.seconds for cost in found] for found in costs.values())
-    their_cpu, our_cpu = (_sum_over_ranks(sum(cost.cpu_seconds for cost in found)) for found in costs.values())
-    median = statistics.median(ours)
-    return Ratios(median / statistics.median(theirs), min(ours) / min(theirs), our_cpu / their_cpu, 1e3 * median)
+    microbatch = Microbatch(sums, *torch.tensor([1024.0, 2.0], dtype=torch.float64))
+    rounds = [
+        [_milliseconds(contender, groups, microbatch, steps_a_round) for contender in contenders]
+        for _ in range(num_rounds + 1)
+    ][1:]  # the first round warms up
+    added = ([each - norm for norm, *others in rounds for each in others[place : place + 1]] for place in range(3))
+    return Added(*map(statistics.median, ([norm for norm, *_ in rounds], *added)))
 
 
-def _cost(contender: Contender, groups: Groups, microbatch: Microbatch, steps: int) -> Cost:
-    """All ranks start together."""
+def _milliseconds(contender: Contender, groups: Groups, microbatch: Microbatch, steps: int) -> float:
+    """Of one step; all ranks start together."""
     dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     for _ in range(steps):
         contender(groups, microbatch)
-    return Cost((time.perf_counter() - start) / steps, (time.process_time() - cpu_start) / steps)
+    return 1e3 * (time.perf_counter() - start) / steps
 
 
-def _sum_over_ranks(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
+def norm_alone(groups: Groups, microbatch: Microbatch) -> None:
+    """As megatron-core takes the norm: one number over all ranks that hold different gradients, one read."""
+    square = microbatch.squares.float()
+    dist.all_reduce(square)
+    _ = square.item()
 
 
-def megatrons_way(groups: Groups, microbatch: Microbatch) -> None:
-    """One step's counts, reports, collectives and reads."""
+def megatrons_way(groups: Groups, microbatch: Microbatch, reports: bool = False) -> None:
+    """One step's counts, reports, collectives and branch, then the norm."""
     total_tokens = torch.zeros([], dtype=torch.int32)
     is_last = groups.pp_rank == groups.layout.pp - 1
-    reports: list[dict[int, Tensor]] = []
+    reported: list[list[Tensor]] = []
     for _ in range(NUM_MICROBATCHES):
         num_tokens = torch.zeros([], dtype=torch.int32)
         if is_last:
             num_tokens = microbatch.num_tokens.to(torch.int32)
-            report = {
-                key: torch.cat([value.detach().clone().view(1), num_tokens.view(1)])
-                for key, value in enumerate(microbatch.sums)
-            }
-            reports.append(report)
+            if reports:
+                reported.append([torch.cat([each.detach().view(1), num_tokens.view(1)]) for each in microbatch.sums])
         total_tokens += num_tokens
     pp = groups.collection.pp
     dist.broadcast(total_tokens, dist.get_process_group_ranks(pp)[-1], group=pp)
     dist.all_reduce(total_tokens, group=groups.dp_cp)
     if total_tokens > 0:
         _ = 1.0 / total_tokens
-    for key in range(len(microbatch.sums) if is_last else 0):
-        summed = torch.vstack([report[key] for report in reports]).sum(dim=0)
+    norm_alone(groups, microbatch)
+    for of_key in zip(*reported):
+        summed = torch.vstack(of_key).sum(dim=0)
         dist.all_reduce(summed, group=groups.dp_cp)
-        _ = (summed[0] / summed[1]).item()
+        _ = summed[0] / summed[1]
 
 
 def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
-    """One step's pairs, collectives and read."""
+    """One step's pairs and the norm, collective and read."""
     terms = TERMS[: len(microbatch.sums)]
     planned = [1.0] * len(terms)
     plan = PlannedTotals(planned, groups) if is_apart else None
@@ -147,28 +147,30 @@ def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
             side_term_factors(plan.on_device(), dict.fromkeys(terms, 1.0))
     if plan is not None:
         plan.on_device()
-    totals = GlobalTotals(accumulator, planned, False, groups)
+    totals = GlobalTotals(accumulator, planned, False, groups, microbatch.squares)
     denominator = totals.main_denominator()
     _ = torch.where(denominator == 0, 0.0, 1.0 / denominator)
     totals.read()
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=5, help="Rounds of each contender.")] = 15,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in a round.")] = 40,
+    rounds: Annotated[int, typer.Option(min=5, help="Rounds of each contender.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in a round.")] = 20,
 ) -> None:
     """Prints one row for each number of ranks and terms."""
     pool = Pool()
-    print("| ranks | terms | ours / megatron-core, median | best round | CPU time | ours, ms |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| ranks | terms | norm, ms | + normalisation | + with report | + ours | ours / normalisation | / with report |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for layout in LAYOUTS:
         for num_terms, is_apart in ((1, False), (len(TERMS), False), (len(TERMS), True)):
             reports = pool.run(measure, layout, num_terms, is_apart, rounds, steps)
-            worst = max(reports, key=lambda report: report.median)
-            row = f"{worst.median:.2f} | {worst.best:.2f} | {worst.cpu:.2f} | {worst.median_ms:.2f}"
-            print(
-                f"| {layout.world_size} ({layout}) | {num_terms}{', apart' if is_apart else ''} | {row} |", flush=True
-            )
+            added = max(reports, key=lambda each: each.ours_ms / each.normalisation_ms)  # the worst rank
+            times = " | ".join(f"{milliseconds:.3f}" for milliseconds in added)
+            ratios = " | ".join(f"{added.ours_ms / theirs:.2f}" for theirs in added[1:3])
+            terms = f"{num_terms}{', apart' if is_apart else ''}"
+            print(f"| {layout.world_size} ({layout}) | {terms} | {times} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":
