@@ -85,8 +85,8 @@ class TrainingStep:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
         One collective of a short float64 vector over all ranks carries both the losses and the gradient norm; a second
-        one, beside the first forward pass, where terms of several denominators or fp16 need the plan. The host waits
-        for the device once, at the end; in fp16 once more for the plan and once for the norm.
+        one, beside the first forward pass, where terms of several denominators (within each pipeline stage) or fp16
+        need the plan. The host waits for the device once, at the end; in fp16 once more for the plan.
 
         Args:
             batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
@@ -154,12 +154,13 @@ class Plan:
         """Args:
         planned: The denominator of each term over this rank's batch.
         objective: The terms.
-        is_fp16: Gradients are kept near 1 by a premultiplier, an exact power of two. One host synchronisation.
+        is_fp16: Gradients are kept near 1 by a premultiplier, an exact power of two that all stages must agree on.
+            One host synchronisation.
         groups: The process groups.
         """
         self._coefficients = objective.coefficients
         is_needed = is_fp16 or bool(objective.apart)
-        self._totals = PlannedTotals(planned, groups) if is_needed else None
+        self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
         self.premultiplier = self._power_of_two() if is_fp16 else 1.0
 

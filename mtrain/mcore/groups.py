@@ -47,6 +47,11 @@ class Groups:
         return self.collection.expt_dp if is_of_experts(parameter) else self.dp_cp
 
     @property
+    def stage(self) -> dist.ProcessGroup:
+        """Ranks of the same pipeline stage; together they hold every row of the global batch."""
+        return self.collection.tp_dp_cp
+
+    @property
     def owns_loss(self) -> bool:
         """Whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
         return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0

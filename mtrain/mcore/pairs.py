@@ -100,17 +100,20 @@ class HostTotals(NamedTuple):
 class PlannedTotals:
     """Every term's denominator over the global batch, as the batches promise it before the forward pass.
 
-    One collective over the world, started at once and awaited when used. The first pipeline stage knows its plan, once
-    for each replica of the data (`Groups.owns_plan`); all other ranks add zeros.
+    One collective, started at once and awaited when used. Each row of the batch is counted by one rank that reads it;
+    all other ranks add zeros.
     """
 
-    def __init__(self, planned: Sequence[float], groups: Groups) -> None:
+    def __init__(self, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
         """Args:
         planned: The denominator of each term over this rank's batch.
         groups: The process groups.
+        everywhere: Over the world, with the same bits on all ranks; else within each pipeline stage, whose ranks read
+            the whole batch themselves.
         """
-        own = planned if groups.owns_plan else [0.0] * len(planned)
-        self._sum = SummedOverRanks(_on_device(own, groups.device))
+        owns = groups.owns_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
+        own = planned if owns else [0.0] * len(planned)
+        self._sum = SummedOverRanks(_on_device(own, groups.device), None if everywhere else groups.stage)
 
     def on_device(self) -> Tensor:
         """[terms] float64."""

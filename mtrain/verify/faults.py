@@ -187,7 +187,7 @@ def _dropout() -> contextlib.AbstractContextManager[None]:
 
 
 def _local_plan() -> contextlib.AbstractContextManager[None]:
-    def faulty(self: pairs.PlannedTotals, planned: Sequence[float], groups: Groups) -> None:
+    def faulty(self: pairs.PlannedTotals, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
         vector = torch.tensor(planned, dtype=torch.float64, device=groups.device)
         self._sum = SummedOverRanks(vector, groups.tp)  # known to the rank that reads the data
 

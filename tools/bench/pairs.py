@@ -16,8 +16,10 @@ all, is left out.
   planned denominators and a flag. Terms of several denominators ("apart") cost an all-reduce of the plan; it runs
   beside the first forward pass, which is not here to hide it. megatron-core has nothing to compare that with.
 
+A second table shows what the collectives cost by themselves.
+
 Rounds of all alternate in one run on the same ranks. What a contender adds is its time less that of "norm" in the same
-round; columns show the median over rounds, and ratios of these medians.
+round; columns show the median over rounds, and ratios of these medians, on the rank where ours is worst.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from mtrain.loss.pair import LossPair
 from mtrain.loss.terms import side_term_factors
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.pairs import GlobalTotals, PairAccumulator, PlannedTotals
+from mtrain.mcore.summed import SummedOverRanks
 from mtrain.verify.ranks import Pool
 
 NUM_MICROBATCHES = 8
@@ -85,20 +88,32 @@ def measure(groups: Groups, num_terms: int, is_apart: bool, num_rounds: int, ste
     sums = [(torch.rand(4).requires_grad_() * 2).sum() for _ in range(num_terms)]
     microbatch = Microbatch(sums, *torch.tensor([1024.0, 2.0], dtype=torch.float64))
     rounds = [
-        [_milliseconds(contender, groups, microbatch, steps_a_round) for contender in contenders]
+        [_milliseconds(functools.partial(contender, groups, microbatch), steps_a_round) for contender in contenders]
         for _ in range(num_rounds + 1)
     ][1:]  # the first round warms up
-    added = ([each - norm for norm, *others in rounds for each in others[place : place + 1]] for place in range(3))
-    return Added(*map(statistics.median, ([norm for norm, *_ in rounds], *added)))
+    differences = ([norm, *(each - norm for each in others)] for norm, *others in rounds)
+    return Added(*map(statistics.median, zip(*differences)))
 
 
-def _milliseconds(contender: Contender, groups: Groups, microbatch: Microbatch, steps: int) -> float:
-    """Of one step; all ranks start together."""
+def measure_collectives(groups: Groups, num_rounds: int, steps_a_round: int) -> list[float]:
+    """Median milliseconds of an all-reduce of one number; of all-reduce and exchange of five, as in a step of ours."""
+    one, vector = torch.zeros(1), torch.zeros(5, dtype=torch.float64)
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(one),
+        lambda: dist.all_reduce(vector),
+        lambda: SummedOverRanks(vector).get(),
+    ]
+    rounds = [[_milliseconds(call, steps_a_round) for call in calls] for _ in range(num_rounds)]
+    return list(map(statistics.median, zip(*rounds)))
+
+
+def _milliseconds(call: Callable[[], object], repetitions: int) -> float:
+    """Of one call; all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(steps):
-        contender(groups, microbatch)
-    return 1e3 * (time.perf_counter() - start) / steps
+    for _ in range(repetitions):
+        call()
+    return 1e3 * (time.perf_counter() - start) / repetitions
 
 
 def norm_alone(groups: Groups, microbatch: Microbatch) -> None:
@@ -136,7 +151,7 @@ def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
     """One step's pairs and the norm, collective and read."""
     terms = TERMS[: len(microbatch.sums)]
     planned = [1.0] * len(terms)
-    plan = PlannedTotals(planned, groups) if is_apart else None
+    plan = PlannedTotals(planned, groups, everywhere=False) if is_apart else None
     accumulator = PairAccumulator(terms, groups.device)
     if groups.pp_rank == groups.layout.pp - 1:
         for _ in range(NUM_MICROBATCHES):
@@ -171,6 +186,12 @@ def main(
             ratios = " | ".join(f"{added.ours_ms / theirs:.2f}" for theirs in added[1:3])
             terms = f"{num_terms}{', apart' if is_apart else ''}"
             print(f"| {layout.world_size} ({layout}) | {terms} | {times} | {ratios} |", flush=True)
+    print("\n| ranks | all-reduce of 1 number, ms | all-reduce of 5 | exchange of 5 |\n|---|---|---|---|")
+    for num_ranks in (2, 4, 8):
+        times = " | ".join(
+            f"{each:.3f}" for each in pool.run(measure_collectives, Layout(dp=num_ranks), rounds, steps)[0]
+        )
+        print(f"| {num_ranks} | {times} |", flush=True)
 
 
 if __name__ == "__main__":
