@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.model import RopeSection
 
 
@@ -78,8 +79,25 @@ def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
     return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.base))
 
 
+def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> float:
+    """What multi-head latent attention multiplies its scores by.
+
+    1 / sqrt(query_head_dim), under yarn with mscale_all_dim times the square of that magnitude, because only the rotary
+    part of a head has the attention factor on its cos and sin.
+    Source: DeepSeek-V3's released model.
+    """
+    magnitude = 1.0 if rope.mscale_all_dim is None else _yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return magnitude**2 / math.sqrt(latent.query_head_dim)
+
+
 def _yarn_attention_factor(rope: RopeSection) -> float:
-    """The configured factor, else the paper's fit: 0.1 ln(factor) + 1."""
+    """The configured factor, else DeepSeek's quotient of magnitudes, else the paper's fit: 0.1 ln(factor) + 1."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return _yarn_magnitude(rope.factor, rope.mscale) / _yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return _yarn_magnitude(rope.factor, 1.0)
+
+
+def _yarn_magnitude(factor: float, coefficient: float) -> float:
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0

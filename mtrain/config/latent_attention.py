@@ -21,6 +21,13 @@ class LatentAttentionSection(Section):
     """Dimensions that are rotated (qk_pos_emb_head_dim, qk_rope_head_dim)."""
     value_head_dim: int = Field(gt=0)
     """Dimensions of a value head (v_head_dim)."""
+    norm_epsilon: float | None = Field(None, gt=0)
+    """Of the norms of both latents; by default model.norm_epsilon. DeepSeek's are always 1e-6."""
+
+    @property
+    def query_head_dim(self) -> int:
+        """Dimensions of a query or key head."""
+        return self.nope_head_dim + self.rope_head_dim
 
     @rule
     def the_rotary_part_is_even(self) -> str | None:

@@ -1,6 +1,7 @@
 """`model.*`: the architecture. Every knob here is read by our own code; any other field of Megatron-Core's
 TransformerConfig passes through `model.megatron`."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,11 +33,11 @@ class RopeSection(Section):
     truncate: bool = True
     """yarn only: round the correction range to whole dimensions."""
     mscale: float | None = Field(None, gt=0)
-    """yarn only, DeepSeek: numerator's coefficient of the attention factor."""
+    """yarn only: the attention factor becomes (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
     mscale_all_dim: float | None = Field(None, gt=0)
-    """yarn only, DeepSeek: denominator's coefficient, and the coefficient of the softmax scale."""
+    """yarn only: see mscale; latent attention also multiplies its scores by (0.1 mscale_all_dim ln(factor) + 1)^2."""
     interleaved: bool = False
-    """Pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2)."""
+    """Latent attention only: pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2)."""
     local_base: float | None = Field(None, gt=0)
     """Base of layers with a sliding window, without scaling; by default they rotate as all others."""
 
@@ -69,6 +70,17 @@ class RopeSection(Section):
         if self.scaling != "yarn" or self.beta_slow < self.beta_fast:
             return None
         return f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}; lower the one or raise the other"
+
+    @rule
+    def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
+        if self.mscale is None and self.mscale_all_dim is None:
+            return None
+        if self.scaling == "yarn" and self.mscale is not None and self.mscale_all_dim is not None:
+            return None
+        return (
+            f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} have no settled meaning with scaling="
+            f"{self.scaling}; set both with scaling=yarn, or remove both"
+        )
 
 
 class ModelSection(Section):
@@ -126,13 +138,20 @@ class ModelSection(Section):
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads."""
+        """Key/value heads; in latent attention each head has its own."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:
-        """Dimensions of one attention head."""
+        """Dimensions of a query and of a key head."""
+        if self.mla is not None:
+            return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_size if self.mla is None else self.mla.rope_head_dim
 
     @property
     def is_gated(self) -> bool:
@@ -145,7 +164,8 @@ class ModelSection(Section):
 
     @rule
     def heads_divide_the_hidden_size(self) -> str | None:
-        if self.head_dim is not None or self.hidden_size % self.num_attention_heads == 0:
+        has_own_heads = self.head_dim is not None or self.mla is not None
+        if has_own_heads or self.hidden_size % self.num_attention_heads == 0:
             return None
         return (
             f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
@@ -154,7 +174,7 @@ class ModelSection(Section):
 
     @rule
     def rotary_heads_are_even(self) -> str | None:
-        if self.head_size % 2 == 0:
+        if self.rotary_size % 2 == 0:
             return None
         return f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
 
@@ -166,6 +186,12 @@ class ModelSection(Section):
             f"num_query_groups={self.query_groups} must divide num_attention_heads={self.num_attention_heads}; "
             "change one of them"
         )
+
+    @rule
+    def latent_attention_has_its_own_knobs(self) -> str | None:
+        if self.mla is None:
+            return "rope.interleaved=true needs model.mla; remove it" if self.rope.interleaved else None
+        return "\n".join(_refused_beside_latents(self)) or None
 
     @rule
     def global_layers_need_a_window(self) -> str | None:
@@ -185,3 +211,23 @@ class ModelSection(Section):
     @rule
     def passed_fields_are_megatrons_and_not_ours(self) -> str | None:
         return "\n".join(megatron_fields.broken_rules(self.megatron)) or None
+
+
+_NOT_LATENT = {
+    "num_query_groups": "keys and values of all heads come from one latent",
+    "head_dim": "mla.nope_head_dim, mla.rope_head_dim and mla.value_head_dim are its sizes",
+    "qkv_bias": "its projections have no bias",
+    "linear_bias": "its projections have no bias",
+    "qk_norm": "its latents are normalised instead",
+    "attention_sinks": "it has none",
+    "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
+    "sliding_window": "it sees the whole row",
+}
+"""Knobs of grouped-query attention -> why they are refused beside model.mla."""
+
+
+def _refused_beside_latents(model: ModelSection) -> Iterator[str]:
+    for name, reason in _NOT_LATENT.items():
+        value = getattr(model, name)
+        if value is not None and value is not False:
+            yield f"{name}={str(value).lower()} does not go with model.mla ({reason}); remove it"

@@ -3,14 +3,16 @@
 Under context parallelism a rank holds chunks r and 2*cp-1-r of every row (zigzag), so queries come as at most two
 contiguous runs of the row. Keys and values are brought together in one of two ways: `allgather` collects those of the
 whole row on every rank; `ulysses` exchanges sequence for heads, so that each rank sees whole rows of a part of the
-heads. A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents,
-are cut for context parallelism, so packing does not depend on the layout.
+heads. Latent attention collects its latents in both, and makes keys and values of them for the heads it attends with.
+A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents, are cut
+for context parallelism, so packing does not depend on the layout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -87,50 +89,80 @@ class CoreAttention(MegatronModule):
         """
         assert attention_bias is None
         assert packed_seq_params is None
-        documents = None if attention_mask is None else _document_runs(attention_mask)
+        key, value = self._whole_rows(key, value)
+        return self.attend(query, key, value, attention_mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None) -> Tensor:
+        """Causal attention to keys of whole rows.
+
+        Args:
+            query: [seq_local, batch, heads_local, key_dim].
+            key: [seq, batch, groups, key_dim] in the order of the row, for the heads that this rank attends with.
+            value: [seq, batch, groups, value_dim] likewise.
+            document_starts: As `forward` has them in attention_mask.
+
+        Returns:
+            [seq_local, batch, heads_local * value_dim].
+        """
+        documents = None if document_starts is None else _document_runs(document_starts)
         if self.cp.size() == 1:
             output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         elif self.ulysses:
-            output = self._ulysses(query, key, value, documents)
+            output = self._attend_with_own_heads(query, key, value, documents)
         else:
-            output = self._allgather(query, key, value, documents)
+            chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
+            first = self.cp.rank()
+            runs = [(index * chunk, (index + 1) * chunk) for index in (first, last - first)]
+            output = self._attend(query, key, value, runs, documents)
         return output.reshape(*output.shape[:2], -1)
 
-    def _allgather(self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None) -> Tensor:
-        """One all-gather of keys and values over CP; its backward is a reduce-scatter."""
-        head_dim = key.shape[-1]
-        gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp)
-        gathered = gathered.index_select(0, self._row_order(gathered.shape[0], gathered.device)[1])
-        key, value = gathered.split([head_dim, gathered.shape[-1] - head_dim], dim=-1)
-        chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
-        first = self.cp.rank()
-        runs = [(index * chunk, (index + 1) * chunk) for index in (first, last - first)]
-        return self._attend(query, key, value, runs, documents)
+    def gather_rows(self, part: Tensor) -> Tensor:
+        """[seq_local, batch, ...] -> [seq, batch, ...] in the order of the row, the same on every rank of CP.
 
-    def _ulysses(self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None) -> Tensor:
-        """Three all-to-all over CP before and one after; the same again in backward.
-
-        Key/value heads are repeated where there are fewer than ranks.
+        One all-gather over CP; its backward is a reduce-scatter.
         """
+        if self.cp.size() == 1:
+            return part
+        gathered = gather_from_sequence_parallel_region(part, group=self.cp)
+        return gathered.index_select(0, _row_order(gathered.shape[0], self.cp.size(), gathered.device)[1])
+
+    def own_heads(self, num_heads: int) -> slice:
+        """Of the heads of this rank's queries, those that it attends with: under Ulysses one part of CP, else all."""
+        if self.cp.size() == 1 or not self.ulysses:
+            return slice(0, num_heads)
+        num_own = num_heads // self.cp.size()
+        return slice(self.cp.rank() * num_own, (self.cp.rank() + 1) * num_own)
+
+    def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's tokens -> those of whole rows, under Ulysses for its own heads alone."""
+        if self.cp.size() == 1:
+            return key, value
+        if not self.ulysses:
+            head_dim = key.shape[-1]
+            gathered = self.gather_rows(torch.cat((key, value), dim=-1))
+            key, value = torch.split(gathered, [head_dim, gathered.shape[-1] - head_dim], dim=-1)
+            return key, value
         cp, groups = self.cp.size(), key.shape[2]
-        if groups % cp:
+        if groups % cp:  # fewer key/value heads than ranks are repeated
             repeats = cp // math.gcd(groups, cp)
             key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
-        held, natural = self._row_order(query.shape[0] * cp, query.device)
-        query, key, value = (self._to_heads(part).index_select(0, natural) for part in (query, key, value))
+        return self._to_heads(key), self._to_heads(value)
+
+    def _attend_with_own_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
+    ) -> Tensor:
+        """Ulysses: one all-to-all over CP before and one after; the same again in backward."""
+        query = self._to_heads(query)
         output = self._attend(query, key, value, [(0, query.shape[0])], documents)
+        held, _ = _row_order(query.shape[0], self.cp.size(), query.device)
         return self._to_sequence(output.index_select(0, held))
 
-    def _row_order(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
-        held = torch.cat([zigzag_index(seq, self.cp.size(), rank) for rank in range(self.cp.size())])
-        return held.to(device), torch.argsort(held).to(device)
-
     def _to_heads(self, part: Tensor) -> Tensor:
-        """[seq_local, batch, heads, dim] -> [seq in rank order, batch, heads / cp, dim]."""
+        """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]; one all-to-all."""
         cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
         part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
-        return all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
+        part = all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
+        return part.index_select(0, _row_order(cp * seq, cp, part.device)[1])
 
     def _to_sequence(self, part: Tensor) -> Tensor:
         """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""
@@ -227,6 +259,13 @@ class CoreAttention(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         return places
+
+
+@lru_cache(maxsize=8)
+def _row_order(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
+    held = torch.cat([zigzag_index(seq, cp, rank) for rank in range(cp)])
+    return held.to(device), torch.argsort(held).to(device)
 
 
 def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:

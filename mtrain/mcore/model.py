@@ -123,10 +123,10 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
 
 
 def _rotary(model: ModelSection) -> Rotary:
-    frequencies = inverse_frequencies(model.rope, model.head_size)[0]
+    frequencies = inverse_frequencies(model.rope, model.rotary_size)[0]
     if model.rope.local_base is None:
         return Rotary(frequencies)
-    return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.head_size))
+    return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.rotary_size))
 
 
 def _scale_embeddings(embedding: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

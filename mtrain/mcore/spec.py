@@ -18,6 +18,7 @@ from mtrain.errors import ConfigError
 from mtrain.mcore import sandwich
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.experts.spec import experts_spec
+from mtrain.mcore.latent_attention import LatentAttention
 from mtrain.mcore.norm import Norm
 
 # Checkpoints carry TransformerEngine's names, where norms are fused into the projection behind them.
@@ -28,6 +29,11 @@ _TE_NAMES = {
 }
 _STACKED_EXPERTS = "mlp.experts.experts."
 """In keys of tensors with an axis of all experts."""
+_TE_LATENT_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Of latent attention, in front of which the input norm stands alone."""
 
 
 def global_name(key: str, places: tuple[int, ...]) -> str:
@@ -37,7 +43,7 @@ def global_name(key: str, places: tuple[int, ...]) -> str:
         key: Its checkpoint key: TransformerEngine's names, layers stacked without a number or spelled out.
         places: Its indices along the stacked axes: the layer, then the expert; empty where the key is complete.
     """
-    for ours, theirs in _TE_NAMES.items():
+    for ours, theirs in (_TE_NAMES | _TE_LATENT_NAMES).items():
         key = key.replace(theirs, ours)
     if _STACKED_EXPERTS in key:
         key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
@@ -66,6 +72,7 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
         "model.sandwich_norm=true needs the torch backend": model.sandwich_norm,
         "model.attention_sinks=true needs the torch backend": model.attention_sinks,
         "model.experts needs the torch backend": model.experts is not None,
+        "model.mla needs the torch backend": model.mla is not None,
     }
     hindrances = [reason for reason, holds in reasons.items() if holds]
     usable = not hindrances
@@ -96,7 +103,6 @@ def has_experts(model: ModelSection, layer: int) -> bool:
 
 def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
     """Layer `layer` on torch operations alone: our norms and core attention, megatron-core's parallel linears."""
-    fused = _TE_NAMES.keys() - ({"pre_mlp_layernorm."} if has_experts(model, layer) else set())
     return ModuleSpec(
         module=sandwich.SandwichLayer if model.sandwich_norm else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -106,13 +112,22 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
             pre_mlp_layernorm=Norm,
             mlp=feed_forward_spec(model, layer),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={name: _TE_NAMES[name] for name in _TE_NAMES if name in fused},
+            sharded_state_dict_keys_map=_checkpoint_names(model, layer),
         ),
     )
 
 
+def _checkpoint_names(model: ModelSection, layer: int) -> dict[str, str]:
+    """Ours -> TransformerEngine's. In front of experts, and of latent attention, norms are not fused there either."""
+    names = _TE_NAMES | ({} if model.mla is None else _TE_LATENT_NAMES)
+    alone = {"pre_mlp_layernorm.": has_experts(model, layer), "input_layernorm.": model.mla is not None}
+    return {ours: theirs for ours, theirs in names.items() if not alone.get(ours)}
+
+
 def attention_spec(model: ModelSection) -> ModuleSpec:
-    """Grouped-query attention."""
+    """Grouped-query attention, or latent attention where the model has it."""
+    if model.mla is not None:
+        return ModuleSpec(module=LatentAttention, params={"latent": model.mla, "rope": model.rope})
     qk_norm = Norm if model.qk_norm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,

@@ -18,7 +18,7 @@ from mtrain.config.model import ModelSection
 from mtrain.errors import ConfigError
 from mtrain.layout import Layout
 from mtrain.mcore.experts.spec import experts_fields
-from mtrain.rope import inverse_frequencies
+from mtrain.rope import inverse_frequencies, latent_softmax_scale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,8 +102,10 @@ def softmax_scale(model: ModelSection) -> float:
     """query_scalar ** -0.5, by default 1/sqrt(head_dim), times the square of yarn's attention factor.
 
     yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product carries it
-    twice.
+    twice. Latent attention has a scale of its own.
     """
+    if model.mla is not None:
+        return latent_softmax_scale(model.mla, model.rope)
     scalar = model.head_size if model.query_scalar is None else model.query_scalar
     return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / math.sqrt(scalar)
 

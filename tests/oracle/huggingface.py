@@ -1,4 +1,4 @@
-"""Parameters of Hugging Face's Llama, Mistral, Qwen, Starcoder2 and Gemma-3 models under megatron-core's names."""
+"""Parameters of Hugging Face's models, from Llama to DeepSeek, under megatron-core's names."""
 
 from collections.abc import Mapping
 
@@ -14,6 +14,12 @@ _UNCHANGED = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
     "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_a_layernorm": "self_attention.q_layernorm",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_a_layernorm": "self_attention.kv_layernorm",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
     "post_attention_layernorm": "pre_mlp_layernorm",
     "mlp.down_proj": "mlp.linear_fc2",
     "mlp.c_fc": "mlp.linear_fc1",
@@ -45,9 +51,11 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             for their_name, our_name in {**_UNCHANGED, **(_SANDWICH if model.sandwich_norm else {})}.items():
                 if f"{theirs}.{their_name}.{kind}" in state:
                     parameters[f"{ours}.{our_name}.{kind}"] = state[f"{theirs}.{their_name}.{kind}"]
-            if f"{theirs}.self_attn.q_proj.{kind}" in state:
+            if f"{theirs}.self_attn.k_proj.{kind}" in state:
                 q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
+        if f"{theirs}.self_attn.k_proj.weight" not in state and f"{theirs}.self_attn.q_proj.weight" in state:
+            parameters[f"{ours}.self_attention.linear_q_proj.weight"] = state[f"{theirs}.self_attn.q_proj.weight"]
         if model.activation in GATED:
             gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
             parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)

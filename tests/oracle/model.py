@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.model import ModelSection, RopeSection
+from tests.oracle import latent_attention
 from tests.oracle.activations import GATED, activate
 from tests.oracle.experts import expert_shapes, experts, has_experts
 
@@ -24,22 +25,14 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
         padded_vocab_size: Rows of the embedding table; by default as many as there are real tokens.
     """
     rows = model.vocab_size if padded_vocab_size is None else padded_vocab_size
-    hidden, head = model.hidden_size, model.head_size
+    hidden = model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (rows, hidden)}
     for i in range(model.num_layers):
         layer = f"decoder.layers.{i}"
-        qkv = (model.num_attention_heads + 2 * model.query_groups) * head
         fc1 = model.ffn_hidden_size * (2 if model.activation in GATED else 1)
         shapes |= _norm_shapes(f"{layer}.input_layernorm", hidden, model)
-        if model.qk_norm:
-            shapes |= _norm_shapes(f"{layer}.self_attention.q_layernorm", head, model)
-            shapes |= _norm_shapes(f"{layer}.self_attention.k_layernorm", head, model)
         any_bias = model.linear_bias
-        attention = model.num_attention_heads * head
-        shapes |= _linear_shapes(f"{layer}.self_attention.linear_qkv", qkv, hidden, any_bias or model.qkv_bias)
-        shapes |= _linear_shapes(f"{layer}.self_attention.linear_proj", hidden, attention, any_bias)
-        if model.attention_sinks:
-            shapes[f"{layer}.self_attention.core_attention.softmax_offset"] = (model.num_attention_heads,)
+        shapes |= _attention_shapes(f"{layer}.self_attention", model)
         if model.sandwich_norm:
             shapes |= _norm_shapes(f"{layer}.post_self_attn_layernorm", hidden, model)
             shapes |= _norm_shapes(f"{layer}.post_mlp_layernorm", hidden, model)
@@ -96,6 +89,19 @@ def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Te
     return hidden @ table[: model.vocab_size].T
 
 
+def _attention_shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
+    if model.mla is not None:
+        return latent_attention.shapes(name, model)
+    hidden, head = model.hidden_size, model.head_size
+    rows, columns = (model.num_attention_heads + 2 * model.query_groups) * head, model.num_attention_heads * head
+    shapes = _linear_shapes(f"{name}.linear_qkv", rows, hidden, model.linear_bias or model.qkv_bias)
+    if model.qk_norm:
+        shapes |= _norm_shapes(f"{name}.q_layernorm", head, model) | _norm_shapes(f"{name}.k_layernorm", head, model)
+    if model.attention_sinks:
+        shapes[f"{name}.core_attention.softmax_offset"] = (model.num_attention_heads,)
+    return shapes | _linear_shapes(f"{name}.linear_proj", hidden, columns, model.linear_bias)
+
+
 def _norm_shapes(name: str, size: int, model: ModelSection) -> dict[str, tuple[int, ...]]:
     weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}
     return weight | {f"{name}.bias": (size,)} if model.norm == "layernorm" else weight
@@ -132,6 +138,8 @@ def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
 
 def _attention(parameters: Parameters, name: str, model: ModelSection, layer_index: int, x: Tensor) -> Tensor:
     """Causal grouped-query attention, written out: [documents, length, hidden] -> the same."""
+    if model.mla is not None:
+        return latent_attention.attention(parameters, name, model, x, lambda part: _turned(part, model))
     documents, length, _ = x.shape
     groups, head = model.query_groups, model.head_size
     queries_per_group = model.num_attention_heads // groups
@@ -153,6 +161,11 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     probabilities = scores.softmax(-1)[..., :length]
     context = torch.einsum("dghqk,dkgoe->dqghe", probabilities, value)
     return _linear(parameters, f"{name}.linear_proj", context.reshape(documents, length, -1))
+
+
+def _turned(part: Tensor, model: ModelSection) -> Tensor:
+    """`rotate` for [documents, length, heads, size]."""
+    return rotate(part.unsqueeze(3), model.rope).squeeze(3)
 
 
 def _sees_everything(model: ModelSection, layer_index: int) -> bool:
@@ -222,4 +235,7 @@ def _magnitude(rope: RopeSection) -> float:
     """What cos and sin are multiplied by."""
     if rope.scaling != "yarn":
         return 1.0
-    return 1.0 + 0.1 * math.log(rope.factor) if rope.attention_factor is None else rope.attention_factor
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    above, below = (1.0, 0.0) if rope.mscale is None else (rope.mscale, rope.mscale_all_dim or 0.0)
+    return (1.0 + 0.1 * above * math.log(rope.factor)) / (1.0 + 0.1 * below * math.log(rope.factor))

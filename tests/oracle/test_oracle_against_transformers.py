@@ -181,7 +181,67 @@ def starcoder2_exact_gelu() -> tuple[ModelSection, Any]:
     return starcoder2("gelu")
 
 
+MLA: dict[str, Any] = {"kv_rank": 20, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 14}
+DEEPSEEK_YARN = RopeSection(
+    base=50.0,
+    scaling="yarn",
+    factor=3.0,
+    original_max_positions=16,
+    beta_fast=4.0,
+    mscale=0.7,
+    mscale_all_dim=1.2,
+    interleaved=True,
+)
+
+
+def deepseek(rope: RopeSection, config: Callable[..., Any], **own: Any) -> tuple[ModelSection, Any]:
+    """All layers dense; `rms_norm_eps` is not read by the norms of the latents."""
+    q_rank = own.get("q_lora_rank")
+    knobs = {**SMALL, "num_query_groups": None, "norm_epsilon": 1e-5}
+    model = ModelSection(**knobs, mla={**MLA, "q_rank": q_rank, "norm_epsilon": 1e-6}, rope=rope)
+    yarn = {
+        "rope_type": "yarn",
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+        "beta_fast": rope.beta_fast,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+    kind = yarn if rope.scaling == "yarn" else {"rope_type": "default"}
+    return model, config(
+        **common(model),
+        kv_lora_rank=MLA["kv_rank"],
+        qk_nope_head_dim=MLA["nope_head_dim"],
+        qk_rope_head_dim=MLA["rope_head_dim"],
+        v_head_dim=MLA["value_head_dim"],
+        first_k_dense_replace=model.num_layers,
+        rope_parameters=kind | {"rope_theta": rope.base},
+        **own,
+    )
+
+
+def deepseek_v3() -> tuple[ModelSection, Any]:
+    return deepseek(DEEPSEEK_YARN, transformers.DeepseekV3Config, q_lora_rank=12, rope_interleave=True)
+
+
+def deepseek_v3_halves() -> tuple[ModelSection, Any]:
+    return deepseek(RopeSection(base=500.0), transformers.DeepseekV3Config, q_lora_rank=12, rope_interleave=False)
+
+
+def deepseek_v3_direct_queries() -> tuple[ModelSection, Any]:
+    rope = DEEPSEEK_YARN.model_copy(update={"interleaved": False})
+    return deepseek(rope, transformers.DeepseekV3Config, q_lora_rank=None, rope_interleave=False)
+
+
+def deepseek_v2() -> tuple[ModelSection, Any]:
+    return deepseek(DEEPSEEK_YARN, transformers.DeepseekV2Config, q_lora_rank=None)
+
+
 FAMILIES = [
+    deepseek_v3,
+    deepseek_v3_halves,
+    deepseek_v3_direct_queries,
+    deepseek_v2,
     llama3_rope,
     linear_rope,
     yarn_rope,

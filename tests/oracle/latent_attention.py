@@ -1,0 +1,95 @@
+"""Multi-head latent attention as plain float64 functions: every head written out, nothing shared with mtrain.
+
+Source: DeepSeek-V2, arXiv 2405.04434, equations 9 to 19; the softmax scale and the norms of the latents are those of
+the released models.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mtrain.config.latent_attention import LatentAttentionSection
+from mtrain.config.model import ModelSection
+
+Parameters = dict[str, Tensor]
+Turn = Callable[[Tensor], Tensor]
+"""Rotates pairs (i, i + half) of [documents, length, heads, size]."""
+
+
+def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
+    """Weights of the module called `name`: megatron-core's name -> global shape."""
+    mla = sizes_of(model)
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
+    found: dict[str, tuple[int, ...]] = {}
+    if mla.q_rank is None:
+        found["linear_q_proj.weight"] = (query, hidden)
+    else:
+        found["linear_q_down_proj.weight"] = (mla.q_rank, hidden)
+        found["q_layernorm.weight"] = (mla.q_rank,)
+        found["linear_q_up_proj.weight"] = (query, mla.q_rank)
+    found["linear_kv_down_proj.weight"] = (mla.kv_rank + mla.rope_head_dim, hidden)
+    found["kv_layernorm.weight"] = (mla.kv_rank,)
+    found["linear_kv_up_proj.weight"] = (heads * (mla.nope_head_dim + mla.value_head_dim), mla.kv_rank)
+    found["linear_proj.weight"] = (hidden, heads * mla.value_head_dim)
+    return {f"{name}.{key}": shape for key, shape in found.items()}
+
+
+def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor, turn: Turn) -> Tensor:
+    """Causal: [documents, length, hidden] -> the same.
+
+    Args:
+        parameters: By global name.
+        name: Of the module.
+        model: The architecture.
+        x: Normalised hidden states.
+        turn: The rotary embedding, with yarn's attention factor.
+    """
+    mla, heads = sizes_of(model), model.num_attention_heads
+    weights = {key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")}
+    down = x @ weights["linear_kv_down_proj.weight"].T
+    latent = _rms(down[..., : mla.kv_rank], weights["kv_layernorm.weight"], model)
+    shared_key = turn(_pairs(down[..., mla.kv_rank :].unsqueeze(2), model)).squeeze(2)
+    if mla.q_rank is None:
+        query = x @ weights["linear_q_proj.weight"].T
+    else:
+        narrow = _rms(x @ weights["linear_q_down_proj.weight"].T, weights["q_layernorm.weight"], model)
+        query = narrow @ weights["linear_q_up_proj.weight"].T
+    query = query.view(*x.shape[:2], heads, -1)
+    turned = turn(_pairs(query[..., mla.nope_head_dim :], model))
+    up = weights["linear_kv_up_proj.weight"].view(heads, mla.nope_head_dim + mla.value_head_dim, mla.kv_rank)
+    future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+    contexts = []
+    for head in range(heads):
+        key = latent @ up[head, : mla.nope_head_dim].T
+        value = latent @ up[head, mla.nope_head_dim :].T
+        scores = query[:, :, head, : mla.nope_head_dim] @ key.mT + turned[:, :, head] @ shared_key.mT
+        contexts.append((scores * _scale(model)).masked_fill(future, -math.inf).softmax(-1) @ value)
+    return torch.cat(contexts, dim=-1) @ weights["linear_proj.weight"].T
+
+
+def sizes_of(model: ModelSection) -> LatentAttentionSection:
+    """The section, which must be there."""
+    assert model.mla is not None
+    return model.mla
+
+
+def _scale(model: ModelSection) -> float:
+    mla, rope = sizes_of(model), model.rope
+    scale = (mla.nope_head_dim + mla.rope_head_dim) ** -0.5
+    if rope.scaling == "yarn" and rope.mscale_all_dim is not None:
+        scale *= (1 + 0.1 * rope.mscale_all_dim * math.log(rope.factor)) ** 2
+    return scale
+
+
+def _pairs(x: Tensor, model: ModelSection) -> Tensor:
+    """(0, 1), (2, 3), ... moved to (i, i + half); the same for queries and keys, so their products stay."""
+    return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) if model.rope.interleaved else x
+
+
+def _rms(x: Tensor, weight: Tensor, model: ModelSection) -> Tensor:
+    epsilon = sizes_of(model).norm_epsilon or model.norm_epsilon
+    gain = 1 + weight if model.zero_centered_norm else weight
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * gain
