@@ -57,7 +57,7 @@ def take_up(
     with opened_checkpoint(find, say) as newest:
         entry = announced(newest)
         if entry is not None:
-            on_first_rank(lambda: _check_dataset(entry, loader))
+            on_first_rank(lambda: check_dataset(entry, loader))
             state = load_checkpoint(entry, chunks, optimizer, groups, config)
             on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
             return state.step
@@ -80,7 +80,7 @@ def _resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str]) -
     return newest
 
 
-def _check_dataset(entry: CheckpointEntry, loader: StepLoader | None) -> None:
+def check_dataset(entry: CheckpointEntry, loader: StepLoader | None) -> None:
     """Resuming at step k is starting at k only on the same samples. On the first rank, which reads data."""
     assert loader is not None
     saved = entry.manifest.dataset

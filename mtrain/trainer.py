@@ -29,6 +29,7 @@ from mtrain.mcore.world import on_first_rank, open_world
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.planning import flops_per_token, mfu, peak_flops
+from mtrain.rehearsal import rehearse
 from mtrain.run_folder import RunFolder, RunLock, difference
 from mtrain.step import StepTotals
 
@@ -52,6 +53,8 @@ def train(config: Config) -> None:
         surroundings = _surroundings(device, layout)
         lock = on_first_rank(lambda: _enter(folder, config, surroundings, held))
         run = build_run(config, layout, device, folder)
+        if config.checkpoint.rehearse:
+            rehearse(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))
         saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check)
         try:

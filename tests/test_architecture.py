@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "build": 3,
     "evaluate": 3,
     "generate": 3,
+    "rehearsal": 3,
     "resume": 3,
     "step": 3,
     "trainer": 3,

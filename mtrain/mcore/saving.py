@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from mtrain.checkpoint.background import started
-from mtrain.checkpoint.directory import Attempt, abandon, named_attempt, open_attempt, publish
+from mtrain.checkpoint.directory import Attempt, abandon, named_attempt, open_attempt, publish, step_name
 from mtrain.checkpoint.manifest import Facts, FileFacts, GitState
 from mtrain.checkpoint.retention import Keep, apply_retention
 from mtrain.checkpoint.snapshot import Snapshot
@@ -273,21 +273,23 @@ class Saver:
         if self._groups.rank == 0:
             seconds = time.monotonic() - flight.began_s
             print(
-                f"saved {flight.attempt.root.name}/step {flight.facts.step} in {seconds:.1f} s; training waited "
+                f"saved {flight.attempt.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
                 f"{1000 * flight.blocked_s:.0f} ms",
                 flush=True,
             )
 
     def _fail(self, flight: _Flight, fault: MtrainError) -> None:
         """The same on all ranks."""
-        self._flight, self._fault = None, fault
+        if not isinstance(fault, RunFolderError):
+            fault = MachineError(f"no checkpoint of step {flight.facts.step}: {fault}")
         fault.on_every_rank = True
+        self._flight, self._fault = None, fault
         if self._groups.rank == 0:
             self._cleaning = started(lambda: _abandoned(flight.attempt), "abandon")
         if isinstance(fault, RunFolderError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault
         if self._groups.rank == 0:
-            _tell(f"warning: no checkpoint of step {flight.facts.step}; training goes on: {fault}")
+            _tell(f"warning: {fault}; training goes on")
 
     def _is_busy(self, flight: _Flight) -> bool:
         limit = self._config.checkpoint.save_timeout_s

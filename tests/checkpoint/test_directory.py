@@ -16,7 +16,9 @@ from mtrain.checkpoint.directory import (
     newest_good,
     publish,
     published_steps,
+    set_aside,
 )
+from mtrain.checkpoint.hashed_file import read_facts
 from mtrain.errors import DataError, MachineError, RunFolderError
 from tests.checkpoint.checkpoints import FILES, damage, facts, publish_attempt, save, write_files
 from tests.crash import killed_at_every_file_operation
@@ -149,6 +151,54 @@ def test_a_run_does_not_start_anew_where_checkpoints_have_vanished(tmp_path: Pat
     shutil.rmtree(save(tmp_path, 10).path)
     with pytest.raises(DataError, match="latest says that there was a checkpoint"):
         newest_good(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["iter_0000010", "step_garbage", "step_10"])
+def test_a_run_does_not_start_anew_beside_what_it_does_not_know(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=f"{name} is not named as a checkpoint of this program"):
+        newest_good(tmp_path)
+    save(tmp_path, 10)
+    assert newest_step(tmp_path) == 10
+
+
+def test_a_checkpoint_that_turned_out_to_be_unusable_is_passed_over_loudly(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    bad = save(tmp_path, 20)
+    newest = newest_good(tmp_path, {20: "a bit is wrong"})
+    assert newest.entry is not None
+    assert (newest.entry.step, newest.warnings) == (10, ("checkpoint of step 20 is passed over: a bit is wrong",))
+    with pytest.raises(DataError, match="a bit is wrong"):
+        checkpoint_at(bad.path, {20: "a bit is wrong"})
+    set_aside(tmp_path, 20)
+    assert newest_good(tmp_path).warnings == ()
+    save(tmp_path, 20)
+
+
+def test_a_run_that_lost_its_folder_publishes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    attempt = begin_attempt(tmp_path, 20)
+    write_files(attempt)
+
+    def check() -> None:
+        raise RunFolderError("taken over")
+
+    with pytest.raises(RunFolderError, match="taken over"):
+        publish(attempt, facts(20), check=check)
+    assert published_steps(tmp_path) == [10]
+    assert (tmp_path / "latest").read_text() == "step_00000010\n"
+
+
+def test_known_files_must_be_what_was_written(tmp_path: Path) -> None:
+    attempt = begin_attempt(tmp_path, 10)
+    write_files(attempt)
+    known = {name: read_facts(attempt.path / name) for name in FILES}
+    (attempt.path / "common.pt").write_bytes(b"cut")
+    with pytest.raises(DataError, match="has 3 bytes, but 6 were written"):
+        publish(attempt, facts(10), known)
+    (attempt.path / "common.pt").unlink()
+    with pytest.raises(DataError, match="was written and is gone"):
+        publish(attempt, facts(10), known)
 
 
 def test_a_damaged_step_can_be_saved_again_and_is_kept_aside(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.checkpoint.directory import clean_leftovers, newest_good, published_steps
+from mtrain.checkpoint.directory import clean_leftovers, newest_good, published_steps, reading
 from mtrain.checkpoint.retention import Keep, apply_retention, to_delete
+from mtrain.errors import DataError
 from tests.checkpoint.checkpoints import damage, save
 from tests.crash import killed_at_every_file_operation
 
@@ -68,3 +70,28 @@ def test_a_process_killed_while_deleting_leaves_good_ones_only(tmp_path: Path) -
         clean_leftovers(tmp_path)
         for step in {10, 20} - set(published_steps(tmp_path)):
             save(tmp_path, step)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.none() | st.floats(0, 9), max_size=12), st.integers(0, 4))
+def test_the_best_by_validation_stay(losses: dict[int, float | None], best: int) -> None:
+    known = {step: loss for step, loss in losses.items() if loss is not None}
+    gone = to_delete(losses, Keep(1, None, best), known)
+    ranked = sorted(known, key=lambda step: (known[step], -step))
+    assert set(gone) == set(losses) - set(ranked[:best]) - {max(losses, default=-1)}
+
+
+def test_the_best_stays_on_disk(tmp_path: Path) -> None:
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, None)):
+        save(tmp_path, step, loss)
+    assert apply_retention(tmp_path, Keep(1, best=1)) == [10, 30, 40]
+    assert published_steps(tmp_path) == [20, 50]
+
+
+def test_what_is_being_read_is_not_deleted(tmp_path: Path) -> None:
+    entries = [save(tmp_path, step) for step in (10, 20, 30)]
+    with reading(entries[0]), reading(entries[0]):
+        assert apply_retention(tmp_path, Keep(1)) == [20]
+        assert (entries[0].path / "common.pt").read_bytes() == b"common"
+    assert apply_retention(tmp_path, Keep(1)) == [10]
+    with pytest.raises(DataError, match="deleted meanwhile"), reading(entries[0]):
+        pass

@@ -1,0 +1,94 @@
+"""`checkpoint.rehearse`: proves before the first step that what is saved can be loaded, and what it costs."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtrain.build import Run
+from mtrain.checkpoint.directory import checkpoint_at, clean_leftovers, step_name
+from mtrain.checkpoint.tensor_file import Part
+from mtrain.errors import DataError
+from mtrain.mcore.checkpoint import load_checkpoint
+from mtrain.mcore.parts import parts_to_save
+from mtrain.mcore.saving import Saver
+from mtrain.mcore.verified import opened_checkpoint
+from mtrain.mcore.world import on_all_ranks, on_first_rank
+from mtrain.resume import say
+
+
+def rehearse(run: Run, checkpoints: Path) -> None:
+    """Saves everything, wipes it, loads it and compares every bit. Collective over the world.
+
+    Args:
+        run: Its state is the same afterwards.
+        checkpoints: The run's folder of checkpoints; the rehearsal leaves nothing there.
+
+    Raises:
+        MachineError: The save failed.
+        DataError: The load failed, or gave other bits.
+    """
+    root, step = checkpoints / ".tmp-rehearsal", run.start_step
+    on_first_rank(lambda: clean_leftovers(checkpoints))
+    memory, began = _peak_memory_bytes(run), time.monotonic()
+    before = [part._replace(data=part.data.detach().cpu().clone()) for part in _parts(run)]
+    saver = Saver(root, run.groups, run.config)
+    saver.save(run.chunks, run.optimizer, step)
+    waited = time.monotonic() - began
+    saver.finish()
+    saved = time.monotonic()
+    _wipe(run)
+    with opened_checkpoint(lambda _: checkpoint_at(root / step_name(step)), say) as newest:
+        assert newest.entry is not None, "checkpoint_at raises where there is none"
+        load_checkpoint(newest.entry, run.chunks, run.optimizer, run.groups, run.config)
+        loaded = time.monotonic()
+        on_all_ranks(lambda: _compare(before, _parts(run)))
+        size = sum(facts.size_bytes for facts in newest.entry.manifest.files.values())
+    on_first_rank(lambda: clean_leftovers(checkpoints))
+    peak = _peak_memory_bytes(run)
+    if run.groups.rank == 0:
+        say(
+            f"rehearsal: {size / 1e9:.3g} GB saved in {saved - began:.1f} s (training waited {waited:.2f} s), verified "
+            f"and loaded in {loaded - saved:.1f} s, every bit the same on all ranks; peak memory of a rank on the host "
+            f"{peak[0] / 1e9:.3g} GB ({memory[0] / 1e9:.3g} before), on the GPU {peak[1] / 1e9:.3g} GB "
+            f"({memory[1] / 1e9:.3g} before)"
+        )
+
+
+def _parts(run: Run) -> list[Part]:
+    return parts_to_save(run.chunks, run.optimizer, run.groups)
+
+
+@torch.no_grad()
+def _wipe(run: Run) -> None:
+    """So that nothing looks loaded that was only left; one draw moves the generator of dropout."""
+    for part in _parts(run):
+        part.data.zero_()
+    torch.rand(1)
+
+
+def _compare(before: Sequence[Part], after: Sequence[Part]) -> None:
+    assert [part[:4] for part in before] == [part[:4] for part in after]
+    for one, other in zip(before, after):
+        if not torch.equal(_bits(one.data), _bits(other.data.detach().cpu())):
+            raise DataError(f"the rehearsal did not give back {one.key} at {list(one.offset)} as it was saved")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, as not-a-number is not equal to itself."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _peak_memory_bytes(run: Run) -> Any:
+    """Of the rank with the most: (host, GPU) so far. One all-reduce."""
+    device = run.groups.device
+    on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peaks = torch.tensor([1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, on_gpu], device=device)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    return peaks.tolist()

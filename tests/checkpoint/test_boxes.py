@@ -1,0 +1,27 @@
+"""A run of elements and its boxes are the same elements."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.checkpoint.boxes import boxes_of_run
+
+shapes = st.lists(st.integers(1, 5), max_size=4)
+
+
+@given(shapes, st.data())
+def test_boxes_are_the_run_in_order_and_few(shape: list[int], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start, end = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    numbers = np.arange(size).reshape(shape)
+    boxes = list(boxes_of_run(shape, start, end))
+    found = []
+    for box in boxes:
+        within = numbers[tuple(slice(first, first + length) for first, length in zip(box.offset, box.sizes))]
+        assert within.shape == box.sizes
+        assert list(within.flatten()) == list(range(box.start, box.end))
+        found += list(within.flatten())
+    assert found == list(range(start, end))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

@@ -1,0 +1,39 @@
+"""Every byte has one reader, and a changed one is found."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.checkpoint.manifest import FileFacts
+from mtrain.checkpoint.verification import share_of_files, verify_files
+from mtrain.errors import DataError, MachineError
+from tests.checkpoint.checkpoints import FILES, save
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_every_file_has_one_reader_and_none_reads_much_more(sizes: list[int], num_readers: int) -> None:
+    files = {str(number): FileFacts(size_bytes=size, sha256="0" * 64) for number, size in enumerate(sizes)}
+    shares = [share_of_files(files, reader, num_readers) for reader in range(num_readers)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    loads = [sum(files[name].size_bytes for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_is_found_by_name(tmp_path: Path, name: str) -> None:
+    entry = save(tmp_path, 10)
+    verify_files(entry, FILES, num_threads=2)
+    content = bytearray((entry.path / name).read_bytes())
+    content[1] ^= 4
+    (entry.path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} was saved with other bytes"):
+        verify_files(entry, FILES)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    entry = save(tmp_path, 10)
+    (entry.path / "common.pt").unlink()
+    with pytest.raises(MachineError, match="No such file"):
+        verify_files(entry, FILES)

@@ -1,0 +1,142 @@
+"""Faults while saving, each made to happen: an intact newest checkpoint stays, and one message says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.checkpoint.directory import CheckpointEntry, clean_leftovers, newest_good, published_steps, step_name
+from mtrain.checkpoint.verification import verify_files
+from mtrain.layout import Layout
+from tests.mcore import save_fault_ranks as ranks
+from tests.mcore.test_checkpoint import configured
+from tests.pool import Pool, RankFailed
+
+LAYOUT = Layout(dp=2)
+BEFORE = 1
+"""The step that is saved before the fault strikes in the save of the next."""
+POINTS = [
+    *((0, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.20", "write.44", "written")),
+    *((0, phase) for phase in ("list", "state", "publish", "rename", "retention", "end")),
+    *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.20", "write.44", "written")),
+]
+"""Rank and phase; all but `snapshot` lie in the thread that writes."""
+
+
+def newest_whole(folder: Path) -> CheckpointEntry:
+    """The newest checkpoint, every byte of it read."""
+    entry = newest_good(folder).entry
+    assert entry is not None
+    verify_files(entry, entry.manifest.files)
+    return entry
+
+
+@pytest.fixture
+def saved(pool: Pool, tmp_path: Path) -> Path:
+    """A folder with one checkpoint."""
+    (ending, _) = pool.run(ranks.train_and_save, LAYOUT, configured(), tmp_path, [BEFORE], None, 1)
+    assert ending.error == ("nothing", "")
+    return tmp_path
+
+
+def test_a_process_killed_at_any_of_many_points_of_a_save(pool: Pool, saved: Path) -> None:
+    assert len(POINTS) >= 20
+    for number, (rank, phase) in enumerate(POINTS):
+        step = 2
+        fault = f"kill rank={rank} step={step} phase={phase}"
+        with pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|peer"):
+            pool.run(ranks.train_and_save, LAYOUT, configured(), saved, [step], fault)
+        is_published = phase in ("retention", "end")
+        assert newest_whole(saved).step == (step if is_published else BEFORE), fault
+        clean_leftovers(saved)
+        assert {path.name for path in saved.iterdir()} <= {"latest", step_name(BEFORE), step_name(step)}, number
+        if is_published:
+            for name in (saved / step_name(step)).iterdir():
+                name.unlink()
+            (saved / step_name(step)).rmdir()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_fails_one_save_and_training_goes_on(pool: Pool, saved: Path, victim: int) -> None:
+    fault = f"full rank={victim} step=2 phase=write.20"
+    endings = pool.run(ranks.train_and_save, LAYOUT, configured(), saved, [2, 4], fault)
+    assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
+    assert newest_whole(saved).step == 4
+    assert published_steps(saved) == [BEFORE, 4]
+    (line,) = endings[0].warnings
+    assert line.startswith(f"warning: no checkpoint of step 2: rank {victim}: could not save")
+    assert "No space left on device" in line
+    assert line.endswith("training goes on")
+    assert endings[1].warnings == []
+
+
+@pytest.mark.parametrize(("fault", "phase"), [("full", "write.20"), ("full", "publish"), ("hang", "write.20")])
+def test_a_failed_save_stops_training_where_it_is_told_to(pool: Pool, saved: Path, fault: str, phase: str) -> None:
+    """A writer that hangs is noticed within checkpoint.save_timeout_s."""
+    config = configured(**{"checkpoint.on_save_failure": "stop", "checkpoint.save_timeout_s": 1})
+    injected = f"{fault} rank=0 step=2 phase={phase}"
+    endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2], injected, 2000)
+    for ending in endings:
+        kind, text = ending.error
+        assert kind == "MachineError"
+        assert ("No space left" if fault == "full" else "save_timeout_s=1") in text
+        assert "step 2" in text
+        assert ending.steps < 2000
+        assert ending.seconds < 20
+    assert newest_whole(saved).step == BEFORE
+
+
+def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, saved: Path) -> None:
+    """The next save fails at once, as its writer would add a second copy of the state; the last one must succeed."""
+    config = configured(**{"checkpoint.save_timeout_s": 1})
+    endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2, 4], "hang rank=1 step=2 phase=open", 6)
+    for ending in endings:
+        assert ending.steps == 6
+        assert ending.error[0] == "MachineError"
+        assert "rank 1" in ending.error[1]
+        assert ending.seconds < 20
+    first, second = endings[0].warnings
+    assert "no checkpoint of step 2: rank 1: not finished within checkpoint.save_timeout_s=1" in first
+    assert "no checkpoint of step 4: rank 1: the disk still holds the writer of an earlier checkpoint" in second
+    assert newest_whole(saved).step == BEFORE
+
+
+def test_a_run_that_lost_its_folder_publishes_nothing(pool: Pool, tmp_path: Path) -> None:
+    (ending,) = pool.run(ranks.lose_the_folder, Layout(), configured(), tmp_path)
+    kind, text = ending.error
+    assert kind == "RunFolderError"
+    assert "taken over by process 1 on another-node" in text
+    assert ending.steps == 1
+    assert newest_whole(tmp_path / "checkpoints").step == 1
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "flipped bit in a shard": (lambda folder: _flip(folder / "__1_0.distcp"), "SHA-256"),
+    "flipped bit in the list": (lambda folder: _flip(folder / ".metadata"), "SHA-256"),
+    "truncated shard": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"PK"), "has 2 bytes"),
+    "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "is missing"),
+}
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, saved: Path) -> None:
+    for step, (damage, why) in enumerate(DAMAGES.values(), start=2):
+        pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 9}), saved, [step], None, step)
+        damage(saved / step_name(step))
+        for taken, warnings, error in pool.run(ranks.take_up, Layout(tp=2), configured(), saved):
+            assert error == ("nothing", "")
+            assert taken == BEFORE
+            assert len(warnings) == step - BEFORE
+            assert why in warnings[0]
+            assert f"step {step} is passed over" in warnings[0]
+    _flip(saved / step_name(BEFORE) / "training_state.json")
+    for _, _, (kind, text) in pool.run(ranks.take_up, Layout(tp=2), configured(), saved):
+        assert kind == "DataError"
+        assert "no usable checkpoint" in text

@@ -1,0 +1,126 @@
+"""Runs that crash while saving, fill their disk or find other data: what they leave, say and go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain import faultpoints
+from mtrain.checkpoint.directory import begin_attempt, newest_good, publish
+from mtrain.checkpoint.manifest import Facts
+from mtrain.checkpoint.verification import verify_files
+from mtrain.data.loader import StepLoader
+from mtrain.errors import DataError
+from mtrain.resume import check_dataset
+from tests.mcore.test_checkpoint import configured
+from tests.test_trainer import DEADLINE_S, ROOT, command, finished, numbers, start
+
+__all__ = ["command", "start"]
+
+
+def newest_step(run: Path) -> int:
+    """Of the newest checkpoint, every byte of it read."""
+    entry = newest_good(run / "checkpoints").entry
+    assert entry is not None
+    verify_files(entry, entry.manifest.files)
+    return entry.step
+
+
+def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_one(
+    command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    arguments = command("checkpoint.interval_steps=2", "train.num_steps=8", "checkpoint.rehearse=true", ranks=2)
+    monkeypatch.setenv(faultpoints.VARIABLE, "kill rank=1 step=6 phase=write.3")
+    code, output, errors = finished(start(arguments))
+    assert code == 5, errors
+    assert "rank 1 was killed by SIGKILL" in errors
+    assert "rehearsal: " in output
+    assert "every bit the same on all ranks" in output
+    assert newest_step(run) == 4
+    before = numbers(run)
+    assert len(before) >= 6
+
+    monkeypatch.delenv(faultpoints.VARIABLE)
+    code, output, errors = finished(start(arguments))
+    assert code == 0, errors
+    assert f"loading {run / 'checkpoints' / 'step_00000004'}" in output
+    assert numbers(run)[: len(before)] == before, "bit for bit"
+    assert newest_step(run) == 8
+    assert not list((run / "checkpoints").glob(".*")), "leftovers are deleted"
+    manifest = json.loads((run / "checkpoints" / "step_00000008" / "mtrain.json").read_text())
+    assert manifest["tokens"] == 8 * 4 * 16
+    assert manifest["dataset"].startswith("mock-")
+    assert manifest["git"].keys() == {"commit", "dirty"}
+    assert manifest["versions"].keys() >= {"mtrain", "torch", "megatron-core"}
+
+
+ON_A_SMALL_DISK = """
+set -e
+mkdir -p run/checkpoints
+mount -t tmpfs -o size=2m tmpfs run/checkpoints
+set +e
+"$@"; echo "first exit code $?"
+mount -o remount,ro run/checkpoints
+"$@"; echo "second exit code $?"
+cp -a run/checkpoints kept
+"""
+
+
+def test_a_full_disk_and_one_that_cannot_be_written_leave_good_checkpoints(
+    command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """In a mount namespace of its own, so that no rights are needed and nothing stays mounted."""
+    arguments = command("checkpoint.interval_steps=1", "checkpoint.keep_last=99", "train.num_steps=12")
+    script = ["unshare", "--map-root-user", "--mount", "bash", "-c", ON_A_SMALL_DISK, "bash", *arguments]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    outcome = subprocess.run(
+        script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert "first exit code 7" in outcome.stdout, outcome.stderr
+    assert "second exit code 7" in outcome.stdout, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    warnings = [line for line in outcome.stderr.splitlines() if line.startswith("warning:")]
+    first, second = [line for line in outcome.stderr.splitlines() if line.startswith("error:")]
+    assert len(numbers(tmp_path / "run")) == 12, "training went on"
+    assert "No space left on device" in warnings[0]
+    assert warnings[0].endswith("training goes on")
+    assert "no checkpoint of step 12" in first
+    assert "No space left on device" in first
+    assert "Read-only file system" in second
+    entry = newest_good(tmp_path / "kept").entry
+    assert entry is not None
+    verify_files(entry, entry.manifest.files)
+    assert 1 <= entry.step < 12
+    assert len(warnings) == 12 - entry.step
+
+
+def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
+    loader, other = (StepLoader(configured(**{"train.seed": seed}), 0, 1) for seed in (1, 2))
+
+    def entry(step: int, dataset: str | None) -> Any:
+        attempt = begin_attempt(tmp_path, step)
+        (attempt.path / "file").write_text("x")
+        return publish(attempt, Facts(step=step, layout="", config_hash="", versions={}, dataset=dataset))
+
+    check_dataset(entry(1, loader.fingerprint), loader)
+    check_dataset(entry(2, None), other)
+    with pytest.raises(DataError, match=r"training data are not those that .*step_00000003 has seen.*initialize_from"):
+        check_dataset(entry(3, loader.fingerprint), other)
+
+
+def test_the_test_hook_does_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(faultpoints.VARIABLE, raising=False)
+    faultpoints.fault_point("write.0", 0, 1)
+    fault = faultpoints.Fault("full", 0, 1, "write.0")
+    assert faultpoints.Fault.parsed(str(fault)) == fault
+    monkeypatch.setenv(faultpoints.VARIABLE, str(fault))
+    faultpoints.fault_point("write.0", 1, 1)
+    with pytest.raises(OSError, match="No space left"):
+        faultpoints.fault_point("write.0", 0, 1)
