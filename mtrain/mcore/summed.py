@@ -10,8 +10,8 @@ class SummedOverRanks:
     """The sum of every rank's vector: one collective, started at once and awaited when read; the same bits everywhere.
 
     GPUs all-reduce. On CPUs each rank sends its vector to each other one, and all add the same rows in the same order:
-    gloo's all-reduce cuts even five numbers into pieces and sends each of them around a ring twice, which takes two to
-    three times as long (`tools/bench/pairs.py` measures both).
+    gloo's all-reduce cuts even five numbers into pieces and sends each of them around a ring twice, which takes about
+    three times as long on 4 ranks (`tools/bench/pairs.py` measures both).
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
