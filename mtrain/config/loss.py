@@ -124,6 +124,12 @@ class RouterLossSection(Section):
     global_balance_coefficient: float = Field(0.0, ge=0)
     """Balancing loss on running counts: depends on the layout by definition, needs loss.allow_layout_dependent."""
 
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """By the name of the term (`router_z` and so on), of those that are on."""
+        found = {f"router_{name.removesuffix('_coefficient')}": value for name, value in self.model_dump().items()}
+        return {term: value for term, value in found.items() if value > 0}
+
 
 class LossSection(TermSection):
     """The main term, and the side terms beside it by name."""
@@ -141,15 +147,17 @@ class LossSection(TermSection):
 
     @rule
     def side_terms_need_a_planned_denominator(self) -> str | None:
-        if self.denominator == "planned" or not self.side_terms:
+        sides = [*self.side_terms, *self.router.coefficients]
+        if self.denominator == "planned" or not sides:
             return None
         return (
             "denominator=measured is known only after the forward pass, but side terms are scaled before the backward "
-            f"pass ({', '.join(self.side_terms)}); set it to planned, or remove the side terms"
+            f"pass ({', '.join(sides)}); set it to planned, or remove the side terms"
         )
 
     @rule
     def side_terms_leave_the_main_name_free(self) -> str | None:
-        if "main" not in self.side_terms:
-            return None
-        return "side_terms.main takes the name of the main term; choose another name"
+        if "main" in self.side_terms:
+            return "side_terms.main takes the name of the main term; choose another name"
+        taken = [name for name in self.side_terms if name.startswith("router_")]
+        return f"side_terms.{taken[0]} takes a name of the losses of routers; choose another name" if taken else None

@@ -24,13 +24,14 @@ class Objective:
     """The loss functions of a run and how they are added."""
 
     functions: dict[str, LossFunction]
-    """By term; the main one first."""
+    """By term that is computed from logits; the main one first."""
     coefficients: dict[str, float]
-    """By term; 1 for the main one."""
+    """By term; 1 for the main one, and behind those of `functions` the terms that routers compute inside the layers."""
     names: dict[str, str]
     """By term, the function's name in the configuration, for messages."""
     apart: frozenset[str]
-    """Side terms whose denominator can be another one than the main term's, because they are aggregated otherwise."""
+    """Side terms whose denominator can be another one than the main term's, because they are aggregated otherwise or
+    belong to routers."""
 
     @classmethod
     def from_config(cls, section: LossSection) -> Objective:
@@ -42,12 +43,20 @@ class Objective:
         terms = {MAIN_TERM: section, **section.side_terms}
         objective = cls(
             functions={name: load_loss_function(term.function, term.options) for name, term in terms.items()},
-            coefficients={MAIN_TERM: 1.0} | {name: side.coefficient for name, side in section.side_terms.items()},
+            coefficients={MAIN_TERM: 1.0}
+            | {name: side.coefficient for name, side in section.side_terms.items()}
+            | section.router.coefficients,
             names={name: term.function for name, term in terms.items()},
-            apart=frozenset(name for name, term in terms.items() if _divisor(term) != _divisor(section)),
+            apart=frozenset(name for name, term in terms.items() if _divisor(term) != _divisor(section))
+            | frozenset(section.router.coefficients),
         )
         objective._check_teacher(section)
         return objective
+
+    @property
+    def router_terms(self) -> tuple[str, ...]:
+        """Terms that are computed inside the layers, on every pipeline stage."""
+        return tuple(term for term in self.coefficients if term not in self.functions)
 
     @property
     def teacher_terms(self) -> list[str]:
@@ -82,7 +91,7 @@ class Objective:
     def scalar(
         self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], premultiplier: float = 1.0
     ) -> Tensor:
-        """What a microbatch back-propagates: (N_main + sum_k factor_k N_k) x premultiplier.
+        """What a microbatch back-propagates from its logits: (N_main + sum_k factor_k N_k) x premultiplier.
 
         Args:
             pairs: One a term.
@@ -91,7 +100,7 @@ class Objective:
                 sums; the caller takes it out again when it divides by D_main.
         """
         total = pairs[MAIN_TERM].numerator
-        for term in self.coefficients:
+        for term in self.functions:
             if term != MAIN_TERM:
                 total = total + (pairs[term].numerator * factors[term]).to(total.dtype)
         return total * premultiplier
