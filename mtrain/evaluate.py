@@ -63,7 +63,7 @@ def evaluate(
         groups: The process groups.
         chunks: This rank's model chunks; left in training mode.
         optimizer: Completes the parameters first.
-        objective: Every term is reported, the main one as the validation loss.
+        objective: Every term of logits is reported, the main one as the validation loss.
         samples: The set.
         step: Optimizer updates completed.
         teacher: Where a term needs one.
@@ -73,7 +73,7 @@ def evaluate(
     """
     start = time.perf_counter()
     optimizer.gather_parameters()
-    terms = tuple(objective.coefficients)
+    terms = tuple(objective.functions)  # those of routers belong to training
     num_microbatches = groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
     accumulator = PairAccumulator(terms, groups.device)
     planned = dict.fromkeys(terms, 0.0)
@@ -102,6 +102,7 @@ def evaluate(
         samples=samples.num_samples,
         seconds=time.perf_counter() - start,
         terms=records,
+        layout_dependent=config.is_layout_dependent,
     )
 
 

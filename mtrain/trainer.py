@@ -177,6 +177,7 @@ def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: 
         skipped="fp16 overflow" if update is not None and update.overflowed else None,
         loss_scale=run.optimizer.loss_scale() if is_half else None,
         mfu=_mfu(run, tokens / seconds),
+        layout_dependent=run.config.is_layout_dependent,
     )
 
 

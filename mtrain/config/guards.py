@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mtrain.config.rules import layout_dependent_keys
+
 if TYPE_CHECKING:
     from mtrain.config.root import Config
 
@@ -112,7 +114,12 @@ TORCH_LAYERS = Note(
     "model.backend=auto takes torch layers even where TransformerEngine is there, because its attention does not see "
     "the documents of a row (data.isolate_documents=true)",
 )
-NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS)
+LAYOUT_DEPENDENT = Note(
+    lambda config: bool(layout_dependent_keys(config.model, config.loss)),
+    "loss.allow_layout_dependent=true, and a balancing loss or a capacity is in use that changes with the layout by "
+    "definition: losses, gradients and weights of this run are those of its own layout and micro batch size only",
+)
+NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, LAYOUT_DEPENDENT)
 
 
 def notes(config: Config) -> list[str]:

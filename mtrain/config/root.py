@@ -26,6 +26,11 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
 
+    @property
+    def is_layout_dependent(self) -> bool:
+        """Whether something is in use that changes with the layout by definition, and the promise is given up."""
+        return bool(rules.layout_dependent_keys(self.model, self.loss))
+
     @rule
     def the_steps_fit_the_schedule(self) -> str | None:
         return _lines(rules.steps(self.train, self.optimizer))

@@ -126,18 +126,22 @@ def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
     """What changes with the layout by its definition has to be permitted."""
     if loss.allow_layout_dependent:
         return
+    for key in layout_dependent_keys(model, loss):
+        yield (
+            f"{key} is set, but its effect depends on the layout by definition; remove it (see loss.router."
+            "sequence_balance_coefficient and model.experts.bias_update_rate), or set "
+            "loss.allow_layout_dependent=true and give the promise up"
+        )
+
+
+def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
+    """The knobs in use whose effect changes with the layout by definition."""
     asked = {
         "model.experts.capacity_factor": model.experts is not None and model.experts.capacity_factor is not None,
         "loss.router.microbatch_balance_coefficient": loss.router.microbatch_balance_coefficient > 0,
         "loss.router.global_balance_coefficient": loss.router.global_balance_coefficient > 0,
     }
-    for key, is_asked in asked.items():
-        if is_asked:
-            yield (
-                f"{key} is set, but its effect depends on the layout by definition; remove it (see loss.router."
-                "sequence_balance_coefficient and model.experts.bias_update_rate), or set "
-                "loss.allow_layout_dependent=true and give the promise up"
-            )
+    return [key for key, is_asked in asked.items() if is_asked]
 
 
 def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:

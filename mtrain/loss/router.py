@@ -1,7 +1,7 @@
 """Losses of a router: how large its logits are, and how evenly it loads its experts.
 
-They are sums over tokens that hold text; what the loss mask says of these plays no role. A balancing loss compares, over
-some set of tokens, the share of the choices that fell on each expert with the mean of its normalised score:
+They are sums over tokens that hold text; what the loss mask says of these plays no role. A balancing loss compares,
+over some set of tokens, the share of the choices that fell on each expert with the mean of its normalised score:
 
     E x sum over e of (choices of e / all choices) x (mean over tokens of score_te)
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
 MICROBATCH_BALANCE, GLOBAL_BALANCE = "router_microbatch_balance", "router_global_balance"
+ROUTER_TERMS = frozenset({Z, SEQUENCE_BALANCE, MICROBATCH_BALANCE, GLOBAL_BALANCE})
 _TINY = 1e-20
 """Keeps the sum of sigmoid scores above 0; far below any of them."""
 

@@ -12,6 +12,8 @@ from mtrain.metrics.record import MAIN_TERM, Record, StepRecord, ValidRecord
 ETA_WINDOW_STEPS = 50
 """The remaining time is told from the pace of so many steps, validation and saving between them included."""
 
+_LAYOUT_DEPENDENT = "(of this layout only)"
+
 
 class ConsoleSink:
     """Shows steps with loss, gradient norm, tokens per second and remaining time."""
@@ -53,7 +55,7 @@ class ConsoleSink:
             case ValidRecord():
                 parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
                 parts += [*_side_terms(record), f"samples {record.samples}", f"{record.seconds:.1f} s"]
-                self._print("  ".join(parts))
+                self._print("  ".join(parts + [_LAYOUT_DEPENDENT] * record.layout_dependent))
 
     def close(self) -> None:
         """Leaves the bar as it stands and gives the terminal back."""
@@ -124,6 +126,8 @@ def _numbers(record: StepRecord) -> str:
         parts.append("empty batch")
     if record.skipped is not None:
         parts.append(f"skipped: {record.skipped}")
+    if record.layout_dependent:
+        parts.append(_LAYOUT_DEPENDENT)
     return "  ".join(parts)
 
 

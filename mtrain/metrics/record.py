@@ -61,6 +61,8 @@ class StepRecord:
     """fp16 only."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1, where the device's peak is known."""
+    layout_dependent: bool = False
+    """The run uses something that changes with the layout by definition: its numbers are those of its layout only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,8 @@ class ValidRecord:
     seconds: float
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name, over the same samples."""
+    layout_dependent: bool = False
+    """As in `StepRecord`."""
 
 
 Record = StepRecord | ValidRecord

@@ -15,6 +15,7 @@ from typing import Any
 from mtrain.config import Config
 from mtrain.config.data import DataSection
 from mtrain.config.model import ModelSection
+from mtrain.config.rules import layout_dependent_keys
 from mtrain.errors import ConfigError
 from mtrain.verify.layouts import Trial, common_multiple
 
@@ -51,9 +52,10 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
         seq_length: Wanted length of a row; made a multiple of what the trials need.
 
     Raises:
-        ConfigError: the model has dropout.
+        ConfigError: the model has dropout, or something that changes with the layout by definition.
     """
     _refuse_dropout(config)
+    _refuse_layout_dependent(config)
     reads_files = has_files(config.data)
     length = _multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = _multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
@@ -84,6 +86,15 @@ def _refuse_dropout(config: Config) -> None:
         raise ConfigError(
             f"model.{keys[0]}={getattr(config.model, keys[0])} draws other numbers under every layout, so that no two "
             f"of them can be compared; add {' '.join(f'model.{key}=0' for key in keys)} to the command"
+        )
+
+
+def _refuse_layout_dependent(config: Config) -> None:
+    keys = layout_dependent_keys(config.model, config.loss)
+    if keys:
+        raise ConfigError(
+            f"{', '.join(keys)} changes with the layout by definition, so that no two layouts can be compared; set it "
+            "to its default for the verification"
         )
 
 

@@ -60,11 +60,23 @@ def test_transformer_engine_is_refused_for_isolated_documents() -> None:
 
 
 DOCUMENTS = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "x"}]}
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+ALLOW = {"allow_layout_dependent": True}
 NOTED: list[tuple[guards.Note, dict[str, Any], dict[str, Any]]] = [
     (guards.DROPOUT, {"model__hidden_dropout": 0.1}, {"model__hidden_dropout": 0.0}),
     (guards.DROPOUT, {"model__attention_dropout": 0.1}, {"model__attention_dropout": 0.0}),
     (guards.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 1e-3}),
     (guards.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 0.0}),
+    (
+        guards.LAYOUT_DEPENDENT,
+        {"model__experts": EXPERTS, "loss": {"router": {"global_balance_coefficient": 0.1}, **ALLOW}},
+        {"model__experts": EXPERTS, "loss": {"router": {"sequence_balance_coefficient": 0.1}, **ALLOW}},
+    ),
+    (
+        guards.LAYOUT_DEPENDENT,
+        {"model__experts": {**EXPERTS, "capacity_factor": 1.0}, "loss": ALLOW},
+        {"model__experts": EXPERTS, "loss": ALLOW},
+    ),
     (guards.TORCH_LAYERS, DOCUMENTS, {**DOCUMENTS, "model__backend": "torch"}),
 ]
 
@@ -73,3 +85,4 @@ NOTED: list[tuple[guards.Note, dict[str, Any], dict[str, Any]]] = [
 def test_what_cannot_be_mended_is_noted(note: guards.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
     assert guards.notes(config(**given)) == [note.text]
     assert guards.notes(config(**other)) == []
+    assert config(**given).is_layout_dependent == (note is guards.LAYOUT_DEPENDENT)

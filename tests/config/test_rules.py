@@ -138,6 +138,21 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+BROKEN += [
+    (
+        {"model__experts": EXPERTS, "loss__router": {"microbatch_balance_coefficient": 0.1}},
+        "loss.router.microbatch_balance_coefficient is set, but its effect depends on the layout by definition",
+    ),
+    (
+        {"model__experts": EXPERTS, "loss": {"router": {"z_coefficient": 0.1}, "denominator": "measured"}},
+        "loss.denominator=measured is known only after the forward pass, but side terms are scaled before the backward "
+        "pass (router_z)",
+    ),
+    ({"loss__router": {"z_coefficient": 0.1}}, "loss.router.z_coefficient is set, but the model has no experts"),
+    ({"loss__side_terms": {"router_z": {}}}, "loss.side_terms.router_z takes a name of the losses of routers"),
+]
+
 
 @pytest.mark.parametrize(("changes", "start"), BROKEN, ids=[start.partition(" ")[0] for _, start in BROKEN])
 def test_a_broken_rule_is_named(tmp_path: Any, changes: dict[str, Any], start: str) -> None:

@@ -1,6 +1,7 @@
 """The console: plain lines in a log, a bar on a terminal, a remaining time that follows the clock."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -71,6 +72,13 @@ def test_an_empty_and_a_skipped_step_say_so() -> None:
     assert "loss -" in first
     assert "empty batch" in first
     assert "skipped: fp16 overflow" in second
+
+
+def test_numbers_that_only_one_layout_gives_say_so_everywhere() -> None:
+    records = {1.0: step_record(1), 2.0: valid_record(1)}
+    assert "this layout" not in shown(records, num_steps=1)
+    text = shown({time: replace(record, layout_dependent=True) for time, record in records.items()}, num_steps=1)
+    assert ["(of this layout only)" in line for line in text.splitlines()] == [True, True]
 
 
 def test_a_terminal_gets_a_bar() -> None:

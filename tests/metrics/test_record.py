@@ -30,6 +30,7 @@ steps = st.builds(
     skipped=st.none() | st.sampled_from(["fp16 overflow", "NaN", "line\nbreak"]),
     loss_scale=st.none() | finite,
     mfu=st.none() | finite,
+    layout_dependent=st.booleans(),
 )
 passes = st.builds(
     ValidRecord,

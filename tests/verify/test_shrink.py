@@ -104,6 +104,13 @@ def test_dropout_is_refused_with_the_override_that_turns_it_off(key: str) -> Non
         shrink(config(**{f"model__{key}": 0.1}), ONE)
 
 
+def test_what_no_two_layouts_share_is_refused() -> None:
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+    loss = {"router": {"global_balance_coefficient": 0.1}, "allow_layout_dependent": True}
+    with pytest.raises(ConfigError, match=r"loss\.router\.global_balance_coefficient changes with the layout"):
+        shrink(config(model__experts=experts, loss=loss), ONE)
+
+
 def test_files_that_are_there_are_read_with_their_vocabulary(tmp_path: Path) -> None:
     sections = {"data__kind": "indexed", "data__train": [{"path": str(tmp_path / "corpus")}], "model__vocab_size": 5000}
     missing = shrink(config(**sections), ONE)

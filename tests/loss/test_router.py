@@ -1,0 +1,85 @@
+"""Losses of routers against their definitions, token by token."""
+
+import math
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.loss.router import (
+    GLOBAL_BALANCE,
+    MICROBATCH_BALANCE,
+    SEQUENCE_BALANCE,
+    Z,
+    balance_losses,
+    choices_by_row,
+    normalised_scores,
+    router_denominator,
+    squared_logsumexp,
+)
+
+SEQ, BATCH, EXPERTS, TOP_K = 7, 3, 5, 2
+LENGTHS = (7, 0, 4)
+IS_TEXT = torch.tensor([[t < length for length in LENGTHS] for t in range(SEQ)])
+
+
+def random_logits(seed: int = 0) -> Tensor:
+    logits = torch.randn(SEQ, BATCH, EXPERTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits[~IS_TEXT] = torch.tensor([math.inf, math.nan, 3.0, -math.inf, 0.0], dtype=torch.float64)
+    return logits.requires_grad_()
+
+
+def balance_by_definition(tokens: list[list[float]], score: str) -> float:
+    """E x sum over e of (share of the choices) x (mean of the normalised score)."""
+    chosen, means = [0] * EXPERTS, [0.0] * EXPERTS
+    for logits in tokens:
+        scores = [math.exp(x) if score == "softmax" else 1 / (1 + math.exp(-x)) for x in logits]
+        for e in sorted(range(EXPERTS), key=lambda e: -scores[e])[:TOP_K]:
+            chosen[e] += 1
+        for e in range(EXPERTS):
+            means[e] += scores[e] / sum(scores) / len(tokens)
+    return EXPERTS * sum(count / (TOP_K * len(tokens)) * mean for count, mean in zip(chosen, means, strict=True))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_mean_over_a_set_of_tokens_is_its_balancing_loss(score: Literal["softmax", "sigmoid"]) -> None:
+    logits = random_logits()
+    scores = normalised_scores(logits, score, IS_TEXT)
+    choices = choices_by_row(scores, TOP_K, IS_TEXT)
+    assert choices.sum(1).tolist() == [TOP_K * length for length in LENGTHS]
+    rows = [logits.detach()[:length, row].tolist() for row, length in enumerate(LENGTHS)]
+    by_row = balance_losses(scores, choices).sum(0) / IS_TEXT.sum(0)
+    for row in (0, 2):
+        assert by_row[row].item() == pytest.approx(balance_by_definition(rows[row], score), rel=1e-12)
+    of_all = balance_losses(scores, choices.sum(0)).sum() / sum(LENGTHS)
+    assert of_all.item() == pytest.approx(balance_by_definition(rows[0] + rows[2], score), rel=1e-12)
+
+
+def test_an_even_load_costs_one() -> None:
+    even = torch.eye(EXPERTS).unsqueeze(1) * 1e-3  # each token has another favourite, by very little
+    scores = normalised_scores(even, "softmax", torch.ones(EXPERTS, 1, dtype=torch.bool))
+    losses = balance_losses(scores, choices_by_row(scores, 1, torch.ones(EXPERTS, 1, dtype=torch.bool)))
+    torch.testing.assert_close(losses, torch.ones(EXPERTS, 1))
+
+
+def test_padding_has_no_loss_and_no_gradient_whatever_its_logits_are() -> None:
+    logits = random_logits()
+    squared = squared_logsumexp(logits, IS_TEXT)
+    scores = normalised_scores(logits, "sigmoid", IS_TEXT)
+    balance = balance_losses(scores, choices_by_row(scores, TOP_K, IS_TEXT))
+    assert not squared[~IS_TEXT].any()
+    assert not balance[~IS_TEXT].any()
+    (gradient,) = torch.autograd.grad(squared.sum() + balance.sum(), logits)
+    assert not gradient[~IS_TEXT].any()
+    assert gradient[IS_TEXT].all()
+    first = math.log(sum(math.exp(x) for x in logits[0, 0].tolist())) ** 2
+    assert squared[0, 0].item() == pytest.approx(first, rel=1e-12)
+
+
+def test_denominators_count_text() -> None:
+    padding = [~IS_TEXT.t(), torch.zeros(2, SEQ, dtype=torch.bool)]
+    assert router_denominator(SEQUENCE_BALANCE, padding) == 4
+    for term in (Z, MICROBATCH_BALANCE, GLOBAL_BALANCE):
+        assert router_denominator(term, padding) == 11 + 14
+        assert router_denominator(term, []) == 0
