@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
+from mtrain.loss.router import ROUTER_TERMS, router_denominator
 from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
 from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.mcore.experts.balance import RouterBalance
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer, Update
@@ -75,10 +78,11 @@ class TrainingStep:
         """
         self._config, self._groups, self._chunks = config, groups, list(chunks)
         self._optimizer, self._objective, self._teacher = optimizer, objective, teacher
-        self._terms = tuple(objective.coefficients)
+        self._terms = tuple(objective.functions)
         self._num_microbatches = groups.layout.num_microbatches(
             config.train.global_batch_size, config.train.micro_batch_size
         )
+        self._routers = RouterBalance(config, groups, self._chunks)
         connect(self._chunks, optimizer, config)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
@@ -97,12 +101,12 @@ class TrainingStep:
             NumericError: A denominator is not what the batch planned, negative or not finite, or a loss is not finite;
                 on all ranks alike.
         """
-        planned = list(planned_denominators(batches or [], self._terms).values())
+        planned = list(planned_denominators(batches or [], tuple(self._objective.coefficients)).values())
         plan = Plan(planned, self._objective, self._optimizer.unscales, self._groups)
         rows = slice_for_rank(
             share_batches(batches, self._num_microbatches, self._terms, self._config, self._groups), self._groups
         )
-        accumulator = PairAccumulator(self._terms, self._groups.device)
+        accumulator = PairAccumulator(self._terms, self._groups.device, self._objective.router_terms)
         squares = None if self._optimizer.unscales else self._optimizer.squared_part
         finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups, squares)
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
@@ -112,10 +116,12 @@ class TrainingStep:
             return self._objective.scalar(pairs, plan.factors(), plan.premultiplier), pairs
 
         self._optimizer.zero_grad()
-        run_schedule(self._chunks, rows, loss, accumulator, self._config, finalizer)
+        with self._routers.watching(accumulator, lambda: self._optimizer.scale_loss(plan.router_factors())):
+            run_schedule(self._chunks, rows, loss, accumulator, self._config, finalizer)
         plan.wait()
         assert finalizer.totals is not None
         totals = finalizer.totals.read()
+        totals = totals._replace(terms=self._routers.per_layer(totals.terms))
         self.check(totals.terms)
         return self._totals(totals)
 
@@ -124,12 +130,19 @@ class TrainingStep:
         check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
-        """The optimizer step; None where the batch was empty: weights and state stay bit-identical."""
+        """The optimizer step, and where it succeeded that of the experts' biases.
+
+        None where the batch was empty: weights and state stay bit-identical.
+        """
         if totals.is_empty:
             return None
         if totals.grad_norm is None:
-            return self._optimizer.unscale_and_update(lr)
-        return self._optimizer.update(lr, totals.grad_norm)
+            update = self._optimizer.unscale_and_update(lr)
+        else:
+            update = self._optimizer.update(lr, totals.grad_norm)
+        if not update.overflowed:
+            self._routers.move_biases()
+        return update
 
     def _totals(self, totals: HostTotals) -> StepTotals:
         numerators = {term: each.numerator for term, each in totals.terms.items()}
@@ -158,19 +171,24 @@ class Plan:
             One host synchronisation.
         groups: The process groups.
         """
-        self._coefficients = objective.coefficients
+        self._coefficients, self._router_terms = objective.coefficients, objective.router_terms
         is_needed = is_fp16 or bool(objective.apart)
         self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
         self.premultiplier = self._power_of_two() if is_fp16 else 1.0
 
     def factors(self) -> Mapping[str, float | Tensor]:
-        """One a side term; first called on the last stage after its first forward pass."""
+        """One a side term; first called after the first forward pass of the last stage, or by the first router."""
         if self._totals is None:
             return self._coefficients
         if self._factors is None:
             self._factors = side_term_factors(self._totals.on_device(), self._coefficients)
         return self._factors
+
+    def router_factors(self) -> Tensor:
+        """[router_terms] float64 on the device, the premultiplier in them; first called in the first forward pass."""
+        factors = self.factors()
+        return torch.stack([torch.as_tensor(factors[term]) for term in self._router_terms]) * self.premultiplier
 
     def wait(self) -> None:
         """Ends the collective on ranks that have asked for no factor."""
@@ -185,7 +203,13 @@ class Plan:
 
 def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
     """Each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
-    return {term: math.fsum(batch.shares[term].numpy().sum() for batch in batches) for term in terms}
+    padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
+    return {
+        term: router_denominator(term, padding)
+        if term in ROUTER_TERMS
+        else math.fsum(batch.shares[term].numpy().sum() for batch in batches)
+        for term in terms
+    }
 
 
 InputsOf = Callable[[Tensor, Microbatch], dict[str, TermInputs]]

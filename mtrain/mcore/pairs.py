@@ -17,17 +17,35 @@ from mtrain.mcore.summed import SummedOverRanks
 class PairAccumulator:
     """Sums the pairs of all microbatches of a step on the device, in float64, without a host synchronisation."""
 
-    def __init__(self, terms: Sequence[str], device: torch.device) -> None:
-        self.terms = tuple(terms)
+    def __init__(self, terms: Sequence[str], device: torch.device, router_terms: Sequence[str] = ()) -> None:
+        """Args:
+        terms: Those that are computed from logits.
+        device: Of the sums.
+        router_terms: Those that routers compute inside the layers.
+        """
+        self.terms = (*terms, *router_terms)
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerator, denominator."""
-        self._places = list(zip(self.terms, *self.sums.unbind(1)))
+        self._places = list(zip(terms, *self.sums[: len(terms)].unbind(1)))
+        self._of_logits, self._of_routers = self.sums.split([len(terms), len(router_terms)])
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
         """Adds one microbatch; keeps nothing that could change later."""
         for term, numerator, denominator in self._places:
             numerator.add_(pairs[term].numerator.detach())
             denominator.add_(pairs[term].denominator)
+
+    def add_router(self, numerators: Tensor, denominators: Tensor) -> None:
+        """Adds what one router saw of one microbatch, [router_terms] each."""
+        self._of_routers.add_(torch.stack((numerators.detach(), denominators), dim=1))
+
+    def owned(self, groups: Groups) -> Tensor:
+        """[terms, 2] of which the sum over all ranks is that of the global batch.
+
+        Pairs of logits are the same on ranks that share them (`Groups.owns_loss`). Of a router's pairs each rank has
+        those of its own layers and tokens.
+        """
+        return self.sums if groups.owns_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
 
 
 @dataclass(frozen=True)
@@ -43,9 +61,9 @@ class TermTotals:
 class GlobalTotals:
     """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
 
-    Loss pairs count on the last pipeline stage and planned denominators on the first, once for each replica of the
-    data (`Groups.owns_loss`, `Groups.owns_plan`); all other ranks add zeros. So the same collective sums over DP x CP
-    and spreads the result over TP and PP, and every rank sees the same bits.
+    Loss pairs count where they are owned (`PairAccumulator.owned`) and planned denominators on the first pipeline
+    stage, once for each replica of the data (`Groups.owns_plan`); all other ranks add zeros. So the same
+    collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
     """
 
     def __init__(
@@ -66,8 +84,7 @@ class GlobalTotals:
         nothing, count = [0.0] * len(pairs.terms), len(pairs.terms)
         host = [*nothing, *nothing, *(planned if groups.owns_plan else nothing), float(flag)]
         vector = _on_device(host if squares is None else [*host, 0.0], groups.device)
-        if groups.owns_loss:
-            vector[: 2 * count].copy_(pairs.sums.view(-1))
+        vector[: 2 * count].copy_(pairs.owned(groups).view(-1))
         if squares is not None:
             vector[-1].copy_(squares)
         self._terms = pairs.terms
