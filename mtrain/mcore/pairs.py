@@ -26,8 +26,8 @@ class PairAccumulator:
         self.terms = (*terms, *router_terms)
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerator, denominator."""
-        self._places = list(zip(terms, *self.sums[: len(terms)].unbind(1)))
-        self._of_logits, self._of_routers = self.sums.split([len(terms), len(router_terms)])
+        self._of_logits, self._of_routers = self.sums[: len(terms)], self.sums[len(terms) :]
+        self._places = list(zip(terms, *self._of_logits.unbind(1)))
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
         """Adds one microbatch; keeps nothing that could change later."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mtrain.config.experts import ExpertsSection
 from mtrain.config.model import ModelSection
+from tests.oracle import routers
 from tests.oracle.activations import GATED, activate
 
 Shapes = dict[str, tuple[int, ...]]
@@ -58,6 +59,8 @@ def experts(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -
     assert section is not None
     tokens = x.reshape(-1, x.shape[-1])
     weights = routing(parameters, f"{name}.router", section, tokens)
+    logits = router_logits(parameters, f"{name}.router", tokens)
+    routers.note(f"{name}.router", logits.unflatten(0, x.shape[:-1]), (weights != 0).unflatten(0, x.shape[:-1]))
     every = [_run(parameters, f"{name}.experts.{expert}", model, tokens) for expert in range(section.num_experts)]
     output = torch.einsum("te,teh->th", weights, torch.stack(every, dim=1))
     if section.shared_ffn_hidden_size:

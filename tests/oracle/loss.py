@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain.config.loss import LossSection, TermSection
 from mtrain.config.model import ModelSection
 from mtrain.data.sample import Sample
-from tests.oracle import distributions
+from tests.oracle import distributions, routers
 from tests.oracle.model import Parameters, logits_of
 
 
@@ -31,10 +31,17 @@ class Sequence:
     """Where positions restart; attention does not reach back over these places."""
 
     @classmethod
-    def of_sample(cls, sample: Sample) -> "Sequence":
-        """A row of a batch without what follows its last loss token: no loss depends on that, padding included."""
+    def of_sample(cls, sample: Sample, with_text: bool = False) -> "Sequence":
+        """A row of a batch without what follows its last loss token: no loss of logits depends on that.
+
+        Args:
+            sample: The row.
+            with_text: Keep all its text, and leave the padding alone out: routers count text without a loss too.
+        """
         (places,) = sample.mask.nonzero()
         length = places[-1].item() + 1 if len(places) > 0 else 1
+        if with_text:
+            length = len(sample.tokens) - sample.num_padding
         starts = (0,) if sample.document_starts is None else sorted(set(sample.document_starts[:length].tolist()))
         return cls(
             tokens=torch.from_numpy(sample.tokens[:length]),
@@ -79,7 +86,7 @@ def term_values(
     teacher: Teacher | None = None,
 ) -> dict[str, TermValue]:
     """Every term of the objective over a global batch; the main one is named "main"."""
-    logits = _logits(parameters, model, batch)
+    logits, seen = _run(parameters, model, batch)
     others = logits if teacher is None else _logits(*teacher, batch)  # nobody asks where there is no teacher
     values = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
@@ -88,7 +95,21 @@ def term_values(
             for each, sequence, other in zip(logits, batch, others, strict=True)
         ]
         values[name] = aggregate(losses, batch, term)
+    for name in routers.coefficients(loss.router):
+        values[name] = _router_value(name, seen, model)
     return values
+
+
+def _router_value(name: str, seen: list[routers.Routers], model: ModelSection) -> TermValue:
+    assert model.experts is not None
+    if name == "router_z":
+        return TermValue(routers.z(seen), sum(float(len(next(iter(each.values())).logits)) for each in seen))
+    return TermValue(routers.sequence_balance(seen, model.experts), float(len(seen)))
+
+
+def routers_of(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[routers.Routers]:
+    """What every router sees of each sequence."""
+    return _run(parameters, model, batch)[1]
 
 
 def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_logits: Tensor) -> Tensor:
@@ -116,7 +137,8 @@ def token_losses_of(parameters: Parameters, model: ModelSection, batch: list[Seq
 def objective(values: dict[str, TermValue], loss: LossSection) -> Tensor:
     """Sum of coefficient x numerator / denominator."""
     side_terms = [side.coefficient * values[name].mean for name, side in loss.side_terms.items()]
-    return torch.stack([values["main"].mean, *side_terms]).sum()
+    of_routers = [coefficient * values[name].mean for name, coefficient in routers.coefficients(loss.router).items()]
+    return torch.stack([values["main"].mean, *side_terms, *of_routers]).sum()
 
 
 def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) -> TermValue:
@@ -155,16 +177,33 @@ def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) ->
 
 
 def _logits(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:
-    """[length, vocab_size] of each sequence; documents of one length share a call."""
+    """[length, vocab_size] of each sequence."""
+    return _run(parameters, model, batch)[0]
+
+
+def _run(
+    parameters: Parameters, model: ModelSection, batch: list[Sequence]
+) -> tuple[list[Tensor], list[routers.Routers]]:
+    """Logits of each sequence and what routers see of it; documents of one length share a call."""
     documents = [document for sequence in batch for document in sequence.documents()]
     by_length: dict[int, list[int]] = {}
     for index, document in enumerate(documents):
         by_length.setdefault(len(document), []).append(index)
     found: dict[int, Tensor] = {}
+    seen: dict[int, routers.Routers] = {}
     for indices in by_length.values():
-        found |= zip(indices, logits_of(parameters, model, torch.stack([documents[i] for i in indices])), strict=True)
+        with routers.recorded() as of_all:
+            found |= zip(
+                indices, logits_of(parameters, model, torch.stack([documents[i] for i in indices])), strict=True
+            )
+        for row, index in enumerate(indices):
+            seen[index] = {name: routers.Seen(each.logits[row], each.chosen[row]) for name, each in of_all.items()}
     order = iter(range(len(documents)))
-    return [torch.cat([found[next(order)] for _ in sequence.document_starts]) for sequence in batch]
+    own = [[next(order) for _ in sequence.document_starts] for sequence in batch]
+    return (
+        [torch.cat([found[index] for index in indices]) for indices in own],
+        [routers.joined([seen[index] for index in indices]) for indices in own],
+    )
 
 
 def _masked(losses: Tensor, sequence: Sequence) -> Tensor:

@@ -12,6 +12,7 @@ from tests.oracle import loss as definitions
 from tests.oracle.experts import is_buffer
 from tests.oracle.model import Parameters
 from tests.oracle.optimizer import AdamW, global_norm
+from tests.oracle.routers import moved_biases
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def _step(
     trained = {name: value for name, value in parameters.items() if name not in buffers}
     leaves = {name: value.clone().requires_grad_() for name, value in trained.items()}
     values = definitions.term_values(leaves | buffers, model, loss, batch, teacher)
+    rate = 0.0 if model.experts is None else model.experts.bias_update_rate
+    moved = moved_biases(buffers, definitions.routers_of(parameters, model, batch), rate) if rate else buffers
     is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
     objective = definitions.objective(values, loss)
     found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()))
@@ -84,5 +87,5 @@ def _step(
         denominators={name: value.denominator for name, value in values.items()},
         grad_norm=global_norm(gradients),
         gradients=gradients,
-        parameters=parameters if is_empty else adam.updated(trained, gradients, lr) | buffers,
+        parameters=parameters if is_empty else adam.updated(trained, gradients, lr) | moved,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.sample import Sample
+from mtrain.data.sample import Sample, padded
 
 BATCH, SEQ, VOCAB = 16, 32, 61
 """Samples of a step, positions of a row, real tokens."""
@@ -108,3 +108,19 @@ def _with_documents(sample: Sample, edges: list[int]) -> Sample:
         weight=sample.weight,
         document_starts=np.maximum.accumulate(starts),
     )
+
+
+def padded_steps(seed: int = 12) -> list[GlobalBatch]:
+    """Rows of questions and answers: text of ragged lengths, the prompt without a loss, padding behind it; in one row
+    of the second step nothing is learnt."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for prompts in ([0.5] * BATCH, [1.0, *[0.2] * (BATCH - 1)]):
+        rows = []
+        for slot, share in enumerate(prompts):
+            length = int(rng.integers(1, SEQ + 1)) if slot else SEQ - 3
+            mask = np.zeros(length)
+            mask[int(share * length) :] = 1.0
+            rows.append(padded(rng.integers(0, VOCAB, length + 1), mask, SEQ, pad_id=0))
+        steps.append(rows)
+    return steps

@@ -80,7 +80,7 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
             config.loss,
             config.optimizer,
             [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
-            [[Sequence.of_sample(sample) for sample in batch] for batch in batches],
+            [[Sequence.of_sample(sample, config.model.experts is not None) for sample in batch] for batch in batches],
             teacher and Teacher(_tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
         )
     return _oracles[key]

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from mtrain.mcore.experts.router import Router
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtrain.config import Config
 from mtrain.config.experts import ExpertsSection
 from mtrain.loss import router as losses
+from mtrain.mcore.experts.router import Router
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.pairs import PairAccumulator, TermTotals

@@ -7,7 +7,7 @@ megatron-core's own (transformer/moe/router.py) asks for a function of Transform
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,11 +21,19 @@ from mtrain.config.experts import ExpertsSection
 from mtrain.mcore.experts.choice import Choice, choose
 
 
-class Router(MegatronModule):
-    """Chooses experts in float32 (float64 in a float64 model), whatever the precision of weights and activations.
+class Watch(Protocol):
+    """Sees what a router does with each microbatch."""
 
-    `route` is where a subclass sees logits and choice of a microbatch together.
-    """
+    def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
+        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; returns the former,
+        perhaps with a further loss in their graph."""
+
+    def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
+        """Receives the choice [seq_local x batch, num_experts], before any token is dropped, and the padding."""
+
+
+class Router(MegatronModule):
+    """Chooses experts in float32 (float64 in a float64 model), whatever the precision of weights and activations."""
 
     bias: nn.Parameter | None
     expert_bias: Tensor | None
@@ -42,6 +50,7 @@ class Router(MegatronModule):
         self.section = section
         self.tp_group = pg_collection.tp  # read where shards are named
         self.layer_number: int | None = None
+        self.watch: Watch | None = None
         self.weight = self._parameter(torch.empty(section.num_experts, config.hidden_size))
         if section.router_bias:
             self.bias = self._parameter(torch.zeros(section.num_experts))
@@ -68,12 +77,18 @@ class Router(MegatronModule):
 
         Args:
             hidden: [seq_local, batch, hidden_size].
-            padding_mask: Not used here.
+            padding_mask: [seq_local, batch] bool, positions that hold no text. They are routed like all others, and not
+                counted; None where nobody counts.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.
         """
-        choice = self.route(self.logits(hidden))
+        logits = self.logits(hidden)
+        if self.watch is not None:
+            logits = self.watch.logits(logits, padding_mask)
+        choice = choose(logits.flatten(0, 1), self.section, self.expert_bias)
+        if self.watch is not None:
+            self.watch.choice(choice.chosen, padding_mask)
         if self.section.capacity_factor is not None:
             return self._within_capacity(choice)
         return choice.weights, choice.chosen
@@ -83,10 +98,6 @@ class Router(MegatronModule):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
-
-    def route(self, logits: Tensor) -> Choice:
-        """[seq_local, batch, num_experts] -> the choice, positions flattened."""
-        return choose(logits.flatten(0, 1), self.section, self.expert_bias)
 
     def _within_capacity(self, choice: Choice) -> tuple[Tensor, Tensor]:
         weights, chosen = apply_router_token_dropping(

@@ -1,0 +1,93 @@
+"""What the routers of a run see, and what is made of it: losses and the next biases of the choice. Float64."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config.experts import ExpertsSection
+from mtrain.config.loss import RouterLossSection
+
+
+class Seen(NamedTuple):
+    """One router."""
+
+    logits: Tensor
+    """[..., num_experts]."""
+    chosen: Tensor
+    """[..., num_experts] bool: where the tokens went."""
+
+
+Routers = dict[str, Seen]
+"""By the name of the router, `decoder.layers.1.mlp.router`."""
+
+_open: list[Routers] = []
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Routers]:
+    """Collects what the routers see in this block, which runs every layer once."""
+    _open.append({})
+    try:
+        yield _open[-1]
+    finally:
+        _open.pop()
+
+
+def note(name: str, logits: Tensor, chosen: Tensor) -> None:
+    """Tells the innermost block, if there is one."""
+    if _open:
+        assert name not in _open[-1]
+        _open[-1][name] = Seen(logits, chosen)
+
+
+def joined(parts: list[Routers]) -> Routers:
+    """Documents laid end to end."""
+    return {
+        name: Seen(torch.cat([part[name].logits for part in parts]), torch.cat([part[name].chosen for part in parts]))
+        for name in parts[0]
+    }
+
+
+def z(sequences: list[Routers]) -> Tensor:
+    """Sum over routers and tokens of the squared logarithm of the softmax's denominator."""
+    return torch.stack(
+        [seen.logits.exp().sum(-1).log().square().sum() for each in sequences for seen in each.values()]
+    ).sum()
+
+
+def sequence_balance(sequences: list[Routers], section: ExpertsSection) -> Tensor:
+    """Sum over routers and sequences of E x sum over e of f_e P_e (DeepSeek-V3, equations 17 to 20)."""
+    return torch.stack([balance(seen.logits, section) for each in sequences for seen in each.values()]).sum()
+
+
+def balance(logits: Tensor, section: ExpertsSection) -> Tensor:
+    """The balancing loss of [tokens, num_experts]."""
+    scores = logits.sigmoid() if section.score == "sigmoid" else logits.exp()
+    scores = scores / scores.sum(-1, keepdim=True)
+    last = scores.sort(-1, descending=True).values[:, section.top_k - 1 : section.top_k]
+    shares = (scores >= last).double().mean(0) / section.top_k
+    return section.num_experts * (shares * scores.mean(0)).sum()
+
+
+def coefficients(section: RouterLossSection) -> dict[str, float]:
+    """Of the terms that are on, by name."""
+    both = {"router_z": section.z_coefficient, "router_sequence_balance": section.sequence_balance_coefficient}
+    return {name: value for name, value in both.items() if value > 0}
+
+
+def moved_biases(biases: dict[str, Tensor], sequences: list[Routers], rate: float) -> dict[str, Tensor]:
+    """The biases of the choice after a step: up by the rate where an expert had less than the mean, down where more.
+
+    Args:
+        biases: By name, `decoder.layers.1.mlp.router.expert_bias`.
+        sequences: What the routers saw of each sequence of the global batch.
+        rate: Of one step.
+    """
+    found = {}
+    for name, bias in biases.items():
+        counts = torch.stack([each[name.removesuffix(".expert_bias")].chosen.sum(0) for each in sequences]).sum(0)
+        found[name] = bias + rate * (counts.double().mean() - counts).sign()
+    return found
