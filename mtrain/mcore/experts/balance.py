@@ -123,7 +123,7 @@ class RouterBalance:
         if not self._rate or not self._routers:
             return
         assert self._counts is not None, "there was no step"
-        dist.all_reduce(self._counts, group=self._groups.collection.tp_dp_cp)
+        dist.all_reduce(self._counts, group=self._groups.stage)
         # in integers: a mean of counts would have to be rounded
         signs = (self._counts.sum(1, keepdim=True) - self._counts * self._counts.shape[1]).sign()
         for router, sign in zip(self._routers, signs, strict=True):
