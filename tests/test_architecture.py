@@ -44,6 +44,7 @@ LAYERS: dict[str, int] = {
     "mcore": 2,
     # 3: composition
     "build": 3,
+    "convert": 3,
     "evaluate": 3,
     "generate": 3,
     "rehearsal": 3,

@@ -1,0 +1,244 @@
+"""Hugging Face's folder -> a checkpoint that a run can start from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+import mtrain
+from mtrain.checkpoint.manifest import MANIFEST_NAME, Manifest, measured_files
+from mtrain.checkpoint.tensors import (
+    Box,
+    BoxWriter,
+    CheckpointTensors,
+    Declared,
+    without_inner_checksums,
+    write_tensor_list,
+)
+from mtrain.checkpoint.training_state import TrainingState, write_state
+from mtrain.config.model import ModelSection
+from mtrain.convert.proof import Proof, prove
+from mtrain.convert.work import Unit, run_units, working_folder
+from mtrain.errors import DataError
+from mtrain.files import disk_faults, write_atomically
+from mtrain.hf.axes import Block, Sizes
+from mtrain.hf.family import Family
+from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, HfFolder, check_names
+from mtrain.hf.registry import family_of
+from mtrain.hf.table import Piece, Table, boxes_to_write, read_box
+
+ORIGIN = "hf"
+"""Folder in a checkpoint with what came with the weights: config.json, index, tokenizer."""
+SHARDS_NAME = "shards.json"
+MODEL_NAME = "model.yaml"
+_FILE_BYTES = 1 << 29
+_BOX_BYTES = 1 << 26
+"""Larger boxes are cut into rows, so that a reader of a part, and a cast, need little memory."""
+
+
+class Source(NamedTuple):
+    """An opened folder and what it means."""
+
+    folder: HfFolder
+    family: Family
+    model: ModelSection
+    table: Table
+
+
+def open_source(path: Path) -> Source:
+    """Opens and checks a folder completely; no tensor is read.
+
+    Raises:
+        DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
+    """
+    folder = HfFolder(path)
+    family = family_of(folder.config)
+    model = family.model(folder.config)
+    table = family.table(model)
+    wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
+    check_names(folder, wanted, family.dropped)
+    return Source(folder, family, model, table)
+
+
+def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
+    """Converts a folder and proves it.
+
+    Args:
+        path: config.json and safetensors.
+        out: The checkpoint; must not exist.
+        dtype: Of the weights in the checkpoint; None keeps what each tensor has.
+        num_workers: Threads that each write one file.
+
+    Raises:
+        ConfigError: `out` exists.
+        DataError: The folder is damaged, unknown, or does not fit its config.json.
+        MachineError: The disk refuses.
+    """
+    source = open_source(path)
+    dtypes = _dtypes(source, dtype)
+    files = _files(source.table, dtypes)
+    read = source.folder.tensor
+    with working_folder(out, _plan(source, dtype)) as folder:
+
+        def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
+            with partial.open("wb") as file:
+                writer = BoxWriter(file, unit.name)
+                for part in files[unit.name]:
+                    key = part.piece.key
+                    values = read_box(part.piece, part.offsets, part.sizes, read)
+                    writer.write(key, part.offsets, values.to(dtypes[key]))
+                    tell(part.size_bytes)
+            return {"boxes": writer.boxes, "sha256": writer.sha256}
+
+        units = [Unit(name, sum(part.size_bytes for part in parts)) for name, parts in files.items()]
+        with without_inner_checksums():
+            known = run_units(folder, units, write, num_workers, "importing")
+        written = [
+            Box(key, tuple(offsets), tuple(extent), *place)
+            for facts in known.values()
+            for key, offsets, extent, *place in facts["boxes"]
+        ]
+        declared = {key: Declared(dtypes[key], shape) for key, shape in source.table.shapes.items()}
+        with disk_faults(f"write {folder}"):
+            write_tensor_list(folder, declared, written)
+            _write_side_files(folder, source, out)
+        proof = prove(source.table, CheckpointTensors(folder), lambda key: key, read, num_workers)
+        with disk_faults(f"write {folder}"):
+            _write_manifest(folder, source)
+    return proof
+
+
+class _BoxToWrite(NamedTuple):
+    piece: Piece
+    offsets: Sizes
+    sizes: Sizes
+    size_bytes: int
+
+
+def _dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Checkpoint key -> dtype it will have.
+
+    Raises:
+        DataError: Tensors that are one in the checkpoint have several.
+    """
+    found: dict[str, torch.dtype] = {}
+    for tensor, piece in source.table.tensors():
+        its = dtype or source.folder.facts(tensor.name)[0]
+        if found.setdefault(piece.key, its) != its:
+            raise DataError(
+                f"{source.folder.path}: {tensor.name} is {its}, but others that belong to {piece.key} are "
+                f"{found[piece.key]}; choose one with --dtype"
+            )
+    return found
+
+
+def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_BoxToWrite]]:
+    """Data file -> its boxes, about half a gigabyte each."""
+    files: list[list[_BoxToWrite]] = [[]]
+    filled = 0
+    for piece in table.pieces:
+        itemsize = dtypes[piece.key].itemsize
+        is_whole = any(tensor.arrangement.is_reordered for tensor in piece.tensors)
+        if filled >= _FILE_BYTES:
+            files.append([])
+            filled = 0
+        for block in boxes_to_write(piece):
+            for offsets, sizes in [(block.offsets, block.sizes)] if is_whole else cut(block, itemsize):
+                files[-1].append(_BoxToWrite(piece, offsets, sizes, itemsize * math.prod(sizes)))
+                filled += files[-1][-1].size_bytes
+    return {f"__0_{number}.distcp": boxes for number, boxes in enumerate(files)}
+
+
+def cut(block: Block, itemsize: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Offsets and sizes of boxes that are not too large and make up the block: cuts across its first real dimension."""
+    offsets, _, sizes = block
+    total = math.prod(sizes) * itemsize
+    dim = next((number for number, size in enumerate(sizes) if size > 1), 0)
+    if total <= _BOX_BYTES or not sizes:
+        yield offsets, sizes
+        return
+    rows = max(1, _BOX_BYTES // (total // sizes[dim]))
+    for start in range(0, sizes[dim], rows):
+        count = min(rows, sizes[dim] - start)
+        yield (
+            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+            (*sizes[:dim], count, *sizes[dim + 1 :]),
+        )
+
+
+def _plan(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What makes a later call the same one."""
+    files = {name: file.path.stat() for name, file in source.folder.files.items()}
+    return {
+        "program": mtrain.__version__,
+        "source": str(source.folder.path.resolve()),
+        "config": source.folder.config,
+        "files": {name: [facts.st_size, facts.st_mtime_ns] for name, facts in files.items()},
+        "dtype": str(dtype),
+    }
+
+
+def _write_side_files(folder: Path, source: Source, out: Path) -> None:
+    """Counters, the model's configuration, and what came with the weights."""
+    write_state(
+        folder,
+        TrainingState(
+            step=0,
+            consumed_samples=0,
+            adam_step=0,
+            loss_scaler=None,
+            layout="imported",
+            device="cpu",
+            vocab_size=source.model.vocab_size,
+        ),
+    )
+    origin = folder / ORIGIN
+    origin.mkdir(exist_ok=True)
+    theirs = [Path(name) for name in (CONFIG_NAME, INDEX_NAME) if (source.folder.path / name).exists()]
+    for name in [*theirs, *source.folder.side_files()]:
+        (origin / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source.folder.path / name, origin / name)
+    shards = {
+        name: {"metadata": file.metadata, "tensors": list(file.entries)} for name, file in source.folder.files.items()
+    }
+    write_atomically(origin / SHARDS_NAME, json.dumps(shards) + "\n")
+    write_atomically(folder / MODEL_NAME, _model_yaml(source, out.resolve()))
+
+
+def _model_yaml(source: Source, out: Path) -> str:
+    """The part of a configuration that starts from these weights."""
+    content: dict[str, Any] = {
+        "model": source.model.model_dump(exclude={"backend", "megatron"}),
+        "checkpoint": {"initialize_from": str(out)},
+    }
+    names = {path.name for path in source.folder.side_files()}
+    if "tokenizer.json" in names or any(name.endswith(".model") for name in names):
+        content["data"] = {"tokenizer": str(out / ORIGIN)}
+    return (
+        f"# {source.family.model_type} from {source.folder.path}, by mtrain {mtrain.__version__}; to go last:\n"
+        f"#   mtrain train configs/run/finetune.yaml {out / MODEL_NAME} run.dir=runs/finetune\n"
+        + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    )
+
+
+def _write_manifest(folder: Path, source: Source) -> None:
+    manifest = Manifest(
+        step=0,
+        layout="imported",
+        config_hash=hashlib.sha256((folder / MODEL_NAME).read_bytes()).hexdigest(),
+        versions={"mtrain": mtrain.__version__, "torch": torch.__version__},
+        files={
+            name: facts
+            for name, facts in measured_files(folder).items()
+            if not name.startswith(".") or name == ".metadata"
+        },
+    )
+    write_atomically(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1) + "\n")

@@ -1,0 +1,45 @@
+"""What lies in a folder, from headers and lists alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Listing
+
+from mtrain.convert.exporting import open_target
+from mtrain.convert.importing import open_source
+from mtrain.hf.axes import Sizes
+from mtrain.hf.folder import CONFIG_NAME
+from mtrain.planning import num_parameters
+
+
+def print_contents(path: Path) -> None:
+    """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint.
+
+    Raises:
+        DataError: It is neither, or it is damaged.
+    """
+    if (path / CONFIG_NAME).exists():
+        source = open_source(path)
+        family, model = source.family, source.model
+        tensors = {name: source.folder.facts(name) for name in sorted(source.folder.names())}
+    else:
+        target = open_target(path, None, None)
+        family, model = target.family, target.model
+        tensors = {key: (facts.dtype, facts.shape) for key, facts in sorted(target.tensors.tensors.items())}
+    dtypes: Counter[str] = Counter()
+    for dtype, shape in tensors.values():
+        dtypes[str(dtype).removeprefix("torch.")] += math.prod(shape)
+    print(f"family: {family.model_type}; {num_parameters(model):,} parameters; {len(tensors)} tensors")
+    print("elements: " + ", ".join(f"{count:,} {dtype}" for dtype, count in dtypes.items()))
+    listing = Listing("tensor", "dtype", "shape")
+    for name, (dtype, shape) in tensors.items():
+        listing.add_row(name, str(dtype).removeprefix("torch."), _told(shape))
+    Console(soft_wrap=True).print(listing)
+
+
+def _told(shape: Sizes) -> str:
+    return " x ".join(map(str, shape))

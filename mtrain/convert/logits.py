@@ -1,0 +1,77 @@
+"""Logits of our model, on megatron-core, against those of transformers, from the same folder's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
+from mtrain.config import Config
+from mtrain.config.model import ModelSection
+from mtrain.convert.exporting import model_and_origin
+from mtrain.environment import RankEnvironment
+from mtrain.errors import MachineError
+from mtrain.hf.logits import transformers_logits
+from mtrain.layout import Layout
+from mtrain.mcore.checkpoint import load_frozen_weights
+from mtrain.mcore.groups import Groups, open_groups
+from mtrain.mcore.model import build_frozen_model, unwrap
+from mtrain.mcore.world import open_world
+
+_ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+_SEED, _BATCH, _SEQ, _TIMEOUT_S = 1234, 2, 64, 60.0
+
+
+def compare_logits(checkpoint: Path, hf: Path) -> float:
+    """Largest difference of logits on random tokens, in float32, over the largest logit.
+
+    Args:
+        checkpoint: A checkpoint, or a run folder.
+        hf: What transformers loads.
+
+    Raises:
+        DataError: One of them is damaged.
+        MachineError: transformers is not installed.
+    """
+    entry = checkpoint_at(checkpoint).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    model, _ = model_and_origin(entry.path)
+    tokens = random_tokens(model.vocab_size)
+    try:
+        theirs = transformers_logits(hf, tokens)
+    except ModuleNotFoundError as fault:
+        raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
+    with open_world(_ALONE, "cpu", _TIMEOUT_S) as device:
+        groups = open_groups(Layout(), device, _SEED, _TIMEOUT_S)
+        ours = our_logits(entry, model, groups, tokens)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def random_tokens(vocab_size: int) -> Tensor:
+    """[batch, seq] int64, always the same."""
+    return torch.randint(vocab_size, (_BATCH, _SEQ), generator=torch.Generator().manual_seed(_SEED))
+
+
+@torch.no_grad()
+def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, tokens: Tensor) -> Tensor:
+    """Logits [batch, seq, vocab_size] of a checkpoint in one process, in float32."""
+    config = _config(model)
+    chunks = build_frozen_model(config, groups)
+    load_frozen_weights(entry, chunks, groups, config)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits: Tensor = unwrap(chunks[0])(tokens, positions, None)
+    return logits.transpose(0, 1)[..., : model.vocab_size].float()
+
+
+def _config(model: ModelSection) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": "unused"},
+            "model": model.model_dump(),
+            "train": {"global_batch_size": _BATCH, "num_steps": 1, "precision": "fp32", "device": "cpu"},
+            "optimizer": {"lr": 1.0},
+            "data": {"kind": "mock", "seq_length": _SEQ},
+        }
+    )

@@ -1,0 +1,27 @@
+"""Compares what lies there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.convert.exporting import open_target
+from mtrain.convert.importing import open_source
+from mtrain.convert.proof import Proof, prove
+
+
+def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
+    """Compares a checkpoint with a folder, tensor by tensor.
+
+    Args:
+        checkpoint: A checkpoint, or a run folder.
+        hf: config.json and safetensors.
+        num_workers: Threads.
+
+    Raises:
+        DataError: One of them is damaged, they are of different models, or tensors differ.
+    """
+    source = open_source(hf)
+    target = open_target(checkpoint, hf, None)
+    assert isinstance(target.tensors, CheckpointTensors)
+    return prove(source.table, target.tensors, target.key, source.folder.tensor, num_workers)

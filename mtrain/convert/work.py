@@ -1,0 +1,153 @@
+"""A conversion's working folder: files appear one by one, and what was finished is not done again.
+
+.OUT.partial/            beside OUT; becomes OUT by one rename when everything is there and proven
+    .plan.json           what is being converted; another plan starts anew
+    .done/FILE.json      what is known of a finished file; written after the file is on disk
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.convert.progress import Meter
+from mtrain.errors import ConfigError, RunFolderError
+from mtrain.files import disk_faults, sync_file, sync_folder, write_atomically
+
+_PLAN, _DONE, _LOCK = ".plan.json", ".done", ".lock"
+
+
+class Unit(NamedTuple):
+    """One file to be written."""
+
+    name: str
+    size_bytes: int
+    """About; for the progress bar."""
+
+
+class StoppedError(Exception):
+    """Another worker failed or the user stopped the program; never leaves this module."""
+
+
+@contextlib.contextmanager
+def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
+    """The folder to write into, which becomes `out` when the block ends well.
+
+    What an earlier call with the same plan left is kept, and stays where the block fails.
+
+    Raises:
+        ConfigError: `out` exists.
+        RunFolderError: Another process is converting into it.
+        MachineError: The disk refuses.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
+    folder = out.with_name(f".{out.name}.partial")
+    with disk_faults(f"make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunFolderError(f"another process is converting into {out}; wait for it or stop it") from None
+        with disk_faults(f"write {folder}"):
+            _begin(folder, plan)
+        yield folder
+        with disk_faults(f"complete {out}"):
+            shutil.rmtree(folder / _DONE)
+            for name in (_PLAN, _LOCK):
+                (folder / name).unlink()
+            for path in folder.rglob("*"):
+                sync_folder(path) if path.is_dir() else sync_file(path)
+            sync_folder(folder)
+            folder.rename(out)
+            sync_folder(out.parent)
+
+
+def _begin(folder: Path, plan: dict[str, Any]) -> None:
+    said = json.dumps(plan, indent=1, sort_keys=True)
+    path = folder / _PLAN
+    if path.exists() and path.read_text(encoding="utf-8") == said:
+        finished = len(list((folder / _DONE).glob("*.json")))
+        print(f"going on where an earlier call stopped: {finished} files are done", flush=True)
+        return
+    for left in folder.iterdir():
+        if left.name != _LOCK:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    (folder / _DONE).mkdir()
+    write_atomically(path, said)
+
+
+def run_units(
+    folder: Path,
+    units: Sequence[Unit],
+    write: Callable[[Unit, Path, Callable[[int], None]], Any],
+    num_workers: int,
+    title: str,
+) -> dict[str, Any]:
+    """Writes every file that is not done yet.
+
+    Args:
+        folder: From `working_folder`.
+        units: All files.
+        write: Writes one file: the unit, the path to write, and a function to be told of bytes. Gives what is to be
+            known of it, as JSON.
+        num_workers: Threads, each with one file at a time.
+        title: For the progress bar.
+
+    Returns:
+        File -> what `write` gave.
+
+    Raises:
+        MachineError: The disk refuses.
+    """
+    stop = threading.Event()
+    known: dict[str, Any] = {}
+
+    def run(unit: Unit, meter: Meter) -> None:
+        record = folder / _DONE / f"{unit.name}.json"
+        if record.exists():
+            known[unit.name] = json.loads(record.read_text(encoding="utf-8"))
+            meter.add(unit.size_bytes)
+            return
+
+        def tell(num_bytes: int) -> None:
+            if stop.is_set():
+                raise StoppedError
+            meter.add(num_bytes)
+
+        if stop.is_set():
+            raise StoppedError
+        partial = folder / f"{unit.name}.part"
+        try:
+            facts = write(unit, partial, tell)
+            sync_file(partial)
+            partial.rename(folder / unit.name)
+            write_atomically(record, json.dumps(facts))
+        except BaseException:
+            stop.set()
+            raise
+        known[unit.name] = facts
+
+    with (
+        disk_faults(f"write into {folder}"),
+        Meter(title, sum(unit.size_bytes for unit in units)) as meter,
+        ThreadPoolExecutor(num_workers, thread_name_prefix="convert") as pool,
+    ):
+        futures = [pool.submit(run, unit, meter) for unit in units]
+        try:
+            faults = [fault for future in futures if (fault := future.exception()) is not None]
+        except BaseException:
+            stop.set()
+            raise
+        real = [fault for fault in faults if not isinstance(fault, StoppedError)]
+        if real:
+            raise real[0]
+    return known

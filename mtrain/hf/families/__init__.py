@@ -1,0 +1,1 @@
+"""Model families: for each the fields of config.json and the table of tensors."""

@@ -1,0 +1,213 @@
+"""Tables: which tensors of Hugging Face make up which tensor of a checkpoint.
+
+A family is a tuple of rules. A rule names one tensor of a checkpoint, its axes, and the tensors on disk that it
+consists of. `{L}` and `{E}` in a name run over layers and experts, which are axes like any other: where all layers are
+alike, a checkpoint keeps them in one tensor whose first axis is L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mtrain.config.model import ModelSection
+from mtrain.hf.axes import Arrangement, Block, Fixed, Sizes, shape
+
+Condition: TypeAlias = Callable[[ModelSection, int], bool]
+"""Model and layer (-1 outside of layers) -> whether the tensor is there."""
+
+
+def always(model: ModelSection, layer: int) -> bool:
+    """Of every model."""
+    return True
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of Hugging Face."""
+
+    name: str
+    axes: str
+    """As it lies on disk."""
+    at: Fixed = field(default_factory=dict)
+    """Where it lies in the fused tensor."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tensor of a checkpoint and what it consists of."""
+
+    key: str
+    """In layers with `.*.` for the layer's number."""
+    axes: str
+    """Without the axis of layers."""
+    parts: tuple[Part, ...]
+    when: Condition = always
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor on disk and its place in a global tensor."""
+
+    name: str
+    arrangement: Arrangement
+
+    @property
+    def shape(self) -> Sizes:
+        """On disk."""
+        return self.arrangement.shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor and the tensors that fill it; none of them lies in another piece."""
+
+    key: str
+    offsets: Sizes
+    sizes: Sizes
+    tensors: tuple[HfTensor, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """All tensors of one model."""
+
+    shapes: dict[str, Sizes]
+    """Checkpoint key -> shape of the global tensor, vocabulary without padding."""
+    pieces: tuple[Piece, ...]
+    """In the order of the model."""
+
+    def tensors(self) -> Iterator[tuple[HfTensor, Piece]]:
+        """Every tensor of Hugging Face and the piece it belongs to."""
+        for piece in self.pieces:
+            for tensor in piece.tensors:
+                yield tensor, piece
+
+
+def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str, int], stacked: bool) -> Table:
+    """The rules applied to a model.
+
+    Args:
+        rules: Of its family.
+        model: The architecture.
+        sizes: Axis -> size; L is the number of layers.
+        stacked: Whether the checkpoint keeps all layers in one tensor.
+    """
+    shapes: dict[str, Sizes] = {}
+    pieces: list[Piece] = []
+    for layer in (-1, *range(model.num_layers)):
+        for rule in rules:
+            if (".*." in rule.key) == (layer >= 0) and rule.when(model, layer):
+                key, axes = rule.key, rule.axes
+                if layer >= 0:
+                    key = key.replace(".*.", "." if stacked else f".{layer}.")
+                    axes = f"L {axes}" if stacked else axes
+                shapes[key] = shape(axes, sizes)
+                fixed = {"L": layer} if stacked and layer >= 0 else {}
+                pieces += _pieces(rule, key, axes, layer, fixed, sizes)
+    return Table(shapes, tuple(pieces))
+
+
+def _pieces(
+    rule: Rule, key: str, axes: str, layer: int, fixed: dict[str, int], sizes: Mapping[str, int]
+) -> Iterator[Piece]:
+    """One for each expert where experts lie in tensors of their own, else one."""
+    by_expert = all("{E}" in part.name for part in rule.parts)
+    for experts in product(*([range(sizes["E"])] if by_expert else [])):
+        place = fixed | dict(zip("E", experts))
+        hull = Arrangement(axes, " ".join(name for name in _names(axes) if name not in place), place, sizes)
+        (block,) = hull.blocks()
+        tensors = tuple(
+            HfTensor(
+                part.name.format(L=layer, **dict(zip("E", experts))),
+                Arrangement(axes, part.axes, {**place, **part.at}, sizes),
+            )
+            for part in rule.parts
+        )
+        yield Piece(key, block.offsets, block.sizes, tensors)
+
+
+def _names(axes: str) -> list[str]:
+    return axes.replace("(", " ").replace(")", " ").split()
+
+
+Read: TypeAlias = Callable[[str], Tensor]
+"""Name of a tensor of Hugging Face -> the tensor, as a view where it can be one."""
+
+
+def read_box(piece: Piece, offsets: Sizes, sizes: Sizes, read: Read) -> Tensor:
+    """A part of a global tensor, made from tensors on disk; only what lies in the part is copied.
+
+    Args:
+        piece: A piece of the global tensor.
+        offsets: Where the part begins in the global tensor; it must lie inside the piece.
+        sizes: How large it is.
+        read: Gives the tensors on disk.
+
+    Returns:
+        Of shape `sizes`, contiguous; where it is a whole tensor on disk, that tensor itself.
+    """
+    result: Tensor | None = None
+    for tensor in piece.tensors:
+        for block in tensor.arrangement.blocks():
+            begin = [max(a, b) for a, b in zip(offsets, block.offsets)]
+            end = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, block.offsets, block.sizes)]
+            if any(first >= last for first, last in zip(begin, end)):
+                continue
+            source = tensor.arrangement.arranged(read(tensor.name))
+            target_at = [first - offset for first, offset in zip(begin, offsets)]
+            source_at = [p + first - o for p, first, o in zip(block.part_offsets, begin, block.offsets)]
+            extent = [last - first for first, last in zip(begin, end)]
+            found = narrowed(source, source_at, extent)
+            if tuple(extent) == sizes and found.is_contiguous():
+                return found
+            if result is None:
+                result = torch.empty(sizes, dtype=found.dtype)
+            narrowed(result, target_at, extent).copy_(found)
+    assert result is not None, piece.key
+    return result
+
+
+def boxes_to_write(piece: Piece) -> list[Block]:
+    """The boxes in which a piece is best written: single tensors on disk where each is a box, else the piece."""
+    blocks = [block for tensor in piece.tensors for block in tensor.arrangement.blocks()]
+    if len(blocks) == len(piece.tensors):
+        return blocks
+    return [Block(piece.offsets, (0,) * len(piece.offsets), piece.sizes)]
+
+
+ReadGlobal: TypeAlias = Callable[[str, Sizes, Sizes], Tensor]
+"""Key, offsets and sizes -> that box of a global tensor, as a view where it can be one."""
+
+
+def write_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Tensor:
+    """A tensor as it lies on disk, made from the global tensor; a view where it is one box in the same order.
+
+    Args:
+        tensor: From the table.
+        key: Of the global tensor.
+        read: Gives boxes of global tensors.
+    """
+    blocks = list(tensor.arrangement.blocks())
+    if len(blocks) == 1:
+        return tensor.arrangement.on_disk(read(key, blocks[0].offsets, blocks[0].sizes)).contiguous()
+    arranged: Tensor | None = None
+    for block in blocks:
+        values = read(key, block.offsets, block.sizes)
+        if arranged is None:
+            arranged = torch.empty(tensor.arrangement.arranged_shape, dtype=values.dtype)
+        narrowed(arranged, block.part_offsets, block.sizes).copy_(values)
+    assert arranged is not None
+    return tensor.arrangement.on_disk(arranged).contiguous()
+
+
+def narrowed(tensor: Tensor, offsets: Sizes | list[int], sizes: Sizes | list[int]) -> Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
