@@ -32,6 +32,8 @@ from mtrain.checkpoint.manifest import FileFacts
 from mtrain.errors import DataError
 
 LIST_NAME = ".metadata"
+LIST_FILES = (LIST_NAME, "common.pt", "metadata.json")
+"""What `write_list` writes."""
 _TORCH_FORMAT = "1.0.0"
 """Of the list, as torch 2.9 to 2.13 write it."""
 _BACKENDS = {
@@ -88,13 +90,12 @@ def write_parts(path: Path, parts: Sequence[Part], before_each: Callable[[int], 
     """
     if not parts:
         return Written({}, [])
-    torch.serialization.set_crc32_options(False)  # SHA-256 covers the whole file
     places = []
     with HashedFile(path) as file:
         for number, part in enumerate(parts):
             before_each(number)
             start = file.tell()
-            _save_record(part.data.detach().view(part.sizes).cpu(), file)
+            save_record(part.data.detach().view(part.sizes).cpu(), file)
             places.append(
                 Place(*part[:1], part.data.dtype, *part[1:4], path.name, start, file.tell() - start),
             )
@@ -139,17 +140,26 @@ def write_list(folder: Path, places: Iterable[Place]) -> dict[str, FileFacts]:
     return {name: write_hashed(folder / name, content) for name, content in contents.items()}
 
 
-def _save_record(tensor: Tensor, file: HashedFile) -> None:
-    """torch writes the whole storage of a tensor, so a view of a larger one is copied."""
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
+def save_record(tensor: Tensor, file: HashedFile) -> None:
+    """Appends one tensor on the CPU, contiguous; it is not copied."""
+    torch.serialization.set_crc32_options(False)  # SHA-256 covers the whole file
     try:
-        torch.save(tensor, file)  # type: ignore[arg-type]
+        torch.save(_alone(tensor), file)  # type: ignore[arg-type]
     except RuntimeError as fault:  # torch's writer says only that a position is not what it expected
         refusal = fault.__context__
         while refusal is not None and not isinstance(refusal, OSError):
             refusal = refusal.__context__
         raise refusal or fault from fault
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same memory without neighbours: of a view, torch.save writes the whole storage."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if tensor.numel() == 0:
+        return tensor.clone()
+    raw = tensor.view(-1).view(torch.uint8).numpy().data
+    return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _check_cover(key: str, places: Sequence[Place]) -> None:

@@ -14,19 +14,15 @@ import torch
 import yaml
 
 import mtrain
-from mtrain.checkpoint.manifest import MANIFEST_NAME, Manifest, measured_files
-from mtrain.checkpoint.tensors import (
-    Box,
-    BoxWriter,
-    CheckpointTensors,
-    Declared,
-    without_inner_checksums,
-    write_tensor_list,
-)
+from mtrain.checkpoint.hashed_file import HashedFile, read_facts
+from mtrain.checkpoint.manifest import MANIFEST_NAME, FileFacts, GitState, Manifest
+from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_list
+from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config.model import ModelSection
 from mtrain.convert.proof import Proof, prove
-from mtrain.convert.work import Unit, run_units, working_folder
+from mtrain.convert.work import Unit, is_published, run_units, working_folder
+from mtrain.environment import git_checkout, program_versions
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Block, Sizes
@@ -89,30 +85,31 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
     with working_folder(out, _plan(source, dtype)) as folder:
 
         def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
-            with partial.open("wb") as file:
-                writer = BoxWriter(file, unit.name)
+            boxes: list[Any] = []
+            with HashedFile(partial) as file:
                 for part in files[unit.name]:
-                    key = part.piece.key
-                    values = read_box(part.piece, part.offsets, part.sizes, read)
-                    writer.write(key, part.offsets, values.to(dtypes[key]))
+                    start, key = file.tell(), part.piece.key
+                    save_record(read_box(part.piece, part.offsets, part.sizes, read).to(dtypes[key]), file)
+                    boxes.append([key, part.offsets, part.sizes, start, file.tell() - start])
                     tell(part.size_bytes)
-            return {"boxes": writer.boxes, "sha256": writer.sha256}
+                return {"boxes": boxes, "file": file.finish().model_dump()}
 
         units = [Unit(name, sum(part.size_bytes for part in parts)) for name, parts in files.items()]
-        with without_inner_checksums():
-            known = run_units(folder, units, write, num_workers, "importing")
-        written = [
-            Box(key, tuple(offsets), tuple(extent), *place)
-            for facts in known.values()
-            for key, offsets, extent, *place in facts["boxes"]
+        known = run_units(folder, units, write, num_workers, "importing")
+        places = [
+            Place(key, dtypes[key], source.table.shapes[key], tuple(offsets), tuple(sizes), name, *extent)
+            for name, facts in known.items()
+            for key, offsets, sizes, *extent in facts["boxes"]
         ]
-        declared = {key: Declared(dtypes[key], shape) for key, shape in source.table.shapes.items()}
+        facts = {name: FileFacts.model_validate(facts["file"]) for name, facts in known.items()}
         with disk_faults(f"write {folder}"):
-            write_tensor_list(folder, declared, written)
+            for name in LIST_FILES:
+                (folder / name).unlink(missing_ok=True)
+            facts |= write_list(folder, places)
             _write_side_files(folder, source, out)
         proof = prove(source.table, CheckpointTensors(folder), lambda key: key, read, num_workers)
         with disk_faults(f"write {folder}"):
-            _write_manifest(folder, source)
+            _write_manifest(folder, facts)
     return proof
 
 
@@ -229,16 +226,16 @@ def _model_yaml(source: Source, out: Path) -> str:
     )
 
 
-def _write_manifest(folder: Path, source: Source) -> None:
+def _write_manifest(folder: Path, known: dict[str, FileFacts]) -> None:
+    paths = [path for path in [*folder.iterdir(), *(folder / ORIGIN).rglob("*")] if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in paths if is_published(path)]
+    checkout = git_checkout()
     manifest = Manifest(
         step=0,
         layout="imported",
         config_hash=hashlib.sha256((folder / MODEL_NAME).read_bytes()).hexdigest(),
-        versions={"mtrain": mtrain.__version__, "torch": torch.__version__},
-        files={
-            name: facts
-            for name, facts in measured_files(folder).items()
-            if not name.startswith(".") or name == ".metadata"
-        },
+        versions=program_versions(),
+        git=None if checkout is None else GitState(**checkout._asdict()),
+        files={name: known.get(name) or read_facts(folder / name) for name in names},
     )
     write_atomically(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1) + "\n")

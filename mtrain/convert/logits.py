@@ -11,13 +11,14 @@ from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.model import ModelSection
 from mtrain.convert.exporting import model_and_origin
+from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError
 from mtrain.hf.logits import transformers_logits
 from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.groups import Groups, open_groups
-from mtrain.mcore.model import build_frozen_model, unwrap
+from mtrain.mcore.model import build_frozen_model, run_chunk
 from mtrain.mcore.world import open_world
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
@@ -60,8 +61,16 @@ def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, toke
     config = _config(model)
     chunks = build_frozen_model(config, groups)
     load_frozen_weights(entry, chunks, groups, config)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    logits: Tensor = unwrap(chunks[0])(tokens, positions, None)
+    batch = Microbatch(
+        tokens=tokens,
+        labels=tokens,
+        positions=torch.arange(tokens.shape[1]).expand_as(tokens),
+        weights={},
+        shares={},
+        document_starts=None,
+        is_padding=torch.zeros_like(tokens, dtype=torch.bool),
+    )
+    logits = run_chunk(chunks[0], batch)
     return logits.transpose(0, 1)[..., : model.vocab_size].float()
 
 

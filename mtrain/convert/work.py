@@ -21,7 +21,7 @@ from mtrain.convert.progress import Meter
 from mtrain.errors import ConfigError, RunFolderError
 from mtrain.files import disk_faults, sync_file, sync_folder, write_atomically
 
-_PLAN, _DONE, _LOCK = ".plan.json", ".done", ".lock"
+_PLAN, _DONE, _LOCK, _PART = ".plan.json", ".done", ".lock", ".part"
 
 
 class Unit(NamedTuple):
@@ -69,6 +69,11 @@ def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
             sync_folder(folder)
             folder.rename(out)
             sync_folder(out.parent)
+
+
+def is_published(path: Path) -> bool:
+    """Whether a file in the working folder belongs to what comes out."""
+    return path.name not in (_PLAN, _LOCK) and path.suffix != _PART
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
@@ -125,7 +130,8 @@ def run_units(
 
         if stop.is_set():
             raise StoppedError
-        partial = folder / f"{unit.name}.part"
+        partial = folder / f"{unit.name}{_PART}"
+        partial.unlink(missing_ok=True)
         try:
             facts = write(unit, partial, tell)
             sync_file(partial)

@@ -52,13 +52,15 @@ class Field(Entry):
     ours: str
     default: Any = None
     """What the family has where the file says nothing."""
+    resolved: str = ""
+    """Property of the model that gives the value where ours may be left out."""
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(self.theirs, self.default)
         return {self.ours: value}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {self.theirs: lookup(model, self.ours)}
+        return {self.theirs: lookup(model, self.resolved or self.ours)}
 
 
 @final
@@ -110,6 +112,19 @@ class Rope(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return written_rope(config, model.rope)
+
+
+def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field, Field]:
+    """Key/value heads and the size of a head.
+
+    Args:
+        groups: The family's default; None: as many as query heads.
+        head_dim: The family's default; None: hidden_size / num_attention_heads.
+    """
+    return (
+        Field("num_key_value_heads", "num_query_groups", groups, "query_groups"),
+        Field("head_dim", "head_dim", head_dim, "head_size"),
+    )
 
 
 def lookup(model: Any, dotted: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
-from mtrain.hf.config import Entry, Field, Given, Needed, Rope
+from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
 from mtrain.hf.family import Family
 from mtrain.hf.table import Part, Rule
 
@@ -175,8 +175,7 @@ LLAMA = Family(
     (
         *COMMON,
         *ACTIVATION,
-        Field("num_key_value_heads", "num_query_groups"),
-        Field("head_dim", "head_dim"),
+        *heads(),
         _LlamaBiases(),
         Rope(),
     ),
@@ -188,8 +187,7 @@ MISTRAL = Family(
     (
         *COMMON,
         *ACTIVATION,
-        Field("num_key_value_heads", "num_query_groups", 8),
-        Field("head_dim", "head_dim"),
+        *heads(groups=8),
         Field("sliding_window", "sliding_window", 4096),
         Rope(),
     ),
@@ -201,8 +199,7 @@ QWEN2 = Family(
     (
         *COMMON,
         *ACTIVATION,
-        Field("num_key_value_heads", "num_query_groups", 32),
-        Field("head_dim", "head_dim"),
+        *heads(groups=32),
         Given("qkv_bias", True),
         LayerWindows(),
         Rope(),
@@ -215,8 +212,7 @@ QWEN3 = Family(
     (
         *COMMON,
         *ACTIVATION,
-        Field("num_key_value_heads", "num_query_groups", 32),
-        Field("head_dim", "head_dim", 128),
+        *heads(groups=32, head_dim=128),
         Needed("attention_bias", False, False),
         Given("qk_norm", True),
         LayerWindows(),

@@ -1,0 +1,178 @@
+"""What is refused, by name, before anything is converted."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.importing import import_hf
+from mtrain.convert.verifying import verify_hf
+from mtrain.errors import DataError
+from tests.hf.folders import save
+from tools.convert_checkpoint import app
+
+FIRST = "model-00001-of-00003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "hf"
+    save("llama", folder)
+    assert (folder / FIRST).exists()
+    return folder
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_map(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    change(content["weight_map"])
+    path.write_text(json.dumps(content))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / FIRST)
+    names = set(tensors)
+    change(tensors)
+    save_file(tensors, folder / FIRST)
+    added, gone = set(tensors) - names, names - set(tensors)
+    edit_map(folder, lambda places: places.update(dict.fromkeys(added, FIRST)))
+    edit_map(folder, lambda places: [places.pop(name) for name in gone])
+
+
+def cut_file(folder: Path) -> None:
+    with (folder / FIRST).open("r+b") as file:
+        file.truncate(300)
+
+
+def link_out(folder: Path) -> None:
+    elsewhere = folder.parent / f"{folder.name}-elsewhere"
+    shutil.move(folder / FIRST, elsewhere)
+    (folder / FIRST).symlink_to(elsewhere)
+
+
+def point_to(name: str) -> Callable[[Path], None]:
+    return lambda folder: edit_map(folder, lambda places: places.update({"lm_head.weight": name}))
+
+
+def overlap(folder: Path) -> None:
+    content = (folder / FIRST).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.embed_tokens.weight"]["data_offsets"][0] += 64
+    text = json.dumps(header).encode().ljust(length)
+    (folder / FIRST).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unknown family": (lambda f: edit_json(f / "config.json", model_type="mamba"), "model_type='mamba' is not supp"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
+    "unsupported rope": (
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
+        "rope_type=longrope is not supported",
+    ),
+    "unsupported activation": (lambda f: edit_json(f / "config.json", hidden_act="relu"), "hidden_act='relu'"),
+    "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), f"lacks {NORM}"),
+    "unexpected tensor": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.zeros(2)})),
+        "holds unexpected model.extra",
+    ),
+    "one layer too many": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "unexpected model.layers.2."),
+    "other shape": (
+        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(31, dtype=torch.bfloat16)})),
+        rf"{NORM} has shape \[31\] instead of \[32\]",
+    ),
+    "mixed dtypes": (
+        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(32)})),
+        "layer_norm_weight are torch.float32; choose one with --dtype",
+    ),
+    "parent folder": (point_to("../x.safetensors"), r"names the file '\.\./x\.safetensors'"),
+    "absolute path": (point_to("/etc/passwd"), "names the file '/etc/passwd'"),
+    "link to elsewhere": (link_out, "is a link to .* outside of the folder"),
+    "file missing": (lambda f: (f / FIRST).unlink(), f"{FIRST} cannot be read"),
+    "cut header": (cut_file, f"{FIRST} is damaged: its header should have"),
+    "overlapping tensors": (overlap, "model.embed_tokens.weight of shape"),
+    "index of another file": (
+        lambda f: edit_map(f, lambda places: places.update({NORM: "model-00002-of-00003.safetensors"})),
+        f"lacks {NORM}, which model.safetensors.index.json places there",
+    ),
+    "index without map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "has no weight_map of names to files",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_folder_is_refused_by_name_and_nothing_is_left(good: Path, tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(good, folder)
+    plant, message = FAULTS[fault]
+    plant(folder)
+    with pytest.raises(DataError, match=message):
+        import_hf(folder, tmp_path / "out", None, num_workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == []
+
+
+def test_links_inside_a_download_cache_are_followed(good: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123"
+    shutil.copytree(good, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(os.path.relpath(path, snapshot))
+    import_hf(snapshot, tmp_path / "out", None, num_workers=1)
+    assert verify_hf(tmp_path / "out", good, num_workers=1).num_tensors == 30
+
+
+def test_the_commands_end_with_one_line_and_a_code(good: Path, tmp_path: Path) -> None:
+    def call(*arguments: object) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.output
+
+    ours, back, broken = tmp_path / "ours", tmp_path / "back", tmp_path / "broken"
+    code, text = call("import", "--hf", good, "--out", ours, "--workers", 2)
+    assert (code, "proven: 30 tensors" in text) == (0, True)
+    code, text = call("export", "--checkpoint", ours, "--out", back)
+    assert (code, "proven: 30 tensors" in text) == (0, True)
+    assert call("verify", "--checkpoint", ours, "--hf", back)[0] == 0
+    assert call("import", "--hf", good, "--out", ours)[0] == 2  # not overwritten
+    shutil.copytree(good, broken)
+    point_to("../x")(broken)
+    code, text = call("import", "--hf", broken, "--out", tmp_path / "new")
+    assert (code, text.count("\n")) == (3, 1)
+    for folder, said in ((good, "30 tensors"), (ours, "9 tensors")):
+        code, text = call("inspect", folder)
+        assert (code, said in text, "family: llama" in text) == (0, True, True)
+
+
+def test_verification_names_the_tensor_that_differs(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(good, folder)
+    import_hf(good, tmp_path / "ours", None, num_workers=1)
+    edit_tensors(folder, lambda tensors: tensors[NORM].view(torch.int16).bitwise_xor_(1))
+    with pytest.raises(DataError, match=rf"1 of 30 tensors differ .* {NORM}"):
+        verify_hf(tmp_path / "ours", folder, num_workers=1)
+
+
+def test_a_damaged_checkpoint_is_not_exported(good: Path, tmp_path: Path) -> None:
+    import_hf(good, tmp_path / "ours", None, num_workers=1)
+    box = max(CheckpointTensors(tmp_path / "ours").tensors["output_layer.weight"].boxes)
+    with (tmp_path / "ours" / box.file).open("r+b") as file:
+        file.seek(box.start + 10)
+        file.write(b"\0" * 60)
+    with pytest.raises(DataError, match=r"output_layer.weight at byte \d+ is damaged"):
+        export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)

@@ -1,0 +1,82 @@
+"""A conversion that is interrupted goes on where it stopped."""
+
+import filecmp
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from mtrain.convert.importing import import_hf
+from mtrain.convert.work import Unit, run_units, working_folder
+from mtrain.errors import MachineError, RunFolderError
+from tests.hf.folders import save
+
+UNITS = [Unit(f"file{number}", 10) for number in range(5)]
+
+
+def convert(out: Path, plan: int, die_at: str = "") -> list[str]:
+    """Writes five files; the names of those that were written in this call."""
+    written = []
+
+    def write(unit: Unit, partial: Path, tell: object) -> int:
+        partial.write_text(unit.name)
+        if unit.name == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written.append(unit.name)
+        return len(unit.name)
+
+    with working_folder(out, {"plan": plan}) as folder:
+        assert run_units(folder, UNITS, write, 1, "testing") == {unit.name: 5 for unit in UNITS}
+    return written
+
+
+def killed(out: Path, die_at: str) -> None:
+    """The same in a process that is killed."""
+    child = os.fork()
+    if child == 0:
+        convert(out, plan=1, die_at=die_at)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def test_a_killed_conversion_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed(out, "file3")
+    assert not out.exists()
+    assert convert(out, plan=1) == ["file3", "file4"]
+    assert sorted(path.name for path in out.iterdir()) == [unit.name for unit in UNITS]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_conversion_starts_anew(tmp_path: Path) -> None:
+    killed(tmp_path / "out", "file3")
+    assert convert(tmp_path / "out", plan=2) == [unit.name for unit in UNITS]
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunFolderError, match="another process is converting"),
+        working_folder(tmp_path / "out", {}),
+        working_folder(tmp_path / "out", {}),
+    ):
+        pass
+
+
+def test_a_full_disk_is_told_and_a_second_call_completes(tmp_path: Path) -> None:
+    save("llama", tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "straight", None, num_workers=1)
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            import_hf(tmp_path / "theirs", tmp_path / "out", None, num_workers=1)
+        except MachineError as fault:
+            os._exit(7 if "File too large" in str(fault) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not (tmp_path / "out").exists()
+    import_hf(tmp_path / "theirs", tmp_path / "out", None, num_workers=1)
+    assert filecmp.cmp(tmp_path / "out" / "__0_0.distcp", tmp_path / "straight" / "__0_0.distcp", shallow=False)
