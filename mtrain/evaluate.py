@@ -94,13 +94,19 @@ def evaluate(
         _set_training(chunks, True)
     totals = GlobalTotals(accumulator, list(planned.values()), False, groups).read().terms
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
+    return _record(config, totals, samples, step, time.perf_counter() - start)
+
+
+def _record(
+    config: Config, totals: Mapping[str, TermTotals], samples: ValidationSet, step: int, seconds: float
+) -> ValidRecord:
     records = term_records(totals)
     return ValidRecord(
         step=step,
         valid_loss=records[MAIN_TERM].loss,
         denominator=records[MAIN_TERM].denominator,
         samples=samples.num_samples,
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         terms=records,
         layout_dependent=config.is_layout_dependent,
     )
