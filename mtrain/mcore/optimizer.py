@@ -110,9 +110,26 @@ class Optimizer:
     @torch.no_grad()
     def unscale_and_update(self, lr: float) -> Update:
         """One AdamW step in fp16, unless a gradient overflowed. Two host synchronisations."""
-        if self.inner.prepare_grads():
+        if self._overflows():
             return Update(math.nan, overflowed=True)
         return self.update(lr, math.sqrt(SummedOverRanks(self._squared_part().view(1)).get().item()))
+
+    def _overflows(self) -> bool:
+        """Divides all gradients by the loss scale and moves it; whether one was not finite, on all ranks alike.
+
+        megatron-core does so for dense parameters and for experts apart: with a scale each, which part when one of them
+        overflows, and over groups of its own, which a pipeline stage without experts would not join.
+        """
+        found = torch.zeros(1, device=self._device)
+        for part in self._optimizers():
+            if not part.is_stub_optimizer:
+                part._copy_model_grads_to_main_grads()
+                gradients = part._collect_main_grad_data_for_unscaling()
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale)
+        overflowed = SummedOverRanks(found).get().item() > 0
+        for part in self._optimizers():
+            part.grad_scaler.update(overflowed)
+        return overflowed
 
     def _squared_part(self) -> Tensor:
         """Every element counts on one rank. To be summed over the world, whatever a stage holds.

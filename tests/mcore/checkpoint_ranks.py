@@ -225,7 +225,7 @@ def _raised(action: Callable[[], Any]) -> tuple[str, str]:
 def _shards(parts: Parts, groups: Groups, values: Mapping[Tensor, Tensor]) -> list[Shard]:
     shards = []
     for chunk in parts.chunks:
-        for part in sharded_tensors(unwrap(chunk), groups, lambda parameter: values[parameter]):
+        for part in sharded_tensors(unwrap(chunk), groups, values.get):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])

@@ -1,34 +1,83 @@
 """Experts do not change with the layout: dispatched by either way, divided over ep and etp, beside every other axis."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from mtrain.layout import Layout
 from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, run_case, run_oracle
-from tests.parity.expert_models import DEEPSEEK, MIXTRAL
+from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN, with_experts
 from tests.pool import Pool
 
-CASES = [
-    (MIXTRAL, case(4)),
-    (MIXTRAL, case(4, dp=2, ep=2)),
-    (MIXTRAL, case(4, tp=2, sp=True)),
-    (MIXTRAL, case(4, tp=2, sp=True, ep=2)),
-    (MIXTRAL, case(4, tp=2, sp=True, etp=2)),
-    (DEEPSEEK, case(4)),
-    (DEEPSEEK, case(4, dp=2, ep=2)),
+
+class Run(NamedTuple):
+    """A model under a layout."""
+
+    name: str
+    changes: dict[str, Any]
+    case: Case
+
+    @property
+    def layout(self) -> Layout:
+        """What the case stands for."""
+        return self.case.resolved(self.case.config(**self.changes))
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.layout}".replace(" ", "_")
+
+
+def gathered(model: dict[str, Any]) -> dict[str, Any]:
+    """Tokens travel by all-gather."""
+    return with_experts(model, dispatcher="allgather")
+
+
+PLAIN_OPTIMIZER = {"train__distributed_optimizer": False}
+RUNS = [
+    Run("mixtral", MIXTRAL, case(4)),
+    Run("mixtral", MIXTRAL, case(4, dp=2, ep=2)),
+    Run("mixtral", MIXTRAL, case(4, tp=2, sp=True)),
+    Run("mixtral", MIXTRAL, case(4, tp=2, sp=True, etp=2)),
+    Run("mixtral", MIXTRAL, case(4, cp=2, ep=2)),
+    Run("mixtral", MIXTRAL, case(2, pp=2, vpp=2, dp=2, ep=2)),
+    Run("mixtral", MIXTRAL, case(4, tp=2, sp=True, dp=2, ep=4)),
+    Run("mixtral", MIXTRAL, case(4, tp=2, sp=True, pp=2, dp=2, ep=2, etp=2)),
+    Run("mixtral", MIXTRAL, case(4, tp=2, sp=True, cp=2, dp=2, ep=4, etp=2)),
+    Run("mixtral by all-gather", gathered(MIXTRAL), case(4, dp=2, ep=2)),
+    Run("mixtral by all-gather", gathered(MIXTRAL), case(4, tp=2, sp=True, dp=2, ep=2, etp=2)),
+    Run("deepseek", DEEPSEEK, case(4)),
+    Run("deepseek", DEEPSEEK, case(4, tp=2, sp=True, ep=2)),
+    Run("deepseek", DEEPSEEK | PLAIN_OPTIMIZER, case(2, pp=4, dp=2, ep=2)),
+    Run("deepseek", DEEPSEEK, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
+    Run("deepseek by all-gather", gathered(DEEPSEEK), case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", ep=2)),
+    Run("biases", BIASED, case(4, tp=2, sp=True, dp=2, ep=2)),
+    Run("qwen", QWEN, case(4, tp=2, sp=True, pp=2, ep=2)),
 ]
 
 
-def named(model: dict[str, Any], case: Case) -> Any:
-    name = "deepseek" if model is DEEPSEEK else "mixtral"
-    return pytest.param(model, case, id=f"{name}-{case.resolved(case.config(**model))}")
-
-
-@pytest.mark.parametrize(("model", "case"), [named(*each) for each in CASES])
-def test_experts_do_not_change_with_the_layout(pool: Pool, model: dict[str, Any], case: Case) -> None:
-    batches, config = three_steps(), case.config(**model)
-    found = deviation(run_case(pool, case, batches, **model), run_oracle(config, batches), config)
-    print(case.layout, found)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_experts_do_not_change_with_the_layout(pool: Pool, run: Run) -> None:
+    batches, config = three_steps(), run.case.config(**run.changes)
+    found = deviation(run_case(pool, run.case, batches, **run.changes), run_oracle(config, batches), config)
+    print(run, found)
     found.assert_below()
+
+
+OPTIONS = [
+    Run("recomputed", DEEPSEEK | {"train__recompute": "full"}, case(4, tp=2, sp=True, ep=2)),
+    Run("recomputed in part", MIXTRAL | {"train__recompute": "selective"}, case(4, dp=2, ep=2)),
+    Run("plain optimizer", MIXTRAL | PLAIN_OPTIMIZER, case(4, tp=2, sp=True, dp=2, ep=2)),
+    Run(
+        "overlapped",
+        DEEPSEEK | {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True},
+        case(4, dp=4, ep=2),
+    ),
+    Run("one after the other", with_experts(MIXTRAL, implementation="sequential"), case(4, dp=2, ep=2)),
+    Run("decayed", QWEN | {"optimizer__decay_norms_and_biases": True}, case(4, dp=2, ep=2)),
+]
+
+
+@pytest.mark.parametrize("run", OPTIONS, ids=str)
+def test_options_do_not_change_experts(pool: Pool, run: Run) -> None:
+    test_experts_do_not_change_with_the_layout(pool, run)

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from mtrain.mcore.experts.products import chosen_product
+from mtrain.mcore.experts.products import Product, chosen_product
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
 """Axis of one expert's weight that is divided over expert tensor parallelism."""
@@ -40,6 +40,17 @@ class Stack(nn.Module):
             self.bias = _parameter(torch.zeros(experts, rows), config)
         else:
             self.register_parameter("bias", None)
+
+    def forward(self, tokens: Tensor, counts: Tensor, product: Product) -> Tensor:
+        """[count, columns] sorted by expert -> [count, rows], without the bias.
+
+        A module's own call is what overlapped gathering of parameters waits in.
+        """
+        return product(tokens, self.weight, counts)
+
+    def biases(self, counts: Tensor) -> Tensor | None:
+        """Each token's bias: [count, rows]; none where there is none."""
+        return None if self.bias is None else self.bias.repeat_interleave(counts.to(self.bias.device), dim=0)
 
 
 def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
@@ -92,11 +103,13 @@ class Experts(MegatronModule):
         counts = tokens_per_expert.cpu()
         product = chosen_product(self._implementation, self._row_sizes, self.linear_fc1.weight)
         weights = weights.unsqueeze(-1)
-        hidden = _plus_bias(product(tokens, self.linear_fc1.weight, counts), self.linear_fc1.bias, counts)
-        hidden = (self._activated(hidden) * weights).to(tokens.dtype)
-        output = product(hidden, self.linear_fc2.weight, counts)
-        if self.linear_fc2.bias is not None:
-            output = output + (_by_token(self.linear_fc2.bias, counts) * weights).to(tokens.dtype)
+        hidden = self.linear_fc1(tokens, counts, product)
+        biases = self.linear_fc1.biases(counts)
+        hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
+        output = self.linear_fc2(hidden, counts, product)
+        biases = self.linear_fc2.biases(counts)
+        if biases is not None:
+            output = output + (biases * weights).to(tokens.dtype)
         return output, None
 
     def _activated(self, hidden: Tensor) -> Tensor:
@@ -149,15 +162,6 @@ class Experts(MegatronModule):
             ]
 
         return build
-
-
-def _by_token(bias: Tensor, counts: Tensor) -> Tensor:
-    """[experts, size] -> [count, size]."""
-    return bias.repeat_interleave(counts.to(bias.device), dim=0)
-
-
-def _plus_bias(hidden: Tensor, bias: nn.Parameter | None, counts: Tensor) -> Tensor:
-    return hidden if bias is None else hidden + _by_token(bias, counts)
 
 
 def _unused(parts: object) -> Tensor:
