@@ -62,6 +62,15 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
     return {name: value.detach().clone() for name, value in parameters.items()}
 
 
+def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
+    """The router and the experts of a layer, which transformers keeps stacked."""
+    found = {f"{ours}.router.weight": state[f"{theirs}.gate.weight"]}
+    for their_name, our_name in {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}.items():
+        for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
+            found[f"{ours}.experts.{expert}.{our_name}.weight"] = weight
+    return found
+
+
 def _by_group(query: Tensor, key: Tensor, value: Tensor, model: ModelSection) -> Tensor:
     """Rows of one query group after another: its queries, its key, its value."""
     parts = [part.view(model.query_groups, -1, *part.shape[1:]) for part in (query, key, value)]
