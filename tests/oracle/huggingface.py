@@ -56,7 +56,9 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
         if f"{theirs}.self_attn.k_proj.weight" not in state and f"{theirs}.self_attn.q_proj.weight" in state:
             parameters[f"{ours}.self_attention.linear_q_proj.weight"] = state[f"{theirs}.self_attn.q_proj.weight"]
-        if model.activation in GATED:
+        if f"{theirs}.mlp.gate.weight" in state:
+            parameters |= _experts(state, f"{theirs}.mlp", f"{ours}.mlp")
+        elif model.activation in GATED:
             gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
             parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
     return {name: value.detach().clone() for name, value in parameters.items()}

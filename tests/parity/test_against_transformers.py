@@ -96,12 +96,17 @@ def common() -> dict[str, Any]:
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",  # the grouped one knows no float64
     }
 
 
 @pytest.fixture(scope="module", params=[llama, qwen2, qwen3, gemma3])
 def reference(request: pytest.FixtureRequest) -> Reference:
-    family: Callable[[], tuple[dict[str, Any], Any]] = request.param
+    return computed(request.param)
+
+
+def computed(family: Callable[[], tuple[dict[str, Any], Any]]) -> Reference:
+    """A model of transformers, drawn, and what it says to the first batch."""
     knobs, config = family()
     torch.manual_seed(11)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
