@@ -53,7 +53,7 @@ def build_run(config: Config, layout: Layout, device: torch.device, folder: RunF
         DataError: Data or a checkpoint is missing or damaged.
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
-    objective = Objective.from_config(config.loss)
+    objective = Objective.from_config(config.loss, config.model.mtp_depths)
     groups = open_groups(layout, device, config.train.seed, config.train.process_group_timeout_s)
     if groups.rank == 0:
         for note in guards.notes(config):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
@@ -20,6 +21,7 @@ from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.experts.balance import RouterBalance
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.optimizer import Optimizer, Update
 from mtrain.mcore.pairs import HostTotals, PairAccumulator, PlannedTotals, TermTotals
 from mtrain.mcore.schedule import connect, run_schedule
@@ -111,7 +113,7 @@ class TrainingStep:
         finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups, squares)
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
 
-        def loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+        def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
             pairs = self._objective.pairs(inputs_of(logits, batch))
             return self._objective.scalar(pairs, plan.factors(), plan.premultiplier), pairs
 
@@ -212,8 +214,8 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
     }
 
 
-InputsOf = Callable[[Tensor, Microbatch], dict[str, TermInputs]]
-"""(logits [seq_local, batch, vocab_local], sliced microbatch) -> what each term's loss function sees."""
+InputsOf = Callable[[Logits, Microbatch], dict[str, TermInputs]]
+"""(logits, sliced microbatch) -> what each term's loss function sees."""
 
 
 def term_inputs_of(
@@ -234,28 +236,35 @@ def term_inputs_of(
 
 
 def term_inputs(
-    logits: Tensor, batch: Microbatch, config: Config, groups: Groups, teacher_logits: Tensor | None = None
+    logits: Logits, batch: Microbatch, config: Config, groups: Groups, teacher_logits: Tensor | None = None
 ) -> dict[str, TermInputs]:
-    """What each term's loss function sees of a sliced microbatch; the softmax is computed once for all.
+    """What each term's loss function sees of a sliced microbatch; the softmax is computed once for all, and once more
+    for each depth of multi-token prediction.
 
     Args:
-        logits: [seq_local, batch, vocab_local].
+        logits: Of the last stage.
         batch: The microbatch, sliced for context parallelism.
         config: The vocabulary's real size.
         groups: The tensor-parallel group.
-        teacher_logits: Shaped as `logits`, where a term needs them.
+        teacher_logits: Shaped as `logits.main`, where a term needs them.
     """
     group = groups.tp if groups.layout.tp > 1 else None
-    first_index = groups.tp_rank * logits.shape[-1]
-    student, teacher = (
-        None if each is None else VocabParallelLogits(each, group, first_index, config.model.vocab_size)
-        for each in (logits, teacher_logits)
-    )
-    assert student is not None
-    return {
+    first_index = groups.tp_rank * logits.main.shape[-1]
+
+    def distribution(local: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits(local, group, first_index, config.model.vocab_size)
+
+    student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
+    inputs = {
         term: TermInputs(student, batch.labels, batch.weights[term], batch.shares[term], batch.tokens, teacher)
         for term in batch.weights
     }
+    for depth, (local, ahead) in enumerate(zip(logits.ahead, batch.ahead, strict=True), start=1):
+        term = depth_term(depth)
+        inputs[term] = replace(
+            inputs[term], logits=distribution(local), labels=ahead.labels, tokens=ahead.tokens, teacher=None
+        )
+    return inputs
 
 
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:

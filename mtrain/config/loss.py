@@ -37,6 +37,11 @@ _LEGAL_OPTIONS = {
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+def depth_term(depth: int) -> str:
+    """Name of the term of one depth of multi-token prediction, counted from 1."""
+    return f"mtp_{depth}"
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -141,7 +146,8 @@ class LossSection(TermSection):
     teacher: TeacherSection | None = None
     router: RouterLossSection = RouterLossSection()
     mtp_coefficient: float = Field(0.1, ge=0)
-    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor)."""
+    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross
+    entropies, aggregated as the main term, each divided by a denominator of its own."""
     allow_layout_dependent: bool = False
     """Permits what changes with the layout by its definition; every report of the run then says so."""
 
@@ -161,3 +167,10 @@ class LossSection(TermSection):
             return "side_terms.main takes the name of the main term; choose another name"
         taken = [name for name in self.side_terms if name.startswith("router_")]
         return f"side_terms.{taken[0]} takes a name of the losses of routers; choose another name" if taken else None
+
+    @rule
+    def side_terms_leave_the_names_of_depths_free(self) -> str | None:
+        taken = [name for name in self.side_terms if re.fullmatch(r"mtp_\d+", name)]
+        if not taken:
+            return None
+        return f"side_terms.{taken[0]} takes the name of a depth of multi-token prediction; choose another name"

@@ -60,6 +60,10 @@ class Config(Section):
         return _lines(rules.router_losses(self.model, self.loss))
 
     @rule
+    def several_tokens_can_be_predicted(self) -> str | None:
+        return _lines(rules.multi_token(self.model, self.loss, self.data))
+
+    @rule
     def the_sequence_divides_over_ranks(self) -> str | None:
         return _lines(rules.sequence(self.layout, self.data))
 

@@ -122,6 +122,23 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
 
 
+def multi_token(model: ModelSection, loss: LossSection, data: DataSection) -> Iterator[str]:
+    """Each depth is a term beside the main one, and needs a token to predict."""
+    if model.mtp_depths == 0:
+        return
+    if loss.denominator == "measured":
+        yield (
+            f"model.mtp_depths={model.mtp_depths} adds terms that are scaled before the backward pass, but "
+            "loss.denominator=measured is known only after the forward pass; set it to planned, or model.mtp_depths "
+            "to 0"
+        )
+    if model.mtp_depths >= data.seq_length:
+        yield (
+            f"model.mtp_depths={model.mtp_depths} must be below data.seq_length={data.seq_length}, as no token lies "
+            "further ahead; lower the one or raise the other"
+        )
+
+
 def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
     """What changes with the layout by its definition has to be permitted."""
     if loss.allow_layout_dependent:

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What one depth of multi-token prediction sees and has to say."""
+
+    tokens: Tensor
+    """[batch, seq] int64: the token that lies so far ahead in the document; 0 where there is none."""
+    labels: Tensor
+    """[batch, seq] int64: the token behind it; 0 where there is none."""
+    is_padding: Tensor | None
+    """[batch, seq] bool: positions without a token so far ahead; routers of experts do not count them. None where
+    nobody asks."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Ahead:
+        """The same change to every field."""
+        is_padding = None if self.is_padding is None else change(self.is_padding)
+        return Ahead(change(self.tokens), change(self.labels), is_padding)
 
 
 @dataclass(frozen=True)
@@ -27,3 +46,5 @@ class Microbatch:
     is_padding: Tensor | None
     """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
     not count them. None where nobody asks."""
+    ahead: tuple[Ahead, ...] = ()
+    """By depth, from 1, where several tokens are predicted."""

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtrain.config.loss import LossSection, TermSection
+from mtrain.config.loss import LossSection, TermSection, depth_term
 from mtrain.data.aggregate import TokenTerms, aggregate
-from mtrain.data.batch import Microbatch
+from mtrain.data.ahead import ahead, moved
+from mtrain.data.batch import Ahead, Microbatch
 from mtrain.data.sample import Sample
 
 MAIN = "main"
@@ -27,6 +28,7 @@ def collate(
     first_of_step: int | None,
     with_documents: bool,
     with_padding: bool,
+    mtp_depths: int = 0,
 ) -> Microbatch:
     """Rows of one forward pass.
 
@@ -38,14 +40,17 @@ def collate(
         first_of_step: The row that has slot 0 of the global batch, if it is here.
         with_documents: Whether rows are isolated documents; those without edges count as one.
         with_padding: Whether somebody asks which positions hold no text.
+        mtp_depths: How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one.
     """
     rows = [_filler(seq_length) if sample is None else sample for sample in samples]
-    starts = [np.zeros(seq_length, np.int32) if row.document_starts is None else row.document_starts for row in rows]
-    by_term = {
-        name: [_terms(sample, seq_length, term, row == first_of_step) for row, sample in enumerate(samples)]
-        for name, term in terms.items()
+    starts = [_starts(row, seq_length, with_documents) for row in rows]
+    depths = range(1, mtp_depths + 1)
+    further = [[ahead(row, start, depth) for row, start in zip(rows, starts)] for depth in depths]
+    real = [[moved(~_padding(row), start, depth) for row, start in zip(rows, starts)] for depth in depths]
+    by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()} | {
+        depth_term(depth): _terms(samples, each, terms[MAIN], first_of_step) for depth, each in zip(depths, further)
     }
-    positions = [np.arange(seq_length) - (start if with_documents else 0) for start in starts]
+    positions = [np.arange(seq_length) - start for start in starts]
     return Microbatch(
         tokens=_stacked([row.tokens for row in rows]),
         labels=_stacked([row.labels for row in rows]),
@@ -54,13 +59,33 @@ def collate(
         shares={name: _stacked([row.shares for row in of_rows]) for name, of_rows in by_term.items()},
         document_starts=_stacked(starts) if with_documents else None,
         is_padding=_stacked([_padding(row) for row in rows]) if with_padding else None,
+        ahead=tuple(
+            Ahead(
+                tokens=_stacked([row.tokens for row in each]),
+                labels=_stacked([row.labels for row in each]),
+                is_padding=~_stacked(has_token) if with_padding else None,
+            )
+            for each, has_token in zip(further, real)
+        ),
     )
 
 
-def _terms(sample: Sample | None, seq_length: int, term: TermSection, is_first_in_step: bool) -> TokenTerms:
-    if sample is None:
-        return TokenTerms(np.zeros(seq_length, np.float32), np.zeros(seq_length, np.float64))
-    return aggregate(sample.mask, sample.weight, term, is_first_in_step)
+def _starts(row: Sample, seq_length: int, with_documents: bool) -> NDArray[np.int32]:
+    if row.document_starts is None or not with_documents:
+        return np.zeros(seq_length, np.int32)
+    return row.document_starts
+
+
+def _terms(
+    samples: Sequence[Sample | None], rows: Sequence[Sample], term: TermSection, first_of_step: int | None
+) -> list[TokenTerms]:
+    """One term of every row; of a row without a sample nothing counts."""
+    return [
+        TokenTerms(np.zeros(len(row.mask), np.float32), np.zeros(len(row.mask), np.float64))
+        if sample is None
+        else aggregate(row.mask, sample.weight, term, index == first_of_step)
+        for index, (sample, row) in enumerate(zip(samples, rows))
+    ]
 
 
 def _filler(seq_length: int) -> Sample:

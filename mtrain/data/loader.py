@@ -92,7 +92,7 @@ class _Rows:
         self._micro_batch_size = config.train.micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._seq_length, self._terms = config.data.seq_length, loss_terms(config.loss)
-        self._with_documents = config.data.isolate_documents
+        self._with_documents, self._mtp_depths = config.data.isolate_documents, config.model.mtp_depths
         self._with_padding = config.model.experts is not None
         self._count, rest = divmod(self.global_batch_size, dp_size * self._micro_batch_size)
         if rest:
@@ -118,4 +118,5 @@ class _Rows:
             first_of_step=0 if has_first and own.start == 0 else None,
             with_documents=self._with_documents,
             with_padding=self._with_padding,
+            mtp_depths=self._mtp_depths,
         )

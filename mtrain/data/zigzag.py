@@ -35,4 +35,5 @@ def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: in
         weights={term: weights[:, index] for term, weights in microbatch.weights.items()},
         shares={term: shares[:, index] for term, shares in microbatch.shares.items()},
         is_padding=None if microbatch.is_padding is None else microbatch.is_padding[:, index],
+        ahead=tuple(depth.each(lambda field: field[:, index]) for depth in microbatch.ahead),
     )

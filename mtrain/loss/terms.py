@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrain.config.loss import LossSection, TermSection
+from mtrain.config.loss import LossSection, TermSection, depth_term
 from mtrain.errors import ConfigError
+from mtrain.loss.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 from mtrain.loss.resolve import asks_for_teacher, load_loss_function
 
@@ -31,24 +32,30 @@ class Objective:
     """By term, the function's name in the configuration, for messages."""
     apart: frozenset[str]
     """Side terms whose denominator can be another one than the main term's, because they are aggregated otherwise or
-    belong to routers."""
+    over other tokens, or belong to routers."""
 
     @classmethod
-    def from_config(cls, section: LossSection) -> Objective:
+    def from_config(cls, section: LossSection, mtp_depths: int = 0) -> Objective:
         """Loads every term's function.
+
+        Args:
+            section: The terms.
+            mtp_depths: How many further tokens are predicted; each depth is a side term.
 
         Raises:
             ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
+        share = section.mtp_coefficient / max(mtp_depths, 1)
+        depths = [depth_term(depth) for depth in range(1, mtp_depths + 1)]
+        loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
+        sides = {name: side.coefficient for name, side in section.side_terms.items()}
+        apart = [name for name, term in terms.items() if _divisor(term) != _divisor(section)]
         objective = cls(
-            functions={name: load_loss_function(term.function, term.options) for name, term in terms.items()},
-            coefficients={MAIN_TERM: 1.0}
-            | {name: side.coefficient for name, side in section.side_terms.items()}
-            | section.router.coefficients,
-            names={name: term.function for name, term in terms.items()},
-            apart=frozenset(name for name, term in terms.items() if _divisor(term) != _divisor(section))
-            | frozenset(section.router.coefficients),
+            functions=loaded | dict.fromkeys(depths, next_token_loss),
+            coefficients={MAIN_TERM: 1.0} | sides | dict.fromkeys(depths, share) | section.router.coefficients,
+            names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
+            apart=frozenset([*apart, *depths, *section.router.coefficients]),
         )
         objective._check_teacher(section)
         return objective

@@ -56,6 +56,7 @@ class CoreAttention(MegatronModule):
         self.cp = pg_collection.cp
         self.ulysses = cp_comm_type == "a2a"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        layer_number = min(layer_number, config.num_layers)  # layers behind the last one are of its kind
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
         self.dropout = config.attention_dropout

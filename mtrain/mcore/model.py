@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.model import ModelSection
-from mtrain.data.batch import Microbatch
+from mtrain.data.batch import Ahead, Microbatch
 from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import draw_weights
 from mtrain.mcore.local_rotary import TwoBaseRotary, take_angles_by_layer
+from mtrain.mcore.multi_token import Logits, depths_spec, drop_unused_table
 from mtrain.mcore.rotary import Rotary
 from mtrain.mcore.spec import block_spec, chosen_backend
 from mtrain.mcore.translate import ddp_config, transformer_config
@@ -29,9 +30,18 @@ from mtrain.rope import inverse_frequencies, local_frequencies
 class LanguageModel(GPTModel):
     """GPTModel that takes positions from the batch and returns logits; the loss is computed outside."""
 
+    looks_ahead = True
+    """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
+    _ahead: tuple[Ahead, ...] = ()
+
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, document_starts: Tensor | None, is_padding: Tensor | None
-    ) -> Tensor:
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_starts: Tensor | None,
+        is_padding: Tensor | None,
+        ahead: tuple[Ahead, ...] = (),
+    ) -> Tensor | Logits:
         """Runs this stage.
 
         Args:
@@ -39,24 +49,43 @@ class LanguageModel(GPTModel):
             position_ids: [batch, seq_local] int64.
             document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
             is_padding: [batch, seq_local] bool, positions that routers do not count; None where there is no router.
+            ahead: By depth; empty where only the next token is predicted.
 
         Returns:
-            Last stage: logits [seq_local, batch, vocab_local]. Other stages: hidden states.
+            Last stage: logits [seq_local, batch, vocab_local], of all depths where `ahead` is given. Other stages:
+            hidden states.
         """
         self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
-        # labels only choose the path that ends in compute_language_model_loss
-        return super().forward(
-            input_ids, position_ids, document_starts, labels=input_ids, padding_mask=self._own_padding(is_padding)
-        )
+        self._ahead = ahead if self.mtp_process and self.looks_ahead else ()
+        padding = is_padding if self.pre_process else self._own_padding(is_padding)  # megatron-core cuts on the first
+        output: Tensor | Logits = super().forward(input_ids, position_ids, document_starts, padding_mask=padding)
+        return output
 
     def _own_padding(self, is_padding: Tensor | None) -> Tensor | None:
-        """The positions of this sequence-parallel rank; megatron-core cuts them itself, but on the first stage only."""
-        if is_padding is None or self.pre_process or not self.config.sequence_parallel:
+        """The positions of this sequence-parallel rank."""
+        if is_padding is None or not self.config.sequence_parallel:
             return is_padding
         return is_padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Hands the logits [seq_local, batch, vocab_local] through."""
+    def _postprocess(
+        self, hidden_states: Tensor, *, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None, **others: object
+    ) -> Tensor | Logits:
+        """In the place of megatron-core's losses: the logits of the last stage."""
+        if not self.post_process:
+            return hidden_states
+        logits, further = self._logits(hidden_states), []
+        for number, ahead in enumerate(self._ahead):
+            embeddings = self.embedding(input_ids=ahead.tokens, position_ids=None)
+            padding = self._own_padding(ahead.is_padding)
+            layer = self.mtp.layers[number]
+            hidden_states = layer(embeddings, hidden_states, attention_mask, rotary_pos_emb, padding)
+            further.append(self._logits(hidden_states))
+        return Logits(logits, tuple(further)) if further else logits
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        tied = self.share_embeddings_and_output_weights
+        logits: Tensor
+        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None)
         return logits
 
 
@@ -79,6 +108,8 @@ def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
         ConfigError: As `build_model`.
     """
     translated, chunks = _build_chunks(config, groups)
+    for chunk in chunks:
+        chunk.looks_ahead = False
     return [_in_precision(config, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
 
@@ -101,23 +132,26 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     stage = groups.pp_rank + (vp_stage or 0) * layout.pp
     layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
     backend = chosen_backend(config.model, config.data.isolate_documents, groups.device)
+    is_last = stage == layout.num_stages - 1
     model = LanguageModel(
         config=translated,
         transformer_layer_spec=block_spec(config.model, backend, layers),
         vocab_size=padded_vocab_size(config.model, layout.tp),
         max_sequence_length=config.data.seq_length,
         pre_process=stage == 0,
-        post_process=stage == layout.pp * layout.vpp - 1,
+        post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tied_embeddings,
         position_embedding_type="rope",
+        mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
+    drop_unused_table(model)
     model.rotary_pos_emb = _rotary(config.model)
     if config.model.rope.local_base is not None:
         take_angles_by_layer(model)
-    if config.model.scale_embeddings and model.pre_process:
+    if config.model.scale_embeddings and (model.pre_process or model.mtp_process):
         model.embedding.register_forward_hook(_scale_embeddings)
     return model.to(groups.device)
 
@@ -150,13 +184,14 @@ def _in_precision(config: Config, translated: TransformerConfig, chunk: Language
     return chunk if config.train.precision == "fp32" else Float16Module(translated, chunk)
 
 
-def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor:
+def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """One stage on one microbatch, sliced for context parallelism; logits stay in the precision of the run.
 
     Returns:
-        Last stage: logits [seq_local, batch, vocab_local]. Other stages: hidden states.
+        As `LanguageModel.forward`.
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    output: Tensor = chunk(batch.tokens, batch.positions, batch.document_starts, batch.is_padding, **options)
+    given = (batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead)
+    output: Tensor | Logits = chunk(*given, **options)
     return output

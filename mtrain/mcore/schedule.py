@@ -16,11 +16,12 @@ from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import LossPair
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.model import run_chunk
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import PairAccumulator
 
-LossOfLogits = Callable[[Tensor, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
-"""(logits [seq_local, batch, vocab_local], sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
+LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
+"""(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
 
 
 def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, config: Config) -> None:
@@ -59,7 +60,7 @@ def run_schedule(
     """
     get_model_config(chunks[0]).finalize_model_grads_func = finalizer
 
-    def consume(logits: Tensor, batch: Microbatch) -> Tensor:
+    def consume(logits: Logits, batch: Microbatch) -> Tensor:
         objective, pairs = loss(logits, batch)
         accumulator.add(pairs)
         return objective
@@ -72,14 +73,14 @@ def run_schedule(
 def run_forward(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[Microbatch],
-    take: Callable[[Tensor, Microbatch], None],
+    take: Callable[[Logits, Microbatch], None],
     config: Config,
 ) -> None:
     """Forward alone for every microbatch; `take` receives the logits of each on the last stage, in order."""
 
-    def consume(logits: Tensor, batch: Microbatch) -> Tensor:
+    def consume(logits: Logits, batch: Microbatch) -> Tensor:
         take(logits, batch)
-        return torch.zeros((), device=logits.device)
+        return torch.zeros((), device=logits.main.device)
 
     _run(chunks, batches, consume, config, forward_only=True)
 
@@ -87,7 +88,7 @@ def run_forward(
 def _run(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[Microbatch],
-    consume: Callable[[Tensor, Microbatch], Tensor],
+    consume: Callable[[Logits, Microbatch], Tensor],
     config: Config,
     forward_only: bool,
 ) -> None:
@@ -102,13 +103,14 @@ def _run(
     )
 
 
-def _forward_step(consume: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
-    def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[..., Any]:
+    def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor | Logits, Any]:
         batch = next(iterator)
 
-        def loss_of_output(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss_of_output(output: Tensor | Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logits = output if isinstance(output, Logits) else Logits(output)
             # the three-part form is the one that megatron-core leaves alone; its own token count is not used
-            return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.device), {}
+            return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.device), {}
 
         return run_chunk(chunk, batch), loss_of_output
 

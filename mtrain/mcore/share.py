@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
+from mtrain.data.batch import Ahead, Microbatch
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.mcore.groups import Groups
 
@@ -28,7 +29,9 @@ def share_batches(
         config: Gives the shapes.
         groups: The process groups.
     """
-    num_integers = 3 + config.data.isolate_documents + (config.model.experts is not None)
+    model = config.model
+    num_integers = 3 + config.data.isolate_documents + (model.experts is not None) * (1 + model.mtp_depths)
+    num_integers += 2 * model.mtp_depths
     if groups.layout.tp == 1:
         assert batches is not None
         return [_on_device(batch, groups.device) for batch in batches]
@@ -53,7 +56,8 @@ def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microb
 
 def _integers(batch: Microbatch) -> Tensor:
     fields = (batch.tokens, batch.labels, batch.positions, batch.document_starts, batch.is_padding)
-    return torch.stack([field.to(torch.int64) for field in fields if field is not None])
+    ahead = (field for depth in batch.ahead for field in (depth.tokens, depth.labels, depth.is_padding))
+    return torch.stack([field.to(torch.int64) for field in (*fields, *ahead) if field is not None])
 
 
 def _reals(batch: Microbatch, terms: Sequence[str]) -> Tensor:
@@ -63,6 +67,10 @@ def _reals(batch: Microbatch, terms: Sequence[str]) -> Tensor:
 def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str], config: Config) -> Microbatch:
     more = iter(integers[3:])
     starts = next(more).to("cpu", torch.int32) if config.data.isolate_documents else None
+
+    def padding() -> Tensor | None:
+        return None if config.model.experts is None else next(more).bool()
+
     return Microbatch(
         tokens=integers[0],
         labels=integers[1],
@@ -70,17 +78,19 @@ def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str], config: Con
         weights={term: reals[2 * index].float() for index, term in enumerate(terms)},
         shares={term: reals[2 * index + 1] for index, term in enumerate(terms)},
         document_starts=starts,
-        is_padding=None if config.model.experts is None else next(more).bool(),
+        is_padding=padding(),
+        ahead=tuple(Ahead(next(more), next(more), padding()) for _ in range(config.model.mtp_depths)),
     )
 
 
 def _on_device(batch: Microbatch, device: torch.device) -> Microbatch:
-    return Microbatch(
+    return replace(
+        batch,
         tokens=batch.tokens.to(device),
         labels=batch.labels.to(device),
         positions=batch.positions.to(device),
         weights={term: weights.to(device) for term, weights in batch.weights.items()},
         shares={term: shares.to(device) for term, shares in batch.shares.items()},
-        document_starts=batch.document_starts,
         is_padding=None if batch.is_padding is None else batch.is_padding.to(device),
+        ahead=tuple(depth.each(lambda field: field.to(device)) for depth in batch.ahead),
     )

@@ -20,6 +20,7 @@ from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_frozen_model, run_chunk
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.schedule import run_forward
 
 LogitsOf = Callable[[Microbatch], Tensor]
@@ -70,8 +71,8 @@ class Teacher:
             return self._run_now
         held: dict[int, Tensor] = {}  # by object: the schedules hand on the very microbatches that they were given
 
-        def hold(logits: Tensor, batch: Microbatch) -> None:
-            held[id(batch)] = logits
+        def hold(logits: Logits, batch: Microbatch) -> None:
+            held[id(batch)] = logits.main
 
         run_forward(self._chunks, batches, hold, self._config)
         return lambda batch: held.pop(id(batch))
@@ -79,7 +80,9 @@ class Teacher:
     @torch.no_grad()
     def _run_now(self, batch: Microbatch) -> Tensor:
         (chunk,) = self._chunks
-        return run_chunk(chunk, batch)
+        logits = run_chunk(chunk, batch)
+        assert isinstance(logits, Tensor), "a frozen model does not look ahead"
+        return logits
 
 
 def teacher_config(config: Config, checkpoint: Path) -> Config:

@@ -95,6 +95,7 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "init_method_std": model.init_std,
+        "mtp_num_layers": model.mtp_depths or None,
     }
 
 
@@ -116,7 +117,7 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
         "sequence_parallel": layout.sp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": _stage_contents(config.model.num_layers, layout),
+        "pipeline_model_parallel_layout": _stage_contents(config.model, layout),
         "context_parallel_size": layout.cp,
         "cp_comm_type": {"allgather": "all_gather", "ulysses": "a2a"}[layout.cp_comm],
         "expert_model_parallel_size": layout.ep,
@@ -128,14 +129,14 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _stage_contents(num_layers: int, layout: Layout) -> list[list[str]] | None:
+def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | None:
     """What each (virtual) stage holds, in model order; None where the layers divide evenly."""
-    layers = layout.layers_per_stage(num_layers)
+    layers = layout.layers_per_stage(model.num_layers)
     if len(set(layers)) == 1:
         return None
     contents = [["decoder"] * count for count in layers]
     contents[0].insert(0, "embedding")
-    contents[-1].append("loss")
+    contents[-1] += ["mtp"] * model.mtp_depths + ["loss"]
     return contents
 
 

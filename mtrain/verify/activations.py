@@ -80,9 +80,11 @@ class _Chunk:
 
     def __init__(self, watch: Watch, dp: int) -> None:
         self._watch, self._microbatch, self._is_forward = watch, -1, False
+        self._noted: set[str] = set()
 
     def begin(self, module: nn.Module, inputs: object) -> None:
         self._microbatch += 1
+        self._noted = set()
         self._is_forward = True
 
     def end(self, module: nn.Module, inputs: object, output: object) -> None:
@@ -91,7 +93,9 @@ class _Chunk:
     def hook(self, name: str) -> Callable[[nn.Module, object, Any], None]:
         def note(module: nn.Module, inputs: object, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
-            if self._is_forward and isinstance(value, Tensor) and value.ndim == 3:
+            is_first = name not in self._noted  # depths of multi-token prediction use tables again
+            if self._is_forward and is_first and isinstance(value, Tensor) and value.ndim == 3:
+                self._noted.add(name)
                 self._watch.add(name, self._microbatch, value)
 
         return note

@@ -18,6 +18,7 @@ from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore import attention, finalize, norm, optimizer, pairs, share, translate
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.schedule import run_schedule
 from mtrain.mcore.summed import SummedOverRanks
 
@@ -42,7 +43,7 @@ def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Plant
     def faulty(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any, finalizer: Any) -> None:
         factor = factors(batches, finalizer._groups)
 
-        def scaled_loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+        def scaled_loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
             objective, parts = loss(logits, batch)
             return objective * factor(batch), parts
 
@@ -75,7 +76,7 @@ def _dropped_microbatch() -> contextlib.AbstractContextManager[None]:
     def faulty(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any, finalizer: Any) -> None:
         seen = 0
 
-        def lossy(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+        def lossy(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
             nonlocal seen
             seen += 1
             objective, parts = loss(logits, batch)

@@ -21,6 +21,7 @@ from mtrain.mcore.gather import Shard
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import LanguageModel, build_frozen_model, build_model, unwrap
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.share import share_batches
 from mtrain.mcore.spec import global_name
 from mtrain.mcore.teacher import Teacher
@@ -82,7 +83,7 @@ class _Evaluator:
         config = job.config.model_copy(update={"train": train, "model": model})
         self._groups, self._job, self._config = groups, job, config
         self._model: LanguageModel = unwrap(build_model(config, groups)[0]).double()
-        self._objective = Objective.from_config(job.config.loss)
+        self._objective = Objective.from_config(job.config.loss, config.model.mtp_depths)
         self._teacher = self._exact_teacher()
         self._batches = Batches(config, job.plan, 0, 1)
 
@@ -105,7 +106,10 @@ class _Evaluator:
         (batch,) = share_batches(self._batches.of_step(number), 1, (), self._config, self._groups)
         watched = number == self._job.watched_step
         with Watch([self._model], self._groups, self._config, enabled=watched) as watch:
-            logits = self._model(batch.tokens, batch.positions, batch.document_starts)
+            output = self._model(
+                batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead
+            )
+        logits = output if isinstance(output, Logits) else Logits(output)
         inputs_of = term_inputs_of([batch], self._config, self._groups, self._teacher)
         pairs = self._pairs(inputs_of(logits, batch))
         denominators = self._denominators(batch, pairs)

@@ -65,7 +65,8 @@ class Batches:
 
     def _folded(self, batch: Microbatch) -> Microbatch:
         size = self._config.model.vocab_size
-        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size)
+        ahead = tuple(replace(each, tokens=each.tokens % size, labels=each.labels % size) for each in batch.ahead)
+        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size, ahead=ahead)
 
     def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
         rows = list(own)
@@ -76,6 +77,7 @@ class Batches:
             first_of_step=0 if rows[0] == 0 else None,
             with_documents=self._config.data.isolate_documents,
             with_padding=self._config.model.experts is not None,
+            mtp_depths=self._config.model.mtp_depths,
         )
 
 

@@ -91,7 +91,7 @@ class _Runner:
         self._chunks = build_model(config, groups)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = Optimizer(config, self._chunks, groups)
-        objective = Objective.from_config(config.loss)
+        objective = Objective.from_config(config.loss, config.model.mtp_depths)
         teacher = small_teacher(config, groups)
         self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher)
 

@@ -91,7 +91,9 @@ def build(groups: Groups, config: Config) -> Parts:
     """Model, optimizer and step on the initial weights."""
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
-    training = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss))
+    training = TrainingStep(
+        config, groups, chunks, optimizer, Objective.from_config(config.loss, config.model.mtp_depths)
+    )
     return Parts(chunks, optimizer, training)
 
 

@@ -22,6 +22,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import run_chunk
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.step import term_inputs
 from tests.parity.batches import GlobalBatch
@@ -128,7 +129,7 @@ def _plain_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch
         microbatch = next(iterator)
 
         def loss_of_output(logits: Tensor) -> Any:
-            inputs = term_inputs(logits, microbatch, config, groups)[MAIN_TERM]
+            inputs = term_inputs(Logits(logits), microbatch, config, groups)[MAIN_TERM]
             loss = (inputs.logits.cross_entropy(inputs.labels) * inputs.weights).sum()
             num_tokens = inputs.weights.sum()
             return loss, num_tokens.to(torch.int32), {"loss": torch.stack([loss.detach(), num_tokens])}

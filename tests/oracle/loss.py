@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain.config.loss import LossSection, TermSection
 from mtrain.config.model import ModelSection
 from mtrain.data.sample import Sample
-from tests.oracle import distributions, routers
+from tests.oracle import distributions, multi_token, routers
 from tests.oracle.model import Parameters, logits_of
 
 
@@ -53,8 +53,13 @@ class Sequence:
 
     def documents(self) -> list[Tensor]:
         """The tokens between two starts, each."""
+        return [tokens for (tokens,) in self.per_document(self.tokens)]
+
+    def per_document(self, *values: Tensor) -> list[tuple[Tensor, ...]]:
+        """Values [length] of the sequence, cut at the starts."""
         ends = (*self.document_starts[1:], len(self.tokens))
-        return [self.tokens[start:end] for start, end in zip(self.document_starts, ends, strict=True)]
+        pieces = zip(self.document_starts, ends, strict=True)
+        return [tuple(value[start:end] for value in values) for start, end in pieces]
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,27 @@ def term_values(
         values[name] = aggregate(losses, batch, term)
     for name in routers.coefficients(loss.router):
         values[name] = _router_value(name, seen, model)
-    return values
+    return values | _depth_values(parameters, model, loss, batch)
+
+
+def _depth_values(
+    parameters: Parameters, model: ModelSection, loss: LossSection, batch: list[Sequence]
+) -> dict[str, TermValue]:
+    """The terms of multi-token prediction, aggregated as the main one over the sequences' further tokens."""
+    further = [
+        multi_token.further_losses(
+            parameters, model, sequence.documents(), sequence.per_document(sequence.labels, sequence.weights)
+        )
+        for sequence in batch
+    ]
+    return {
+        f"mtp_{k + 1}": aggregate(
+            [losses[k].losses for losses in further],
+            [replace(sequence, weights=losses[k].weights) for sequence, losses in zip(batch, further, strict=True)],
+            loss,
+        )
+        for k in range(model.mtp_depths)
+    }
 
 
 def _router_value(name: str, seen: list[routers.Routers], model: ModelSection) -> TermValue:
@@ -138,7 +163,9 @@ def objective(values: dict[str, TermValue], loss: LossSection) -> Tensor:
     """Sum of coefficient x numerator / denominator."""
     side_terms = [side.coefficient * values[name].mean for name, side in loss.side_terms.items()]
     of_routers = [coefficient * values[name].mean for name, coefficient in routers.coefficients(loss.router).items()]
-    return torch.stack([values["main"].mean, *side_terms, *of_routers]).sum()
+    depths = [value.mean for name, value in values.items() if name.startswith("mtp_")]
+    further = [loss.mtp_coefficient * torch.stack(depths).mean()] if depths else []
+    return torch.stack([values["main"].mean, *side_terms, *of_routers, *further]).sum()
 
 
 def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) -> TermValue:

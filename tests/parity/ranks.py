@@ -21,6 +21,7 @@ from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
+from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import PairAccumulator, TermTotals
 from mtrain.mcore.schedule import LossOfLogits, run_forward, run_schedule
@@ -66,7 +67,8 @@ def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None =
     if parameters is not None:
         set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own
-    return Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss)))
+    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    return Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, objective))
 
 
 def train(
@@ -102,6 +104,7 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
             first_of_step=0 if row.start == 0 else None,
             with_documents=config.data.isolate_documents,
             with_padding=config.model.experts is not None,
+            mtp_depths=config.model.mtp_depths,
         )
         for row in rows
     ]
@@ -239,7 +242,7 @@ def premultiplied_gradients(
 
 
 def _premultiplied(objective: Objective, premultiplier: float, config: Config, groups: Groups) -> LossOfLogits:
-    def loss(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+    def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
         pairs = objective.pairs(term_inputs(logits, batch, config, groups))
         return objective.scalar(pairs, {}, premultiplier), pairs
 
@@ -257,7 +260,7 @@ def logits_by_microbatch(
     run_forward(
         built.chunks,
         slice_for_rank(batches, groups),
-        lambda logits, own: seen.append(logits.clone().numpy()),
+        lambda logits, own: seen.append(logits.main.clone().numpy()),
         config,
     )
     return seen

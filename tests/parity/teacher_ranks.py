@@ -45,7 +45,7 @@ def train_with_teacher(
     chunks = build_model(config, groups)
     set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)
-    objective = Objective.from_config(config.loss)
+    objective = Objective.from_config(config.loss, config.model.mtp_depths)
     built = Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, objective, teacher))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     optimizer.gather_parameters()

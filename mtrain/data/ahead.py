@@ -1,0 +1,37 @@
+"""Multi-token prediction looks further ahead than the next token: what its depths see and have to say.
+
+Depth k of a position gets the token k ahead of it and predicts the one behind that, both inside the document. Rows are
+whole here; what is cut later for context parallelism needs no neighbour any more.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.sample import Sample
+
+Value = TypeVar("Value", np.int64, np.float64, np.bool_)
+
+
+def ahead(sample: Sample, document_starts: NDArray[np.int32], depth: int) -> Sample:
+    """Tokens, labels and mask of a whole row, moved as `moved` does."""
+    return Sample(
+        tokens=moved(sample.tokens, document_starts, depth),
+        labels=moved(sample.labels, document_starts, depth),
+        mask=moved(sample.mask, document_starts, depth),
+        weight=sample.weight,
+    )
+
+
+def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
+    """What lies `depth` positions further in the same document; 0 where document or row end before.
+
+    Args:
+        values: [seq] of a whole row.
+        document_starts: [seq]: index in the row at which each token's document begins.
+        depth: At least 1.
+    """
+    found = np.zeros_like(values)
+    found[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
+    return found

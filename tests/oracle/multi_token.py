@@ -1,0 +1,78 @@
+"""Multi-token prediction, one document at a time and without a token that is not there.
+
+Depth k of a document of n tokens has n - k positions: position i joins what depth k - 1 says there with the embedding
+of token i + k, and predicts the label of position i + k. Nothing is shifted in place, padded or masked.
+
+Source: DeepSeek-V3 report (2024), section 2.2, equations 21 to 25, with the concatenation in the order of the published
+weights: embedding first.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config.model import ModelSection
+from tests.oracle.model import Parameters, head, hidden_of, norm, transformer_layer
+
+
+class Further(NamedTuple):
+    """One depth of a sequence, document after document; both [number of its positions in all documents]."""
+
+    losses: Tensor
+    """Cross entropy in nats, finite where the weight is 0."""
+    weights: Tensor
+    """Of the label that each predicts."""
+
+
+def further_losses(
+    parameters: Parameters,
+    model: ModelSection,
+    documents: list[Tensor],
+    targets: list[tuple[Tensor, ...]],
+) -> list[Further]:
+    """Every depth of a sequence.
+
+    Args:
+        parameters: Float64, global shapes.
+        model: The architecture.
+        documents: Tokens [length] of each.
+        targets: Labels and weights [length] of each.
+    """
+    if model.mtp_depths == 0:
+        return []
+    by_document = [
+        _document(parameters, model, tokens, *target) for tokens, target in zip(documents, targets, strict=True)
+    ]
+    return [
+        Further(torch.cat([depth.losses for depth in depths]), torch.cat([depth.weights for depth in depths]))
+        for depths in zip(*by_document, strict=True)
+    ]
+
+
+def _document(
+    parameters: Parameters, model: ModelSection, tokens: Tensor, labels: Tensor, weights: Tensor
+) -> list[Further]:
+    hidden = hidden_of(parameters, model, tokens.unsqueeze(0))
+    found: list[Further] = []
+    for k in range(1, model.mtp_depths + 1):
+        if k >= len(tokens):
+            return found + [Further(weights[:0], weights[:0])] * (model.mtp_depths - len(found))
+        hidden = _depth(parameters, f"mtp.layers.{k - 1}", model, hidden[:, : len(tokens) - k], tokens[k:])
+        kept = weights[k:]
+        probabilities = head(parameters, model, hidden)[0].log_softmax(-1)
+        targets = torch.where(kept > 0, labels[k:], 0)
+        losses = -probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        found.append(Further(torch.where(kept > 0, losses, 0.0), kept))
+    return found
+
+
+def _depth(parameters: Parameters, name: str, model: ModelSection, hidden: Tensor, further: Tensor) -> Tensor:
+    """[1, positions, hidden] of the depth before and the tokens [positions] ahead -> [1, positions, hidden]."""
+    embeddings = parameters["embedding.word_embeddings.weight"][further].unsqueeze(0)
+    joined = torch.cat(
+        [norm(parameters, f"{name}.enorm", model, embeddings), norm(parameters, f"{name}.hnorm", model, hidden)], dim=-1
+    )
+    projected = joined @ parameters[f"{name}.eh_proj.weight"].T
+    output = transformer_layer(parameters, f"{name}.transformer_layer", model, model.num_layers - 1, projected)
+    return norm(parameters, f"{name}.final_layernorm", model, output)
