@@ -23,12 +23,13 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.sinks import sink_parameter, with_sink_keys
+from mtrain.mcore.window import has_window
 
 Run = tuple[int, int]
 """Positions [start, end) of a row."""
@@ -57,8 +58,7 @@ class CoreAttention(MegatronModule):
         self.ulysses = cp_comm_type == "a2a"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         layer_number = min(layer_number, config.num_layers)  # layers behind the last one are of its kind
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed else None
+        self.window = config.window_size[0] + 1 if has_window(config, layer_number) else None
         self.dropout = config.attention_dropout
         self.tp = pg_collection.tp
         self.softmax_offset = sink_parameter(config, self.tp) if config.softmax_type == "learnable" else None

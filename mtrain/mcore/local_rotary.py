@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from mtrain.mcore.rotary import Rotary
+from mtrain.mcore.window import has_window
 
 
 class TwoBaseRotary(Rotary):
@@ -43,6 +43,5 @@ def take_angles_by_layer(model: nn.Module) -> None:
 def _take_own_angles(
     attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    config = attention.config
-    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number)
+    windowed = has_window(attention.config, attention.layer_number)
     return args, {**options, "rotary_pos_emb": options["rotary_pos_emb"][int(windowed)]}

@@ -106,9 +106,7 @@ class _Evaluator:
         (batch,) = share_batches(self._batches.of_step(number), 1, (), self._config, self._groups)
         watched = number == self._job.watched_step
         with Watch([self._model], self._groups, self._config, enabled=watched) as watch:
-            output = self._model(
-                batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead
-            )
+            output = self._model(batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead)
         logits = output if isinstance(output, Logits) else Logits(output)
         inputs_of = term_inputs_of([batch], self._config, self._groups, self._teacher)
         pairs = self._pairs(inputs_of(logits, batch))

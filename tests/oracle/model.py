@@ -27,8 +27,9 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
     rows = model.vocab_size if padded_vocab_size is None else padded_vocab_size
     hidden = model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (rows, hidden)}
-    for i in range(model.num_layers):
-        layer = f"decoder.layers.{i}"
+    layers = {f"decoder.layers.{i}": i for i in range(model.num_layers)}
+    depths = [f"mtp.layers.{k}" for k in range(model.mtp_depths)]
+    for layer, i in (layers | {f"{depth}.transformer_layer": model.num_layers - 1 for depth in depths}).items():
         fc1 = model.ffn_hidden_size * (2 if model.activation in GATED else 1)
         shapes |= _norm_shapes(f"{layer}.input_layernorm", hidden, model)
         any_bias = model.linear_bias
@@ -43,6 +44,10 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
         shapes |= _linear_shapes(f"{layer}.mlp.linear_fc1", fc1, hidden, any_bias)
         shapes |= _linear_shapes(f"{layer}.mlp.linear_fc2", hidden, model.ffn_hidden_size, any_bias)
     shapes |= _norm_shapes("decoder.final_layernorm", hidden, model)
+    for depth in depths:
+        for norm in ("enorm", "hnorm", "final_layernorm"):
+            shapes |= _norm_shapes(f"{depth}.{norm}", hidden, model)
+        shapes[f"{depth}.eh_proj.weight"] = (hidden, 2 * hidden)
     if not model.tied_embeddings:
         shapes["output_layer.weight"] = (rows, hidden)
     return shapes
@@ -73,20 +78,37 @@ def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Te
     expected = parameter_shapes(model, padded_vocab_size=parameters["embedding.word_embeddings.weight"].shape[0])
     given = {name: tuple(value.shape) for name, value in parameters.items()}
     assert given == expected, f"parameters differ from the model's: {dict(given.items() ^ expected.items())}"
-    hidden = parameters["embedding.word_embeddings.weight"][tokens]
-    if model.scale_embeddings:
-        hidden = hidden * math.sqrt(model.hidden_size)
+    return head(parameters, model, hidden_of(parameters, model, tokens))
+
+
+def hidden_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Tensor:
+    """What the output layer sees, behind the final norm: [num_documents, length, hidden]."""
+    hidden = embed(parameters, model, tokens)
     for i in range(model.num_layers):
-        layer = f"decoder.layers.{i}"
-        x = _norm(parameters, f"{layer}.input_layernorm", model, hidden)
-        attended = _attention(parameters, f"{layer}.self_attention", model, i, x)
-        hidden = hidden + _behind(parameters, f"{layer}.post_self_attn_layernorm", model, attended)
-        x = _norm(parameters, f"{layer}.pre_mlp_layernorm", model, hidden)
-        transformed = (experts if has_experts(model, i) else _mlp)(parameters, f"{layer}.mlp", model, x)
-        hidden = hidden + _behind(parameters, f"{layer}.post_mlp_layernorm", model, transformed)
-    hidden = _norm(parameters, "decoder.final_layernorm", model, hidden)
+        hidden = transformer_layer(parameters, f"decoder.layers.{i}", model, i, hidden)
+    return norm(parameters, "decoder.final_layernorm", model, hidden)
+
+
+def embed(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Tensor:
+    """What the first layer sees: [..., hidden] of tokens [...]."""
+    hidden = parameters["embedding.word_embeddings.weight"][tokens]
+    return hidden * math.sqrt(model.hidden_size) if model.scale_embeddings else hidden
+
+
+def head(parameters: Parameters, model: ModelSection, hidden: Tensor) -> Tensor:
+    """Logits [..., vocab_size] of hidden states [..., hidden] behind a final norm."""
     table = parameters["embedding.word_embeddings.weight" if model.tied_embeddings else "output_layer.weight"]
     return hidden @ table[: model.vocab_size].T
+
+
+def transformer_layer(parameters: Parameters, name: str, model: ModelSection, i: int, hidden: Tensor) -> Tensor:
+    """A layer of the kind of layer i, counted from 0: [documents, length, hidden] -> the same."""
+    x = norm(parameters, f"{name}.input_layernorm", model, hidden)
+    attended = _attention(parameters, f"{name}.self_attention", model, i, x)
+    hidden = hidden + _behind(parameters, f"{name}.post_self_attn_layernorm", model, attended)
+    x = norm(parameters, f"{name}.pre_mlp_layernorm", model, hidden)
+    transformed = (experts if has_experts(model, i) else _mlp)(parameters, f"{name}.mlp", model, x)
+    return hidden + _behind(parameters, f"{name}.post_mlp_layernorm", model, transformed)
 
 
 def _attention_shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
@@ -112,7 +134,7 @@ def _linear_shapes(name: str, rows: int, columns: int, bias: bool) -> dict[str, 
     return weight | {f"{name}.bias": (rows,)} if bias else weight
 
 
-def _norm(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+def norm(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
     """RMSNorm or LayerNorm over the last axis."""
     if model.norm == "layernorm":
         x = x - x.mean(-1, keepdim=True)
@@ -128,7 +150,7 @@ def _neutral(model: ModelSection) -> float:
 
 def _behind(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
     """The norm behind a part of a layer, where the model has one."""
-    return _norm(parameters, name, model, x) if model.sandwich_norm else x
+    return norm(parameters, name, model, x) if model.sandwich_norm else x
 
 
 def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
@@ -146,8 +168,8 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     qkv = _linear(parameters, f"{name}.linear_qkv", x).view(documents, length, groups, queries_per_group + 2, head)
     query, key, value = qkv[..., :-2, :], qkv[..., -2, :].unsqueeze(3), qkv[..., -1, :].unsqueeze(3)
     if model.qk_norm:
-        query = _norm(parameters, f"{name}.q_layernorm", model, query)
-        key = _norm(parameters, f"{name}.k_layernorm", model, key)
+        query = norm(parameters, f"{name}.q_layernorm", model, query)
+        key = norm(parameters, f"{name}.k_layernorm", model, key)
     window = None if _sees_everything(model, layer_index) else model.sliding_window
     rope = model.rope
     if window is not None and rope.local_base is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.model import ModelSection
-from tests.oracle.model import Parameters, head, hidden_of, norm, transformer_layer
+from tests.oracle.model import Parameters, embed, head, hidden_of, norm, transformer_layer
 
 
 class Further(NamedTuple):
@@ -69,7 +69,7 @@ def _document(
 
 def _depth(parameters: Parameters, name: str, model: ModelSection, hidden: Tensor, further: Tensor) -> Tensor:
     """[1, positions, hidden] of the depth before and the tokens [positions] ahead -> [1, positions, hidden]."""
-    embeddings = parameters["embedding.word_embeddings.weight"][further].unsqueeze(0)
+    embeddings = embed(parameters, model, further.unsqueeze(0))
     joined = torch.cat(
         [norm(parameters, f"{name}.enorm", model, embeddings), norm(parameters, f"{name}.hnorm", model, hidden)], dim=-1
     )
