@@ -80,37 +80,46 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
     """
     source = open_source(path)
     dtypes = _dtypes(source, dtype)
-    files = _files(source.table, dtypes)
-    read = source.folder.tensor
     with working_folder(out, _plan(source, dtype)) as folder:
-
-        def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
-            boxes: list[Any] = []
-            with HashedFile(partial) as file:
-                for part in files[unit.name]:
-                    start, key = file.tell(), part.piece.key
-                    save_record(read_box(part.piece, part.offsets, part.sizes, read).to(dtypes[key]), file)
-                    boxes.append([key, part.offsets, part.sizes, start, file.tell() - start])
-                    tell(part.size_bytes)
-                return {"boxes": boxes, "file": file.finish().model_dump()}
-
-        units = [Unit(name, sum(part.size_bytes for part in parts)) for name, parts in files.items()]
-        known = run_units(folder, units, write, num_workers, "importing")
-        places = [
-            Place(key, dtypes[key], source.table.shapes[key], tuple(offsets), tuple(sizes), name, *extent)
-            for name, facts in known.items()
-            for key, offsets, sizes, *extent in facts["boxes"]
-        ]
-        facts = {name: FileFacts.model_validate(facts["file"]) for name, facts in known.items()}
+        known = _write_tensors(folder, source, dtypes, num_workers)
         with disk_faults(f"write {folder}"):
-            for name in LIST_FILES:
-                (folder / name).unlink(missing_ok=True)
-            facts |= write_list(folder, places)
             _write_side_files(folder, source, out)
+        read = source.folder.tensor
         proof = prove(source.table, CheckpointTensors(folder), lambda key: key, read, num_workers)
         with disk_faults(f"write {folder}"):
-            _write_manifest(folder, facts)
+            _write_manifest(folder, known)
     return proof
+
+
+def _write_tensors(
+    folder: Path, source: Source, dtypes: Mapping[str, torch.dtype], num_workers: int
+) -> dict[str, FileFacts]:
+    """Data files and their list."""
+    files = _files(source.table, dtypes)
+
+    def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
+        boxes: list[Any] = []
+        with HashedFile(partial) as file:
+            for part in files[unit.name]:
+                start, key = file.tell(), part.piece.key
+                values = read_box(part.piece, part.offsets, part.sizes, source.folder.tensor)
+                save_record(values.to(dtypes[key]), file)
+                boxes.append([key, part.offsets, part.sizes, start, file.tell() - start])
+                tell(part.size_bytes)
+            return {"boxes": boxes, "file": file.finish().model_dump()}
+
+    units = [Unit(name, sum(part.size_bytes for part in parts)) for name, parts in files.items()]
+    known = run_units(folder, units, write, num_workers, "importing")
+    places = [
+        Place(key, dtypes[key], source.table.shapes[key], tuple(offsets), tuple(sizes), name, *extent)
+        for name, facts in known.items()
+        for key, offsets, sizes, *extent in facts["boxes"]
+    ]
+    for name in LIST_FILES:
+        (folder / name).unlink(missing_ok=True)
+    with disk_faults(f"write {folder}"):
+        listed = write_list(folder, places)
+    return {name: FileFacts.model_validate(facts["file"]) for name, facts in known.items()} | listed
 
 
 class _BoxToWrite(NamedTuple):
