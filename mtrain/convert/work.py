@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from mtrain.convert.progress import Meter
 from mtrain.errors import ConfigError, RunFolderError
@@ -90,20 +90,19 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
     write_atomically(path, said)
 
 
-def run_units(
-    folder: Path,
-    units: Sequence[Unit],
-    write: Callable[[Unit, Path, Callable[[int], None]], Any],
-    num_workers: int,
-    title: str,
-) -> dict[str, Any]:
+Tell: TypeAlias = Callable[[int], None]
+"""To be told of bytes that are written."""
+Write: TypeAlias = Callable[[Unit, Path, Tell], Any]
+"""Writes a file to a path; gives what is to be known of it, as JSON."""
+
+
+def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: int, title: str) -> dict[str, Any]:
     """Writes every file that is not done yet.
 
     Args:
         folder: From `working_folder`.
         units: All files.
-        write: Writes one file: the unit, the path to write, and a function to be told of bytes. Gives what is to be
-            known of it, as JSON.
+        write: Writes one.
         num_workers: Threads, each with one file at a time.
         title: For the progress bar.
 
@@ -114,46 +113,46 @@ def run_units(
         MachineError: The disk refuses.
     """
     stop = threading.Event()
-    known: dict[str, Any] = {}
 
-    def run(unit: Unit, meter: Meter) -> None:
-        record = folder / _DONE / f"{unit.name}.json"
-        if record.exists():
-            known[unit.name] = json.loads(record.read_text(encoding="utf-8"))
-            meter.add(unit.size_bytes)
-            return
-
+    def run(unit: Unit, meter: Meter) -> Any:
         def tell(num_bytes: int) -> None:
             if stop.is_set():
                 raise StoppedError
             meter.add(num_bytes)
 
-        if stop.is_set():
-            raise StoppedError
-        partial = folder / f"{unit.name}{_PART}"
-        partial.unlink(missing_ok=True)
         try:
-            facts = write(unit, partial, tell)
-            sync_file(partial)
-            partial.rename(folder / unit.name)
-            write_atomically(record, json.dumps(facts))
+            return _recorded(folder, unit, write, tell)
         except BaseException:
             stop.set()
             raise
-        known[unit.name] = facts
 
     with (
         disk_faults(f"write into {folder}"),
         Meter(title, sum(unit.size_bytes for unit in units)) as meter,
         ThreadPoolExecutor(num_workers, thread_name_prefix="convert") as pool,
     ):
-        futures = [pool.submit(run, unit, meter) for unit in units]
+        futures = {unit.name: pool.submit(run, unit, meter) for unit in units}
         try:
-            faults = [fault for future in futures if (fault := future.exception()) is not None]
+            faults = [fault for future in futures.values() if (fault := future.exception()) is not None]
         except BaseException:
             stop.set()
             raise
-        real = [fault for fault in faults if not isinstance(fault, StoppedError)]
-        if real:
-            raise real[0]
-    return known
+        if faults:
+            raise next(fault for fault in faults if not isinstance(fault, StoppedError))
+    return {name: future.result() for name, future in futures.items()}
+
+
+def _recorded(folder: Path, unit: Unit, write: Write, tell: Tell) -> Any:
+    """Writes one file and what is known of it, or reads that where it is done."""
+    record = folder / _DONE / f"{unit.name}.json"
+    if record.exists():
+        tell(unit.size_bytes)
+        return json.loads(record.read_text(encoding="utf-8"))
+    tell(0)
+    partial = folder / f"{unit.name}{_PART}"
+    partial.unlink(missing_ok=True)
+    facts = write(unit, partial, tell)
+    sync_file(partial)
+    partial.rename(folder / unit.name)
+    write_atomically(record, json.dumps(facts))
+    return facts
