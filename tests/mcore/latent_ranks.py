@@ -1,0 +1,126 @@
+"""Multi-head latent attention of plain megatron-core on its local layers, and ours beside it, on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from mtrain.config.latent_attention import LatentAttentionSection
+from mtrain.config.model import RopeSection
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.latent_attention import LatentAttention
+
+HIDDEN, HEADS, SEQ, ROWS = 16, 4, 8, 2
+SIZES = LatentAttentionSection(q_rank=8, kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=4)
+ROPE = RopeSection(base=100.0, interleaved=True)
+
+Gradients = dict[str, Any]
+"""By name of the parameter, this rank's shards."""
+
+
+class DotProductOfLatents(DotProductAttention):
+    """Takes and passes over the sizes that latent attention names."""
+
+    def __init__(self, k_channels: int | None = None, v_channels: int | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+
+def error_of_plain(groups: Groups, has_te: bool) -> str:
+    """What building it raises; TransformerEngine is not installed.
+
+    Args:
+        groups: The process groups.
+        has_te: What the module believes about TransformerEngine; as it finds by itself, or put right.
+    """
+    assert multi_latent_attention.HAVE_TE
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True).submodules.self_attention
+    with mock.patch.object(multi_latent_attention, "HAVE_TE", has_te):
+        if not has_te:
+            return _type_error(groups, spec)
+        spec.submodules.core_attention = DotProductOfLatents
+        return _type_error(groups, spec)
+
+
+def _type_error(groups: Groups, spec: Any) -> str:
+    try:
+        build_module(spec, config=_config(groups), layer_number=1, pg_collection=groups.collection)
+    except TypeError as error:
+        return str(error)
+    raise AssertionError("it can be built")
+
+
+def plain_gradients(groups: Groups, weights: Gradients, flag: bool) -> Gradients:
+    """Of the plain module, built as far as it takes to run.
+
+    Args:
+        groups: The process groups.
+        weights: Whole arrays by name.
+        flag: Whether config.qk_layernorm says that latents are normalised, as they are either way.
+    """
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True, qk_layernorm=True)
+    attention = spec.submodules.self_attention
+    attention.submodules.core_attention = DotProductOfLatents
+    config = _config(groups, qk_layernorm=flag)
+    with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
+        module = build_module(attention, config=config, layer_number=1, pg_collection=groups.collection)
+        return _gradients(groups, module, weights, lambda hidden: module(hidden, None)[0])
+
+
+def our_gradients(groups: Groups, weights: Gradients) -> Gradients:
+    """Of our module."""
+    module = LatentAttention(_config(groups), 1, SIZES, ROPE, groups.collection)
+    pairs = SIZES.rope_head_dim // 2
+    frequencies = ROPE.base ** (-torch.arange(pairs) / pairs)
+    angles = torch.outer(torch.arange(SEQ), frequencies).repeat(1, 2).view(SEQ, 1, 1, -1)
+    return _gradients(groups, module, weights, lambda hidden: module(hidden, None, rotary_pos_emb=angles)[0])
+
+
+def _config(groups: Groups, **changes: Any) -> MLATransformerConfig:
+    fields: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "kv_channels": SIZES.value_head_dim,
+        "q_lora_rank": SIZES.q_rank,
+        "kv_lora_rank": SIZES.kv_rank,
+        "qk_head_dim": SIZES.nope_head_dim,
+        "qk_pos_emb_head_dim": SIZES.rope_head_dim,
+        "v_head_dim": SIZES.value_head_dim,
+        "rope_type": "rope",
+        "rotary_base": ROPE.base,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": groups.layout.tp,
+        "use_cpu_initialization": True,
+    }
+    return MLATransformerConfig(**{**fields, **changes})
+
+
+def _gradients(groups: Groups, module: MegatronModule, weights: Gradients, run: Any) -> Gradients:
+    """After megatron-core's own reduction, of the sum of output x a fixed tensor."""
+    for name, parameter in module.named_parameters():
+        parameter.data.copy_(_shard(groups, torch.from_numpy(weights[name]), parameter))
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(module.config, settings, module, pg_collection=groups.collection)
+    generator = torch.Generator().manual_seed(1)
+    hidden, factor = (torch.randn(SEQ, ROWS, HIDDEN, generator=generator) for _ in range(2))
+    (run(hidden) * factor).sum().backward()
+    finalize_model_grads([wrapped], None, pg_collection=groups.collection)
+    return {name: parameter.main_grad.numpy().copy() for name, parameter in module.named_parameters()}
+
+
+def _shard(groups: Groups, whole: Tensor, parameter: Tensor) -> Tensor:
+    for dim, size in enumerate(parameter.shape):
+        if size != whole.shape[dim]:
+            return whole.chunk(groups.layout.tp, dim)[groups.tp_rank]
+    return whole
