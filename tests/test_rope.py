@@ -24,6 +24,9 @@ SECTIONS = {
     "yarn, own betas": RopeSection(
         scaling="yarn", factor=2.5, beta_fast=16.0, beta_slow=2.0, original_max_positions=2048, attention_factor=1.3
     ),
+    "yarn, DeepSeek": RopeSection(
+        scaling="yarn", factor=40.0, original_max_positions=4096, mscale=0.707, mscale_all_dim=1.2
+    ),
     "yarn, factor 1": RopeSection(scaling="yarn", factor=1.0, original_max_positions=512),
     "yarn, ramp without width": RopeSection(
         scaling="yarn", factor=2.0, beta_fast=8.0, beta_slow=2.6, original_max_positions=16
@@ -53,6 +56,8 @@ def huggingface_parameters(rope: RopeSection) -> dict[str, object]:
                 "beta_slow": rope.beta_slow,
                 "truncate": rope.truncate,
                 "attention_factor": rope.attention_factor,
+                "mscale": rope.mscale,
+                "mscale_all_dim": rope.mscale_all_dim,
                 "original_max_position_embeddings": rope.original_max_positions,
             }
 

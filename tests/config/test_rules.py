@@ -16,6 +16,10 @@ def messages(tmp_path: Any, **changes: Any) -> list[str]:
     return str(error.value).splitlines()
 
 
+LATENT: dict[str, Any] = {
+    "model__mla": {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8},
+}
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"layout__sp": True}, "layout.sp=true needs tp > 1, but tp=1"),
     ({"layout__vpp": 2}, "layout.vpp=2 needs pp > 1"),
@@ -105,6 +109,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model__hidden_size": 68}, "model.hidden_size=68 is not a multiple of num_attention_heads=8"),
     ({"model__head_dim": 7}, "model.head_dim=7 must be even"),
     ({"model__num_query_groups": 3}, "model.num_query_groups=3 must divide num_attention_heads=8"),
+    (
+        {"model__rope": {"scaling": "yarn", "factor": 4, "mscale": 1}},
+        "model.rope.mscale=1.0 and mscale_all_dim=None have no settled meaning with scaling=yarn; set both",
+    ),
+    ({"model__rope": {"mscale": 1, "mscale_all_dim": 1}}, "model.rope.mscale=1.0 and mscale_all_dim=1.0 have no"),
+    ({"model__rope__interleaved": True}, "model.rope.interleaved=true needs model.mla"),
+    (LATENT, "model.num_query_groups=4 does not go with model.mla (keys and values of all heads come from one latent)"),
+    (LATENT | {"model__qk_norm": True}, "model.qk_norm=true does not go with model.mla (its latents are normalised"),
+    (LATENT | {"model__sliding_window": 7}, "model.sliding_window=7 does not go with model.mla (it sees the whole"),
+    ({"model__mla": LATENT["model__mla"] | {"rope_head_dim": 3}}, "model.mla.rope_head_dim=3 must be even"),
     ({"model__global_attention_every": 2}, "model.global_attention_every=2 has no effect without a window"),
     (
         {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}]}},

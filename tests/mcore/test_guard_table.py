@@ -56,6 +56,7 @@ def test_names_are_unique() -> None:
     assert len({row.name for row in TABLE}) == len(TABLE)
 
 
+LATENT = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8}
 APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
     ({}, Layout(tp=2), {"gathered logits with labels", "initial weights depend on tp on a GPU"}),
     ({}, Layout(tp=2, sp=True), {"norms without sequence parallelism"}),
@@ -68,6 +69,8 @@ APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
     ({"train__recompute": "selective"}, Layout(), {"recomputed norms without TransformerEngine"}),
     ({"model__rope": {"scaling": "llama3", "factor": 2}}, Layout(), {"llama3 rope with fixed constants"}),
     ({"model__hidden_dropout": 0.1}, Layout(), {"dropout"}),
+    ({"model__mla": LATENT}, Layout(), {"core attention of latent heads"}),
+    ({"model__mla": LATENT}, Layout(tp=2), {"gradient of the shared rotary key"}),
     ({"optimizer__clip_grad": 1e-6}, Layout(), {"epsilon in clipping"}),
     ({"optimizer__clip_grad": 0.0}, Layout(), {"norm without clipping"}),
 ]

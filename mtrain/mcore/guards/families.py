@@ -69,13 +69,6 @@ ROWS = (
         1,
     ),
     _refused(
-        "multi-head latent attention",
-        "Under tp > 1 the gradient of the shared rotary key misses its sum over tensor-parallel ranks.",
-        (Place("transformer/multi_latent_attention.py", 562, 571, "rotary_pos_emb"),),
-        ("multi_latent_attention",),
-        True,
-    ),
-    _refused(
         "hybrid context parallelism",
         "Its schedule passes an argument in the place of the context-parallel size, so a two-part loss becomes 0.",
         (Place("pipeline_parallel/hybrid_cp_schedule.py", 585, 598, "collect_non_loss_data"),),

@@ -1,0 +1,79 @@
+"""Faults of multi-head latent attention where TransformerEngine is absent."""
+
+from __future__ import annotations
+
+from mtrain.config import Config
+from mtrain.layout import Layout
+from mtrain.mcore.guards.row import Guard, Place
+
+_MODULE = "transformer/multi_latent_attention.py"
+_HERE = ("mtrain/mcore/latent_attention.py",)
+_TESTS = "tests/mcore/test_latent_attention.py::test_"
+_OURS = f"{_TESTS}ours_is_the_plain_module_on_one_rank"
+
+
+def _has_latents(config: Config, layout: Layout) -> bool:
+    return config.model.mla is not None
+
+
+def _latents_are_copied(config: Config, layout: Layout) -> bool:
+    return config.model.mla is not None and layout.tp > 1
+
+
+ROWS = (
+    Guard(
+        "latent attention believes in TransformerEngine",
+        "It takes an import that yields None for a TransformerEngine that is there, and then compares with None as a "
+        "class: a TypeError.",
+        (Place(_MODULE, 52, 65, "HAVE_TE"), Place(_MODULE, 183, 186, "isinstance")),
+        "multi-head latent attention without TransformerEngine",
+        _has_latents,
+        "fixed",
+        "Latent attention is a module of ours, built on the parallel linears alone.",
+        _HERE,
+        (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
+    ),
+    Guard(
+        "core attention of latent heads",
+        "Latent attention tells its core the sizes of keys and values, which the core attention of the local layers "
+        "does not take: a TypeError.",
+        (
+            Place(_MODULE, 155, 166, "k_channels"),
+            Place("transformer/dot_product_attention.py", 44, 54, "pg_collection"),
+        ),
+        "multi-head latent attention without TransformerEngine",
+        _has_latents,
+        "fixed",
+        "Our core attention takes the sizes from the tensors.",
+        (*_HERE, "mtrain/mcore/attention.py"),
+        (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
+    ),
+    Guard(
+        "gradient of the shared rotary key",
+        "The rotary key is gathered over tensor-parallel ranks by an operation whose backward takes each rank's own "
+        "part, but every rank has the gradient of its own heads only: the rows that project to it miss the others'.",
+        (Place(_MODULE, 605, 614, "gather_from_tensor_model_parallel_region"),),
+        "multi-head latent attention with tp > 1, without TransformerEngine",
+        _latents_are_copied,
+        "fixed",
+        "The latent and the rotary key pass together through one collective that sums both gradients over tp.",
+        _HERE,
+        (
+            f"{_TESTS}the_shared_rotary_key_misses_gradients_under_tp",
+            _OURS,
+            "tests/parity/test_latent_attention.py::test_rows_under_every_kind_of_layout",
+        ),
+    ),
+    Guard(
+        "norms of latents taken for norms of heads",
+        "With qk_layernorm the gradients of all parameters called q_layernorm are summed over tp, but the norm of a "
+        "latent sees all heads on every rank: without sequence parallelism its gradient comes out tp times too large.",
+        (Place("distributed/finalize_model_grads.py", 353, 356, "q_layernorm"),),
+        "multi-head latent attention with tp > 1 and qk_layernorm",
+        _latents_are_copied,
+        "fixed",
+        "The field stays off beside latents (model.qk_norm is refused); they are always normalised.",
+        (*_HERE, "mtrain/config/model.py"),
+        (f"{_TESTS}the_flag_of_normalised_queries_sums_their_gradient_twice", _OURS),
+    ),
+)
