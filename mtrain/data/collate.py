@@ -44,12 +44,12 @@ def collate(
     """
     rows = [_filler(seq_length) if sample is None else sample for sample in samples]
     starts = [_starts(row, seq_length, with_documents) for row in rows]
-    depths = range(1, mtp_depths + 1)
-    further = [[ahead(row, start, depth) for row, start in zip(rows, starts)] for depth in depths]
-    real = [[moved(~_padding(row), start, depth) for row, start in zip(rows, starts)] for depth in depths]
-    by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()} | {
-        depth_term(depth): _terms(samples, each, terms[MAIN], first_of_step) for depth, each in zip(depths, further)
+    further = {
+        depth_term(depth): [ahead(row, start, depth) for row, start in zip(rows, starts)]
+        for depth in range(1, mtp_depths + 1)
     }
+    by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()}
+    by_term |= {name: _terms(samples, each, terms[MAIN], first_of_step) for name, each in further.items()}
     positions = [np.arange(seq_length) - start for start in starts]
     return Microbatch(
         tokens=_stacked([row.tokens for row in rows]),
@@ -63,11 +63,15 @@ def collate(
             Ahead(
                 tokens=_stacked([row.tokens for row in each]),
                 labels=_stacked([row.labels for row in each]),
-                is_padding=~_stacked(has_token) if with_padding else None,
+                is_padding=_without_token_ahead(rows, starts, depth) if with_padding else None,
             )
-            for each, has_token in zip(further, real)
+            for depth, each in enumerate(further.values(), start=1)
         ),
     )
+
+
+def _without_token_ahead(rows: Sequence[Sample], starts: Sequence[NDArray[np.int32]], depth: int) -> torch.Tensor:
+    return ~_stacked([moved(~_padding(row), start, depth) for row, start in zip(rows, starts)])
 
 
 def _starts(row: Sample, seq_length: int, with_documents: bool) -> NDArray[np.int32]:
