@@ -37,3 +37,19 @@ GPT_OSS_ATTENTION: dict[str, Any] = {
     },
 }
 """GPT-OSS without experts."""
+
+DEEPSEEK_ATTENTION: dict[str, Any] = {
+    "model__num_query_groups": None,
+    "model__mla": {"q_rank": 24, "kv_rank": 20, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 10},
+    "model__rope": {
+        "base": 300.0,
+        "scaling": "yarn",
+        "factor": 4.0,
+        "original_max_positions": 16,
+        "beta_fast": 4.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+        "interleaved": True,
+    },
+}
+"""DeepSeek-V3 without experts."""

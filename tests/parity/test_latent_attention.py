@@ -3,27 +3,16 @@
 from typing import Any
 
 import pytest
+import transformers
 
+from tests.parity import test_against_transformers as plain
 from tests.parity.batches import documents_steps, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.families import DEEPSEEK_ATTENTION
 from tests.pool import Pool
 
-LATENT: dict[str, Any] = {
-    "model__num_query_groups": None,
-    "model__mla": {"q_rank": 24, "kv_rank": 20, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 10},
-    "model__rope": {
-        "base": 300.0,
-        "scaling": "yarn",
-        "factor": 4.0,
-        "original_max_positions": 16,
-        "beta_fast": 4.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.2,
-        "interleaved": True,
-    },
-}
-"""As DeepSeek-V3 has it."""
+LATENT = DEEPSEEK_ATTENTION
 DIRECT = LATENT | {
     "model__mla": {"kv_rank": 12, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 4},
     "model__rope": {"base": 300.0},
@@ -69,3 +58,48 @@ def test_rows_under_every_kind_of_layout(pool: Pool, name: str, changes: dict[st
 def test_documents_restart_positions(pool: Pool, name: str, changes: dict[str, Any], case: Case) -> None:
     batches, config = documents_steps(), case.config(**changes)
     deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+
+
+def deepseek(knobs: dict[str, Any], is_interleaved: bool) -> tuple[dict[str, Any], Any]:
+    """All layers dense. transformers norms latents with 1e-6, whatever rms_norm_eps says."""
+    mla, rope = knobs["model__mla"], knobs["model__rope"]
+    yarn = {
+        "rope_type": "yarn",
+        "factor": rope.get("factor"),
+        "original_max_position_embeddings": rope.get("original_max_positions"),
+        "beta_fast": rope.get("beta_fast"),
+        "mscale": rope.get("mscale"),
+        "mscale_all_dim": rope.get("mscale_all_dim"),
+    }
+    kind = yarn if rope.get("scaling") == "yarn" else {"rope_type": "default"}
+    config = transformers.DeepseekV3Config(
+        **plain.common() | {"num_key_value_heads": 8},
+        q_lora_rank=mla.get("q_rank"),
+        kv_lora_rank=mla["kv_rank"],
+        qk_nope_head_dim=mla["nope_head_dim"],
+        qk_rope_head_dim=mla["rope_head_dim"],
+        v_head_dim=mla["value_head_dim"],
+        rope_interleave=is_interleaved,
+        first_k_dense_replace=4,
+        rope_parameters=kind | {"rope_theta": rope["base"]},
+    )
+    return knobs | {"model__mla": mla | {"norm_epsilon": 1e-6}}, config
+
+
+def deepseek_v3() -> tuple[dict[str, Any], Any]:
+    return deepseek(LATENT, is_interleaved=True)
+
+
+def direct_queries_in_halves() -> tuple[dict[str, Any], Any]:
+    return deepseek(DIRECT, is_interleaved=False)
+
+
+@pytest.fixture(scope="module", params=[deepseek_v3, direct_queries_in_halves])
+def reference(request: pytest.FixtureRequest) -> plain.Reference:
+    return plain.computed(request.param)
+
+
+@pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, pp=2, cp=2, cp_comm="ulysses")], ids=str)
+def test_latents_are_those_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
+    plain.test_loss_and_gradients_are_those_of_transformers(pool, reference, case)
+    plain.test_logits_are_those_of_transformers(pool, reference, case)
