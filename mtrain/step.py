@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ class TrainingStep:
         self._num_microbatches = groups.layout.num_microbatches(
             config.train.global_batch_size, config.train.micro_batch_size
         )
-        self._routers = RouterBalance(config, groups, self._chunks)
+        self.routers = RouterBalance(config, groups, self._chunks)
         connect(self._chunks, optimizer, config)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
@@ -118,12 +119,13 @@ class TrainingStep:
             return self._objective.scalar(pairs, plan.factors(), plan.premultiplier), pairs
 
         self._optimizer.zero_grad()
-        with self._routers.watching(accumulator, lambda: self._optimizer.scale_loss(plan.router_factors())):
+        router_factors = functools.cache(lambda: self._optimizer.scale_loss(plan.router_factors()))
+        with self.routers.watching(accumulator, router_factors):
             run_schedule(self._chunks, rows, loss, accumulator, self._config, finalizer)
         plan.wait()
         assert finalizer.totals is not None
         totals = finalizer.totals.read()
-        totals = totals._replace(terms=self._routers.per_layer(totals.terms))
+        totals = totals._replace(terms=self.routers.per_layer(totals.terms))
         self.check(totals.terms)
         return self._totals(totals)
 
@@ -143,7 +145,7 @@ class TrainingStep:
         else:
             update = self._optimizer.update(lr, totals.grad_norm)
         if not update.overflowed:
-            self._routers.move_biases()
+            self.routers.move_biases()
         return update
 
     def _totals(self, totals: HostTotals) -> StepTotals:

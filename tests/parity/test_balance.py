@@ -1,46 +1,201 @@
-"""Losses of routers and biases of the choice do not change with the layout, and count text alone."""
+"""Losses of routers and biases of the choice: the same on every layout, and of text alone."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.parity.batches import padded_steps
+from mtrain.config import Config
+from mtrain.data.order import slots
+from tests.oracle.loss import Sequence, routers_of, term_values
+from tests.oracle.routers import Routers, balance
+from tests.parity import balance_ranks as ranks
+from tests.parity.batches import SEQ, GlobalBatch, documents_steps, empty_batch, padded_steps, three_steps
 from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.compare import deviation, initial_parameters, run_case, run_oracle, tensor_deviation, without_padding
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
+from tests.parity.ranks import losses_along
 from tests.pool import Pool
 
+E = 2e-4
 LOSSES: dict[str, Any] = {"loss__router": {"z_coefficient": 0.05, "sequence_balance_coefficient": 0.3}}
 MOVING = {"model__experts": {**DEEPSEEK["model__experts"], "bias_update_rate": 0.01}}
 SOFTMAX, SIGMOID = {**MIXTRAL, **LOSSES}, {**MOVING, **LOSSES}
+RECOMPUTED = {**SIGMOID, "train__recompute": "full"}
+PACKED = {**SIGMOID, "data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "unused"}]}
+ROWS = {**SOFTMAX, "loss__aggregation": "seq-mean-token-mean"}
+RUNS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "recomputed": RECOMPUTED, "packed": PACKED, "rows": ROWS}
 
-CASES: list[tuple[dict[str, Any], Case]] = [
-    (SOFTMAX, case(4)),
-    (SIGMOID, case(2)),
-    (SOFTMAX, case(4, dp=2, ep=2)),
-    (SIGMOID, case(1, dp=4, ep=4)),
-    (SIGMOID, case(2, tp=2, sp=True, ep=2)),
-    (SOFTMAX, case(2, tp=2, sp=True, etp=2)),
-    (SIGMOID, case(2, cp=2, ep=2)),
-    (SIGMOID, case(2, cp=2, cp_comm="ulysses", dp=2)),
-    (SOFTMAX, case(2, pp=2)),
-    (SIGMOID, case(2, pp=2, vpp=2)),
-    (SIGMOID, case(1, pp=2, vpp=2, dp=2, ep=2)),
-    (SIGMOID, case(2, tp=2, sp=True, cp=2, ep=4)),
-    (SIGMOID, case(2, tp=2, sp=True, pp=2, dp=2, ep=2)),
-    (SIGMOID, case(2, tp=2, sp=True, pp=2, vpp=2, cp=2, ep=2)),
+CASES: list[tuple[str, Case]] = [
+    ("softmax", case(4)),
+    ("softmax", case(4, dp=2, ep=2)),
+    ("softmax", case(2, tp=2, sp=True, etp=2)),
+    ("softmax", case(2, pp=2)),
+    ("sigmoid", case(1, dp=4, ep=4)),
+    ("sigmoid", case(2, tp=2, sp=True, ep=2)),
+    ("sigmoid", case(2, cp=2, cp_comm="ulysses", dp=2)),
+    ("sigmoid", case(2, tp=2, sp=True, cp=2, ep=4)),
+    ("sigmoid", case(2, tp=2, sp=True, pp=2, dp=2, ep=2)),
+    ("sigmoid", case(2, tp=2, sp=True, pp=2, vpp=2, cp=2, ep=2)),
+    ("recomputed", case(1, pp=2, vpp=2, dp=2, ep=2)),
+    ("recomputed", case(2, tp=2, sp=True, cp=2, ep=2)),
+    ("packed", case(2, cp=2, ep=2)),
+    ("packed", case(2, tp=2, sp=True, pp=2)),
+    ("rows", case(2, cp=2, dp=2, ep=4)),
 ]
 
 
-def named(run: dict[str, Any], case: Case) -> Any:
-    return pytest.param(
-        run, case, id=f"{'softmax' if run is SOFTMAX else 'sigmoid'}-{case.resolved(case.config(**run))}"
-    )
+def steps_of(run: str) -> list[GlobalBatch]:
+    """Rows with padding; documents of a row; ragged loss masks with ranks that have no loss token."""
+    return {"packed": documents_steps, "rows": three_steps}.get(run, padded_steps)()
+
+
+def named(run: str, case: Case) -> Any:
+    return pytest.param(run, case, id=f"{run}-{case.resolved(case.config(**MIXTRAL))}")
 
 
 @pytest.mark.parametrize(("run", "case"), [named(*each) for each in CASES])
-def test_balancing_does_not_change_with_the_layout(pool: Pool, run: dict[str, Any], case: Case) -> None:
-    batches, config = padded_steps(), case.config(**run)
-    found = deviation(run_case(pool, case, batches, **run), run_oracle(config, batches), config)
-    print(case.layout, found)
+def test_balancing_does_not_change_with_the_layout(pool: Pool, run: str, case: Case) -> None:
+    batches, config = steps_of(run), case.config(**RUNS[run])
+    found = deviation(run_case(pool, case, batches, **RUNS[run]), run_oracle(config, batches), config)
     found.assert_below()
+
+
+@pytest.mark.parametrize("case", [case(2, tp=2, sp=True, cp=2), case(1, pp=2, vpp=2, dp=2)], ids=str)
+def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
+    """Also where every layer runs twice, and where padding, which is half of all positions, goes to other experts."""
+    config, batch = case.config(**RECOMPUTED), padded_steps()[0]
+    parameters = initial_parameters(config)
+    seen = routers_of(as_tensors(parameters), config.model, [Sequence.of_sample(row, True) for row in batch])
+    exact = {name: sum(each[name].chosen.sum(0) for each in seen).tolist() for name in seen[0]}
+    everyone = pool.run(ranks.counts, case.resolved(config), config, parameters, batch)
+    found = {name: np.sum([own[name] for own in everyone if name in own], axis=0).tolist() for name in exact}
+    assert found == exact
+    num_text = sum(len(row.tokens) - row.num_padding for row in batch)
+    assert [sum(each) for each in found.values()] == [4 * num_text] * 3
+
+
+def other_masks(batch: GlobalBatch) -> GlobalBatch:
+    """A loss on one token in ten."""
+    rows = [np.where(np.arange(len(row.tokens)) % 10 == 3, row.mask, 0.0) for row in batch]
+    return [replace(row, mask=mask) for row, mask in zip(batch, rows, strict=True)]
+
+
+def test_the_loss_mask_changes_nothing_of_it(pool: Pool) -> None:
+    """Values bit for bit, and the gradient that the terms add, which is a difference of two runs."""
+    one = case(2, tp=2, sp=True, dp=2, ep=2)
+    strong = {**MOVING, "loss__router": {"z_coefficient": 30.0, "sequence_balance_coefficient": 200.0}}
+    added, values = [], []
+    for batch in (padded_steps()[0], other_masks(padded_steps()[0])):
+        (step,), (plain,) = (run_case(pool, one, [batch], **run).steps for run in (strong, MOVING))
+        values.append([step.terms[name] for name in ("router_z", "router_sequence_balance")])
+        assert step.gradients is not None
+        assert plain.gradients is not None
+        added.append({name: step.gradients[name] - plain.gradients[name] for name in step.gradients})
+        main = step.terms["main"].denominator
+    assert values[0] == values[1]
+    assert main < 0.2 * values[0][0].denominator
+    for name, value in added[0].items():
+        if name.endswith("router.weight"):
+            assert tensor_deviation(added[1][name], value) < 1e-5
+
+
+def test_biases_move_with_the_weights_alone(pool: Pool) -> None:
+    """Not in an empty batch, not in one that fp16 skips, not in one that stops the run."""
+    one = case(2, tp=2, sp=True, dp=2, ep=2)
+    full, empty = padded_steps()[0], empty_batch()
+    config = one.config(**SIGMOID)
+    moments = pool.run(ranks.biases_by_step, one.resolved(config), config, initial_parameters(config), [empty, full])[0]
+    given = initial_parameters(config)
+    before = {name: given[f"{name}.expert_bias"].astype(np.float32).tolist() for name in moments[0].biases}
+    assert moments[0].is_empty
+    assert moments[0].biases == before
+    steps = np.array(list(moments[1].biases.values())) - np.array(list(before.values()))
+    assert set(np.round(np.abs(steps), 6).ravel()) <= {0.0, 0.01}
+    assert np.abs(steps).any(1).all()
+
+    half = one.config(**SIGMOID, train__precision="fp16", train__initial_loss_scale=2.0**24)
+    moments = pool.run(ranks.biases_by_step, one.resolved(half), half, initial_parameters(half), [full] * 8)[0]
+    overflows = [moment.overflowed for moment in moments]
+    assert overflows[0]
+    assert not overflows[-1]
+    previous = [before, *(moment.biases for moment in moments[:-1])]
+    for moment, earlier in zip(moments, previous, strict=True):
+        assert (moment.biases == earlier) == moment.overflowed
+
+    broken = initial_parameters(config)
+    broken["output_layer.weight"] = np.full_like(broken["output_layer.weight"], np.inf)
+    (moment,) = pool.run(ranks.biases_by_step, one.resolved(config), config, broken, [full])[0]
+    assert moment.overflowed
+    assert moment.biases == before
+
+
+def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
+    """(L(w + e v) - L(w - e v)) / 2e = <gradient, v>: the oracle takes no part.
+
+    Few tokens and a small e, so that no token goes to another expert on the way: the objective jumps there.
+    """
+    one = case(2, num_layers=2, tp=2, sp=True, pp=2, ep=2)
+    strong = {"z_coefficient": 3.0, "sequence_balance_coefficient": 20.0}
+    run = {**MIXTRAL, "loss__router": strong, "train__global_batch_size": 4}
+    config, batch = one.config(**run), [replace(row, num_padding=SEQ - 3) for row in three_steps()[0][:4]]
+    parameters = initial_parameters(config)
+    (step,) = run_case(pool, one, [batch], **run).steps
+    gradients = without_padding(step.gradients, config.model.vocab_size)
+    size = np.sqrt(sum(float((value.astype(np.float64) ** 2).sum()) for value in gradients.values()))
+    direction = {name: value / size for name, value in gradients.items()}
+    arguments = (config, parameters, direction, [E, -E, 2 * E, -2 * E], batch)
+    one_e, minus, two, minus_two = pool.run(losses_along, one.resolved(config), *arguments)[0]
+    assert (8 * (one_e - minus) - (two - minus_two)) / (12 * E) == pytest.approx(size, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["microbatch", "global"])
+def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) -> None:
+    """The mean over tokens of the loss of their microbatch; with running counts, of all microbatches so far."""
+    one = case(2, dp=2, ep=2)
+    run = {
+        **MIXTRAL,
+        "loss__router": {f"{kind}_balance_coefficient": 5.0},
+        "loss__allow_layout_dependent": True,
+        "train__recompute": "full",
+    }
+    config, batch = one.config(**run), padded_steps()[0]
+    (step,) = run_case(pool, one, [batch], **run).steps
+
+    leaves = {name: value.requires_grad_() for name, value in as_tensors(initial_parameters(config)).items()}
+    rows = [Sequence.of_sample(row, True) for row in batch]
+    seen = routers_of(leaves, config.model, rows)
+    numerator = sum(layer_sum(kind, name, seen, config) for name in seen[0])
+    tokens = sum(len(row.tokens) for row in rows)
+    objective = term_values(leaves, config.model, config.loss, rows)["main"].mean + 5.0 * numerator / tokens
+    totals = step.terms[f"router_{kind}_balance"]
+    assert totals.denominator == totals.planned == tokens
+    assert totals.numerator == pytest.approx(numerator.item(), rel=1e-6)
+    assert step.gradients is not None
+    for name in (f"decoder.layers.{layer}.mlp.router.weight" for layer in range(4)):
+        (gradient,) = torch.autograd.grad(objective, leaves[name], retain_graph=True)
+        assert tensor_deviation(step.gradients[name], gradient.numpy()) < 1e-5
+
+
+def layer_sum(kind: str, name: str, seen: list[Routers], config: Config) -> torch.Tensor:
+    """Sum over tokens of one router's loss, by microbatch of two ranks of two rows."""
+    section = config.model.experts
+    assert section is not None
+    sums, before = [], torch.zeros(section.num_experts)
+    for number in range(len(seen) // 4):
+        of_rank = [
+            torch.cat([seen[slot][name].logits for slot in slots(number, dp_rank, 2, 2)]) for dp_rank in range(2)
+        ]
+        if kind == "microbatch":
+            sums += [balance(logits, section) * len(logits) for logits in of_rank]
+            continue
+        scores = torch.cat(of_rank).softmax(-1)
+        before = before + torch.zeros_like(scores).scatter(1, scores.topk(section.top_k).indices, 1.0).sum(0)
+        sums.append((scores @ (before / before.sum())).sum() * section.num_experts)
+    return torch.stack(sums).sum()
+
+
+def as_tensors(parameters: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(value).double() for name, value in parameters.items()}

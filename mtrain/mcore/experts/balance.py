@@ -75,17 +75,18 @@ class RouterBalance:
         """
         self.terms = tuple(config.loss.router.coefficients)
         self._groups = groups
-        self._routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
+        self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
         self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
-        self._num_routers = len(self._routers)
-        self._counts: Tensor | None = None
+        self._num_routers = len(self.routers)
+        self.counts: Tensor | None = None
+        """[routers, experts] int64: tokens of text that this rank has sent to each expert in the last step."""
         self.step: _Step | None = None
         if self.terms and groups.layout.pp > 1:
             count = torch.tensor(self._num_routers, device=groups.device)
             dist.all_reduce(count, group=groups.collection.pp)
             self._num_routers = int(count)
         if self.terms or self._rate:
-            for index, router in enumerate(self._routers):
+            for index, router in enumerate(self.routers):
                 router.watch = RouterWatch(self, index, router.section, groups)
 
     @contextmanager
@@ -96,14 +97,14 @@ class RouterBalance:
             accumulator: Receives the pairs of the terms.
             factors: First called in the first forward pass.
         """
-        shape = (len(self._routers), self._routers[0].section.num_experts if self._routers else 0)
+        shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
         counts, running = torch.zeros(2, *shape, dtype=torch.int64, device=self._groups.device)
         self.step = _Step(accumulator, factors, counts, running)
         try:
             yield
         finally:
             self.step = None
-        self._counts = counts
+        self.counts = counts
 
     def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
         """Every router counts its tokens; numerators are summed over layers, denominators are those of one."""
@@ -120,16 +121,16 @@ class RouterBalance:
 
         Source: bias += rate x sign(mean count - count), Wang et al. 2024 (arXiv 2408.15664), algorithm 1.
         """
-        if not self._rate or not self._routers:
+        if not self._rate or not self.routers:
             return
-        assert self._counts is not None, "there was no step"
-        dist.all_reduce(self._counts, group=self._groups.stage)
+        assert self.counts is not None, "there was no step"
+        dist.all_reduce(self.counts, group=self._groups.stage)
         # in integers: a mean of counts would have to be rounded
-        signs = (self._counts.sum(1, keepdim=True) - self._counts * self._counts.shape[1]).sign()
-        for router, sign in zip(self._routers, signs, strict=True):
+        signs = (self.counts.sum(1, keepdim=True) - self.counts * self.counts.shape[1]).sign()
+        for router, sign in zip(self.routers, signs, strict=True):
             assert router.expert_bias is not None  # a rule of the section
             router.expert_bias.add_(sign, alpha=self._rate)
-        self._counts = None
+        self.counts = None
 
 
 class RouterWatch:
