@@ -36,14 +36,19 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
     num_microbatches = layout.num_microbatches(train.global_batch_size, train.micro_batch_size)
     tokens = train.global_batch_size * config.data.seq_length
     flops = planning.flops_per_token(model, config.data.seq_length)
+    parameters = (
+        f"{planning.num_parameters(model):,} ({planning.num_padded_parameters(model, layout.tp):,} with the vocabulary "
+        "padded)"
+    )
+    if model.experts is not None:
+        parameters += f", {planning.num_active_parameters(model):,} for each token"
     return {
         "layout": f"{layout} on {layout.world_size} ranks",
         "batch": f"{train.global_batch_size} samples = {num_microbatches} microbatches x {train.micro_batch_size} "
         f"x dp {layout.dp}",
         "tokens per step": f"{tokens:,}",
         "tokens of the run": f"{tokens * train.num_steps:,}",
-        "parameters": f"{planning.num_parameters(model):,} ({planning.num_padded_parameters(model, layout.tp):,} with "
-        "the vocabulary padded)",
+        "parameters": parameters,
         "FLOPs per token": f"{flops:.4e}",
         "FLOPs per step": f"{flops * tokens:.4e}",
     }
@@ -69,7 +74,7 @@ def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:
         table.add_row(
             str(pp_rank),
             str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
-            f"{planning.num_parameters_on_rank(config.model, layout, pp_rank):,}",
+            f"{planning.parameters_on_rank(config.model, layout, pp_rank).total:,}",
             *(f"{count / _GIB:.3f}" for count in bytes_of),
         )
     return table

@@ -39,7 +39,7 @@ def test_every_rank_holds_as_many_parameters_as_planned(
     given = config(model={**base, **knobs}, layout=section, train__precision="fp32")
     layout = Layout.from_config(given, section.get("tp", 1) * section.get("pp", 1))
     planned = [
-        planning.num_parameters_on_rank(given.model, layout, layout.coordinate(rank).pp)
+        planning.parameters_on_rank(given.model, layout, layout.coordinate(rank).pp).total
         for rank in range(layout.world_size)
     ]
     assert pool.run(num_built_parameters, layout, given) == planned

@@ -63,7 +63,7 @@ def test_parameters_are_those_of_the_written_out_shapes(model: ModelSection) -> 
     layer = sum(size(shape) for shape in matrices(model).values())
     norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
     tables = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
-    assert planning.layer_parameters(model).total == layer
+    assert planning.layer_parameters(model, 0).total == layer
     assert planning.num_parameters(model) == model.num_layers * layer + norm + tables
 
 
@@ -80,14 +80,14 @@ def test_padding_of_the_vocabulary_is_counted_apart() -> None:
 )
 def test_ranks_without_tp_hold_the_model_once(layout: Layout, tied: bool) -> None:
     model = MODEL.model_copy(update={"tied_embeddings": tied})
-    held = sum(planning.num_parameters_on_rank(model, layout, pp_rank) for pp_rank in range(layout.pp))
+    held = sum(planning.parameters_on_rank(model, layout, pp_rank).total for pp_rank in range(layout.pp))
     copied = planning.padded_vocab_size(model, 1) * model.hidden_size if tied and layout.pp > 1 else 0
     assert held == planning.num_padded_parameters(model, 1) + copied
 
 
 def test_ranks_of_a_tp_group_repeat_norms_and_row_parallel_biases() -> None:
     model = MODEL.model_copy(update={"linear_bias": True, "qk_norm": True})
-    held = 2 * planning.num_parameters_on_rank(model, Layout(tp=2), 0)
+    held = 2 * planning.parameters_on_rank(model, Layout(tp=2), 0).total
     per_layer = 4 * model.hidden_size + 2 * model.head_size
     assert held == planning.num_padded_parameters(model, 2) + model.num_layers * per_layer + model.hidden_size
 
@@ -124,7 +124,7 @@ def test_memory_follows_precision_and_distribution(
         layout__cp=2,
     )
     layout = Layout.from_config(given, 4)
-    num = planning.num_parameters_on_rank(given.model, layout, 0)
+    num = planning.parameters_on_rank(given.model, layout, 0).total
     found = planning.memory_per_rank(given, layout, 0)
     assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == (
         weights * num,
