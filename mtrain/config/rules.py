@@ -108,6 +108,16 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
             f"model.experts.ffn_hidden_size={model.experts.ffn_hidden_size} must be a multiple of layout.etp="
             f"{layout.etp}; change one of them"
         )
+    if model.linear_bias and layout.etp > 1:
+        yield (
+            f"layout.etp={layout.etp} cannot divide experts with biases (model.linear_bias=true): each part would "
+            "add them; set layout.etp to 1 and raise layout.ep"
+        )
+    if model.linear_bias and model.experts.shared_ffn_hidden_size:
+        yield (
+            f"model.experts.shared_ffn_hidden_size={model.experts.shared_ffn_hidden_size} and model.linear_bias=true: "
+            "megatron-core's shared experts have no biases; turn one of them off"
+        )
     if model.experts.shared_ffn_hidden_size % layout.tp:
         yield (
             f"model.experts.shared_ffn_hidden_size={model.experts.shared_ffn_hidden_size} must be a multiple of "

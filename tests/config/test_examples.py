@@ -18,11 +18,26 @@ PARAMETERS = {
     "qwen3_8b": 8_190_735_360,
     "llama3.2_1b": 1_235_814_400,
     "mistral_7b": 7_248_023_552,
+    "gemma3_4b": 3_880_263_168,
 }
+EXPERTS = {
+    "mixtral_8x7b": (46_702_792_704, 12_879_925_248),
+    "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
+    "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
+    "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624),
+}
+"""All and active parameters, without tokens predicted ahead. gpt-oss's card leaves the embeddings out of the active
+ones; the total of DeepSeek-V3 counts the experts' biases, which are not trained by gradients."""
 MODELS = ["tiny", *PARAMETERS]
 LAYOUTS = {"single": 1, "tp2sp": 2, "cp2": 2, "tp2pp2": 4, "tp4cp2": 8, "tp8pp4": 32}
-ILLEGAL = {("tiny", "tp4cp2"), ("tiny", "tp8pp4"), ("qwen2.5_7b", "tp8pp4")}
+ILLEGAL = {
+    ("tiny", "tp4cp2"),
+    ("tiny", "tp8pp4"),
+    ("qwen2.5_7b", "tp8pp4"),
+    ("gemma3_4b", "tp8pp4"),
+}
 """Too few query groups for so many tensor ranks."""
+EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | {"deepseek_v3": ("pp16ep32", 512)}
 
 
 def fragments(model: str, layout: str, run: str) -> list[Path]:
@@ -35,14 +50,26 @@ def load(model: str, layout: str = "single", run: str = "pretrain") -> Config:
 
 
 def test_every_fragment_is_covered() -> None:
-    assert {path.stem for path in (CONFIGS / "model").glob("*.yaml")} >= set(MODELS)
-    assert {path.stem for path in (CONFIGS / "layout").glob("*.yaml")} >= LAYOUTS.keys()
+    assert {path.stem for path in (CONFIGS / "model").glob("*.yaml")} >= {*MODELS, *EXPERTS}
+    assert {path.stem for path in (CONFIGS / "layout").glob("*.yaml")} >= {
+        *LAYOUTS,
+        *(layout for layout, _ in EXPERT_LAYOUTS.values()),
+    }
 
 
 @pytest.mark.parametrize("run", ["pretrain", "finetune"])
 @pytest.mark.parametrize(("model", "layout"), sorted(set(product(MODELS, LAYOUTS)) - ILLEGAL))
 def test_legal_combinations_run_on_two_copies_of_the_model(model: str, layout: str, run: str) -> None:
     assert Layout.from_config(load(model, layout, run), 2 * LAYOUTS[layout]).dp == 2
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_models_with_experts_run_and_fit_an_h200(model: str) -> None:
+    name, num_ranks = EXPERT_LAYOUTS[model]
+    config = load_config(fragments(model, name, "pretrain"), ["train.recompute=full"])
+    layout = Layout.from_config(config, num_ranks)
+    assert layout.edp == 1
+    assert max(planning.memory_per_rank(config, layout, rank).total_bytes for rank in range(layout.pp)) < 141e9
 
 
 @pytest.mark.parametrize(("model", "layout"), sorted(ILLEGAL))
@@ -54,3 +81,16 @@ def test_other_combinations_are_refused(model: str, layout: str) -> None:
 @pytest.mark.parametrize(("model", "expected"), PARAMETERS.items())
 def test_known_models_have_their_known_size(model: str, expected: int) -> None:
     assert planning.num_parameters(load(model).model) == expected
+
+
+@pytest.mark.parametrize(("model", "expected"), EXPERTS.items())
+def test_known_models_with_experts_have_their_known_sizes(model: str, expected: tuple[int, int]) -> None:
+    section = load(model).model
+    assert planning.num_parameters(section.model_copy(update={"mtp_depths": 0})) == expected[0]
+    assert planning.num_active_parameters(section) == expected[1]
+
+
+def test_deepseek_v3_has_a_layer_and_a_projection_more_that_predict_ahead() -> None:
+    section = load("deepseek_v3").model
+    ahead = planning.num_parameters(section) - planning.num_parameters(section.model_copy(update={"mtp_depths": 0}))
+    assert ahead == 11_610_067_968

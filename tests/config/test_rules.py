@@ -19,6 +19,7 @@ def messages(tmp_path: Any, **changes: Any) -> list[str]:
 LATENT: dict[str, Any] = {
     "model__mla": {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8},
 }
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"layout__sp": True}, "layout.sp=true needs tp > 1, but tp=1"),
@@ -32,6 +33,22 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"layout": {"pp": 2, "stage_layers": [8, 0]}}, "layout.stage_layers=[8, 0] needs 2 numbers above 0"),
     ({"layout__ep": 2}, "layout.ep=2 and layout.etp=1 need model.experts"),
     ({"layout__etp": 2}, "layout.ep=1 and layout.etp=2 need model.experts"),
+    (
+        {"layout__etp": 2, "model__experts": EXPERTS, "model__linear_bias": True},
+        "layout.etp=2 cannot divide experts with biases",
+    ),
+    (
+        {"model__experts": {**EXPERTS, "shared_ffn_hidden_size": 8}, "model__linear_bias": True},
+        "model.experts.shared_ffn_hidden_size=8 and model.linear_bias=true",
+    ),
+    (
+        {"model__rope": {"local_base": 100.0}},
+        "model.rope.local_base=100.0 has no effect without a window",
+    ),
+    (
+        {"model__sliding_window": 4, "model__rope": {"local_base": 100.0, "scaling": "yarn"}},
+        "model.rope.local_base=100.0 cannot be combined with scaling=yarn",
+    ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
         {"data__split": [0.9, 0.1, 0], "data__valid": [{"path": "v"}]},

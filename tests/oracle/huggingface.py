@@ -1,4 +1,4 @@
-"""Parameters of Hugging Face's models, from Llama to DeepSeek, under megatron-core's names."""
+"""Parameters of Hugging Face's models, from Llama to DeepSeek and GPT-OSS, under megatron-core's names."""
 
 from collections.abc import Mapping
 
@@ -56,8 +56,12 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
         if f"{theirs}.self_attn.k_proj.weight" not in state and f"{theirs}.self_attn.q_proj.weight" in state:
             parameters[f"{ours}.self_attention.linear_q_proj.weight"] = state[f"{theirs}.self_attn.q_proj.weight"]
+        if model.attention_sinks:
+            parameters[f"{ours}.self_attention.core_attention.softmax_offset"] = state[f"{theirs}.self_attn.sinks"]
         if f"{theirs}.mlp.gate.weight" in state:
             parameters |= _experts(state, f"{theirs}.mlp", f"{ours}.mlp")
+        elif f"{theirs}.mlp.experts.gate_up_proj_bias" in state:
+            parameters |= _gpt_oss_experts(state, f"{theirs}.mlp", f"{ours}.mlp")
         elif model.activation in GATED:
             gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
             parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
@@ -71,6 +75,20 @@ def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
         for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
             found[f"{ours}.experts.{expert}.{our_name}.weight"] = weight
     return found
+
+
+def _gpt_oss_experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
+    """Router and experts; their experts are stacked, transposed, and gate and up take turns."""
+    parameters = {f"{ours}.router.{kind}": state[f"{theirs}.router.{kind}"] for kind in ("weight", "bias")}
+    experts = [state[f"{theirs}.experts.{name}"] for name in ("gate_up_proj", "gate_up_proj_bias")]
+    experts += [state[f"{theirs}.experts.{name}"] for name in ("down_proj", "down_proj_bias")]
+    for number, (gate_up, gate_up_bias, down, down_bias) in enumerate(zip(*experts, strict=True)):
+        expert = f"{ours}.experts.{number}"
+        parameters[f"{expert}.linear_fc1.weight"] = torch.cat([gate_up.T[::2], gate_up.T[1::2]])
+        parameters[f"{expert}.linear_fc1.bias"] = torch.cat([gate_up_bias[::2], gate_up_bias[1::2]])
+        parameters[f"{expert}.linear_fc2.weight"] = down.T
+        parameters[f"{expert}.linear_fc2.bias"] = down_bias
+    return parameters
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, model: ModelSection) -> Tensor:

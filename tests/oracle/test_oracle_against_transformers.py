@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mtrain.config.experts import ExpertsSection
 from mtrain.config.model import ModelSection, RopeSection
 from tests.oracle.huggingface import from_huggingface
 from tests.oracle.model import logits_of
@@ -62,6 +63,7 @@ def common(model: ModelSection) -> dict[str, Any]:
         "max_position_embeddings": 4096,
         "tie_word_embeddings": model.tied_embeddings,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",
     }
 
 
@@ -177,6 +179,37 @@ def gemma3() -> tuple[ModelSection, Any]:
     )
 
 
+def gpt_oss() -> tuple[ModelSection, Any]:
+    rope = RopeSection(base=300.0, scaling="yarn", factor=4.0, beta_fast=4.0, original_max_positions=16, truncate=False)
+    model = ModelSection(
+        **SMALL,
+        linear_bias=True,
+        activation="swiglu_clamped",
+        attention_sinks=True,
+        head_dim=16,
+        sliding_window=5,
+        global_attention_every=2,
+        rope=rope,
+        experts=ExpertsSection(num_experts=6, top_k=2, ffn_hidden_size=48, router_bias=True),
+    )
+    return model, transformers.GptOssConfig(
+        **common(model),
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 300.0,
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    )
+
+
 def starcoder2_exact_gelu() -> tuple[ModelSection, Any]:
     return starcoder2("gelu")
 
@@ -253,6 +286,7 @@ FAMILIES = [
     starcoder2,
     starcoder2_exact_gelu,
     gemma3,
+    gpt_oss,
 ]
 
 

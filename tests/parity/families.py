@@ -20,7 +20,7 @@ GEMMA: dict[str, Any] = {
 }
 """Gemma-3's text model, with every third layer global."""
 
-GPT_OSS_ATTENTION: dict[str, Any] = {
+GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",
     "model__attention_sinks": True,
@@ -35,8 +35,8 @@ GPT_OSS_ATTENTION: dict[str, Any] = {
         "beta_fast": 4.0,
         "truncate": False,
     },
+    "model__experts": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "router_bias": True},
 }
-"""GPT-OSS without experts."""
 
 DEEPSEEK_ATTENTION: dict[str, Any] = {
     "model__num_query_groups": None,

@@ -1,0 +1,38 @@
+"""GPT-OSS of transformers with the same weights: loss, logits and every gradient, over ep, tp, cp and pp."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.parity import test_against_transformers as dense
+from tests.parity.cases import Case, case
+from tests.parity.families import GPT_OSS
+from tests.pool import Pool
+
+CASES = [case(4), case(4, tp=2, sp=True, pp=2, ep=2), case(4, cp=2, cp_comm="ulysses", dp=2, ep=4)]
+
+
+def gpt_oss() -> tuple[dict[str, Any], Any]:
+    theirs = {
+        "rope_type": "yarn",
+        "rope_theta": 300.0,
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    }
+    sizes = {"intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 6}
+    return GPT_OSS, transformers.GptOssConfig(**dense.common() | sizes, sliding_window=5, rope_parameters=theirs)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dense.Reference:
+    return dense.computed(gpt_oss)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.layout) or "one process")
+def test_gpt_oss_is_that_of_transformers(pool: Pool, reference: dense.Reference, case: Case) -> None:
+    dense.test_loss_and_gradients_are_those_of_transformers(pool, reference, case)
+    dense.test_logits_are_those_of_transformers(pool, reference, case)
