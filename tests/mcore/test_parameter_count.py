@@ -12,6 +12,7 @@ from mtrain.mcore.model import build_model
 from tests.config.samples import config
 from tests.pool import Pool
 
+MLA = {"q_rank": 24, "kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 10}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"tied_embeddings": True},
@@ -20,6 +21,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"norm": "layernorm", "activation": "gelu", "linear_bias": True, "qk_norm": True},
     "gemma": {"sandwich_norm": True, "tied_embeddings": True, "activation": "geglu_tanh", "qk_norm": True},
     "gpt_oss": {"attention_sinks": True, "linear_bias": True, "activation": "swiglu_clamped"},
+    "mla": {"mla": MLA, "num_query_groups": None},
+    "mla_without_query_rank": {"mla": {**MLA, "q_rank": None}, "num_query_groups": None},
+    "mtp": {"mtp_depths": 2},
+    "mtp_tied": {"mtp_depths": 1, "tied_embeddings": True},
 }
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,
@@ -29,6 +34,12 @@ EXPERTS: dict[str, Any] = {
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "experts": {"experts": {**EXPERTS, "shared_ffn_hidden_size": 40}},
+    "deepseek": {
+        "experts": {**EXPERTS, "shared_ffn_hidden_size": 8},
+        "mla": MLA,
+        "mtp_depths": 1,
+        "num_query_groups": None,
+    },
     "gpt_oss": {**MODELS["gpt_oss"], "experts": {**EXPERTS, "router_bias": True, "every": 2}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
