@@ -40,6 +40,7 @@ class LatentAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
+        attn_mask_type: AttnMaskType,
         latent: LatentAttentionSection,
         rope: RopeSection,
         pg_collection: ProcessGroupCollection,
@@ -55,7 +56,7 @@ class LatentAttention(MegatronModule):
         self.core_attention = CoreAttention(
             config=config,
             layer_number=layer_number,
-            attn_mask_type=AttnMaskType.causal,
+            attn_mask_type=attn_mask_type,
             attention_type="self",
             cp_comm_type=cp_comm_type,
             softmax_scale=latent_softmax_scale(latent, rope),

@@ -127,7 +127,8 @@ def _checkpoint_names(model: ModelSection, layer: int) -> dict[str, str]:
 def attention_spec(model: ModelSection) -> ModuleSpec:
     """Grouped-query attention, or latent attention where the model has it."""
     if model.mla is not None:
-        return ModuleSpec(module=LatentAttention, params={"latent": model.mla, "rope": model.rope})
+        latent = {"latent": model.mla, "rope": model.rope}
+        return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal, **latent})
     qk_norm = Norm if model.qk_norm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -78,7 +79,7 @@ def plain_gradients(groups: Groups, weights: Gradients, flag: bool) -> Gradients
 
 def our_gradients(groups: Groups, weights: Gradients) -> Gradients:
     """Of our module."""
-    module = LatentAttention(_config(groups), 1, SIZES, ROPE, groups.collection)
+    module = LatentAttention(_config(groups), 1, AttnMaskType.causal, SIZES, ROPE, groups.collection)
     pairs = SIZES.rope_head_dim // 2
     frequencies = ROPE.base ** (-torch.arange(pairs) / pairs)
     angles = torch.outer(torch.arange(SEQ), frequencies).repeat(1, 2).view(SEQ, 1, 1, -1)
