@@ -52,8 +52,8 @@ def import_(
 ) -> None:
     """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes."""
     with one_message():
-        from mtrain.convert.exporting import DTYPE_NAMES  # loads torch
-        from mtrain.convert.importing import MODEL_NAME, import_hf
+        from mtrain.convert.importing import MODEL_NAME, import_hf  # loads torch
+        from mtrain.convert.target import DTYPE_NAMES
 
         proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)
         print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
@@ -76,7 +76,8 @@ def export(
 ) -> None:
     """A checkpoint -> Hugging Face. float32 takes the main weights of a run."""
     with one_message():
-        from mtrain.convert.exporting import DTYPE_NAMES, export_hf
+        from mtrain.convert.exporting import export_hf
+        from mtrain.convert.target import DTYPE_NAMES
 
         proof = export_hf(checkpoint, out, like, DTYPE_NAMES.get(dtype), workers)
         print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")

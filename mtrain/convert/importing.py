@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config.model import ModelSection
-from mtrain.convert.proof import Proof, prove
+from mtrain.convert.proof import Proof, prove, same_bits
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.environment import git_checkout, program_versions
 from mtrain.errors import DataError
@@ -57,11 +58,23 @@ def open_source(path: Path) -> Source:
     """
     folder = HfFolder(path)
     family = family_of(folder.config)
-    model = family.model(folder.config)
+    model = family.model(family.as_held(folder.config, folder.names()))
     table = family.table(model)
     wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
-    check_names(folder, wanted, family.dropped)
+    check_names(folder, wanted, [*family.dropped, *map(re.escape, table.copies)])
+    check_copies(folder, table)
     return Source(folder, family, model, table)
+
+
+def check_copies(folder: HfFolder, table: Table) -> None:
+    """Compares tensors that are there twice.
+
+    Raises:
+        DataError: They differ.
+    """
+    for name, original in table.copies.items():
+        if name in folder.names() and not same_bits(folder.tensor(name), folder.tensor(original)):
+            raise DataError(f"{folder.path}: {name} differs from {original}, but config.json says that they are one")
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
@@ -137,7 +150,8 @@ def _dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]
     """
     found: dict[str, torch.dtype] = {}
     for tensor, piece in source.table.tensors():
-        its = dtype or source.folder.facts(tensor.name)[0]
+        held = source.folder.facts(tensor.name)[0]
+        its = held if dtype is None or piece.keeps_dtype else dtype
         if found.setdefault(piece.key, its) != its:
             raise DataError(
                 f"{source.folder.path}: {tensor.name} is {its}, but others that belong to {piece.key} are "

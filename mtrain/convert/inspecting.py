@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Listing
 
-from mtrain.convert.exporting import open_target
 from mtrain.convert.importing import open_source
+from mtrain.convert.target import open_target
 from mtrain.hf.axes import Sizes
 from mtrain.hf.folder import CONFIG_NAME
 from mtrain.planning import num_parameters

@@ -10,7 +10,7 @@ from torch import Tensor
 from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.model import ModelSection
-from mtrain.convert.exporting import model_and_origin
+from mtrain.convert.target import source_of
 from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError
@@ -38,7 +38,7 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
     """
     entry = checkpoint_at(checkpoint).entry
     assert entry is not None, "checkpoint_at raises where there is none"
-    model, _ = model_and_origin(entry.path)
+    model = source_of(entry.path).model
     tokens = random_tokens(model.vocab_size)
     try:
         theirs = transformers_logits(hf, tokens)
@@ -71,6 +71,7 @@ def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, toke
         is_padding=torch.zeros_like(tokens, dtype=torch.bool),
     )
     logits = run_chunk(chunks[0], batch)
+    assert isinstance(logits, Tensor), "a frozen model predicts the next token only"
     return logits.transpose(0, 1)[..., : model.vocab_size].float()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.convert.exporting import open_target
 from mtrain.convert.importing import open_source
 from mtrain.convert.proof import Proof, prove
+from mtrain.convert.target import open_target
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:

@@ -19,6 +19,8 @@ from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
 from mtrain.hf.rope import read_rope, same_rope, written_rope
 
+DEPTHS = "num_nextn_predict_layers"
+"""Predictions further ahead, which transformers configures but neither computes nor writes."""
 _NOT_ARCHITECTURE = {"vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
 """Fields of `model.*` that config.json has no word for, or that do not change what the weights mean."""
 
@@ -54,13 +56,17 @@ class Field(Entry):
     """What the family has where the file says nothing."""
     resolved: str = ""
     """Property of the model that gives the value where ours may be left out."""
+    alias: str = ""
+    """Another name of the field, in files of other versions."""
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        value = config.get(self.theirs, self.default)
-        return {self.ours: value}
+        return {self.ours: config.get(self._name(config), self.default)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {self.theirs: lookup(model, self.resolved or self.ours)}
+        return {self._name(config): lookup(model, self.resolved or self.ours)}
+
+    def _name(self, config: dict[str, Any]) -> str:
+        return self.alias if self.alias in config else self.theirs
 
 
 @final
@@ -114,6 +120,21 @@ class Rope(Entry):
         return written_rope(config, model.rope)
 
 
+@final
+@dataclass(frozen=True)
+class Derived(Entry):
+    """A field of the file that says once more what others say."""
+
+    theirs: str
+    ours: str
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {self.theirs: lookup(model, self.ours)}
+
+
 def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field, Field]:
     """Key/value heads and the size of a head.
 
@@ -147,7 +168,8 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
             target = nested
             for section in sections:
                 target = target.setdefault(section, {})
-            target[name] = value
+            if value is not None:  # ours have the same meaning where they are left out
+                target[name] = value
     try:
         return ModelSection.model_validate(nested)
     except ValidationError as error:
@@ -189,7 +211,7 @@ def differences(one: ModelSection, other: ModelSection) -> list[tuple[str, Any, 
             mine, theirs = one.query_groups, other.query_groups
         elif name == "head_dim":
             mine, theirs = one.head_size, other.head_size
-        elif name == "rope" and same_rope(mine, theirs):
+        elif (name == "rope" and same_rope(mine, theirs)) or (name == "mtp_depths" and 0 in (mine, theirs)):
             continue
         if name not in _NOT_ARCHITECTURE and mine != theirs:
             found.append((name, mine, theirs))

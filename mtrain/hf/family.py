@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtrain.config.model import ModelSection
-from mtrain.hf.config import Entry, config_of, model_of
+from mtrain.hf.config import DEPTHS, Entry, config_of, model_of
 from mtrain.hf.table import Rule, Table, build_table
 
 
@@ -23,6 +23,13 @@ class Family:
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """Tensors in files of old versions that follow from config.json."""
+
+    def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """The config.json of what a folder holds: predictions further ahead may be configured and not be there."""
+        layer = f"model.layers.{config.get('num_hidden_layers')}."
+        if config.get(DEPTHS) and not any(name.startswith(layer) for name in names):
+            return {**config, DEPTHS: 0}
+        return config
 
     def model(self, config: dict[str, Any]) -> ModelSection:
         """The architecture that a config.json describes.
@@ -47,14 +54,18 @@ class Family:
 
     def table(self, model: ModelSection) -> Table:
         """Where each tensor of a model goes."""
-        return build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
+        table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
+        return replace(table, copies=_copies(model))
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
     """The axes that tables speak of.
 
     V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
-    value), d dimensions of a head, c halves of a gated projection, L layers, E experts, e feed-forward of an expert.
+    value), d dimensions of a head, c halves of a gated projection, L layers, E experts, e feed-forward of an expert,
+    t feed-forward of all shared experts. Latent attention: q and k ranks of queries and of keys and values, m the
+    latter with the rotary key, x dimensions of a query head, y of a key's part without position and its value, v of a
+    value head. i the two inputs of a prediction further ahead.
     """
     sizes = {
         "V": model.vocab_size,
@@ -65,13 +76,34 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "s": model.num_attention_heads // model.query_groups + 2,
         "d": model.head_size,
         "c": 2,
+        "i": 2,
         "L": model.num_layers,
     }
-    if model.experts is not None:
-        sizes |= {"E": model.experts.num_experts, "e": model.experts.ffn_hidden_size}
+    if (experts := model.experts) is not None:
+        sizes |= {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
+    if (mla := model.mla) is not None:
+        sizes |= {
+            "q": mla.q_rank or 0,
+            "k": mla.kv_rank,
+            "m": mla.kv_rank + mla.rope_head_dim,
+            "x": mla.nope_head_dim + mla.rope_head_dim,
+            "y": mla.nope_head_dim + mla.value_head_dim,
+            "v": mla.value_head_dim,
+        }
     return sizes
 
 
 def stacks_layers(model: ModelSection) -> bool:
     """Whether a checkpoint keeps the layers in one tensor: where all are alike."""
-    return model.experts is None
+    return len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
+
+
+def _copies(model: ModelSection) -> dict[str, str]:
+    """Tables of the vocabulary that some folders hold twice."""
+    embeddings = "model.embed_tokens.weight"
+    output = embeddings if model.tied_embeddings else "lm_head.weight"
+    copies = {"lm_head.weight": embeddings} if model.tied_embeddings else {}
+    for layer in range(model.num_layers, model.num_layers + model.mtp_depths):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = embeddings
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = output
+    return copies

@@ -6,10 +6,17 @@ from typing import Any
 
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
+from mtrain.hf.families.deepseek import DEEPSEEK_V3
 from mtrain.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from mtrain.hf.families.experts import MIXTRAL, QWEN3_MOE
+from mtrain.hf.families.gemma import GEMMA3
+from mtrain.hf.families.gpt_oss import GPT_OSS
 from mtrain.hf.family import Family
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS)
+}
 
 
 def family_of(config: dict[str, Any]) -> Family:

@@ -8,7 +8,7 @@ alike, a checkpoint keeps them in one tensor whose first axis is L.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -48,6 +48,13 @@ class Rule:
     """Without the axis of layers."""
     parts: tuple[Part, ...]
     when: Condition = always
+    keeps_dtype: bool = False
+    """Whether a cast of the weights leaves it alone."""
+
+    def only(self, condition: Condition) -> Rule:
+        """The same rule where the condition holds as well."""
+        own = self.when
+        return replace(self, when=lambda model, layer: own(model, layer) and condition(model, layer))
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Piece:
     offsets: Sizes
     sizes: Sizes
     tensors: tuple[HfTensor, ...]
+    keeps_dtype: bool
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,17 @@ class Table:
     """Checkpoint key -> shape of the global tensor, vocabulary without padding."""
     pieces: tuple[Piece, ...]
     """In the order of the model."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensor that some folders hold a second time -> the one that it must equal."""
 
     def tensors(self) -> Iterator[tuple[HfTensor, Piece]]:
         """Every tensor of Hugging Face and the piece it belongs to."""
         for piece in self.pieces:
             for tensor in piece.tensors:
                 yield tensor, piece
+
+
+_LAYERS, _DEPTHS = "decoder.layers.", "mtp.layers."
 
 
 def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str, int], stacked: bool) -> Table:
@@ -100,36 +113,56 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
     """
     shapes: dict[str, Sizes] = {}
     pieces: list[Piece] = []
-    for layer in (-1, *range(model.num_layers)):
+    for scope in _scopes(model, stacked):
         for rule in rules:
-            if (".*." in rule.key) == (layer >= 0) and rule.when(model, layer):
-                key, axes = rule.key, rule.axes
-                if layer >= 0:
-                    key = key.replace(".*.", "." if stacked else f".{layer}.")
-                    axes = f"L {axes}" if stacked else axes
+            if _prefix(rule.key) == scope.prefix and rule.when(model, scope.like):
+                key, axes = rule.key.replace(".*.", scope.infix), f"L {rule.axes}" if "L" in scope.fixed else rule.axes
                 shapes[key] = shape(axes, sizes)
-                fixed = {"L": layer} if stacked and layer >= 0 else {}
-                pieces += _pieces(rule, key, axes, layer, fixed, sizes)
+                pieces += _pieces(rule, key, axes, scope, sizes)
     return Table(shapes, tuple(pieces))
 
 
-def _pieces(
-    rule: Rule, key: str, axes: str, layer: int, fixed: dict[str, int], sizes: Mapping[str, int]
-) -> Iterator[Piece]:
+@dataclass(frozen=True)
+class _Scope:
+    """One layer, or what lies outside of layers."""
+
+    prefix: str
+    infix: str
+    number: int
+    """Of the layer in Hugging Face's names."""
+    like: int
+    """The layer whose kind it has."""
+    fixed: Fixed
+
+
+def _scopes(model: ModelSection, stacked: bool) -> Iterator[_Scope]:
+    """Depths of multi-token prediction follow the layers in Hugging Face's numbers, and are of the last one's kind."""
+    yield _Scope("", "", -1, -1, {})
+    for layer in range(model.num_layers):
+        yield _Scope(_LAYERS, "." if stacked else f".{layer}.", layer, layer, {"L": layer} if stacked else {})
+    for depth in range(model.mtp_depths):
+        yield _Scope(_DEPTHS, f".{depth}.", model.num_layers + depth, model.num_layers - 1, {})
+
+
+def _prefix(key: str) -> str:
+    return next((prefix for prefix in (_LAYERS, _DEPTHS) if key.startswith(f"{prefix}*.")), "")
+
+
+def _pieces(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[Piece]:
     """One for each expert where experts lie in tensors of their own, else one."""
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
-        place = fixed | dict(zip("E", experts))
+        place = {**scope.fixed, **dict(zip("E", experts))}
         hull = Arrangement(axes, " ".join(name for name in _names(axes) if name not in place), place, sizes)
         (block,) = hull.blocks()
         tensors = tuple(
             HfTensor(
-                part.name.format(L=layer, **dict(zip("E", experts))),
+                part.name.format(L=scope.number, **dict(zip("E", experts))),
                 Arrangement(axes, part.axes, {**place, **part.at}, sizes),
             )
             for part in rule.parts
         )
-        yield Piece(key, block.offsets, block.sizes, tensors)
+        yield Piece(key, block.offsets, block.sizes, tensors, rule.keeps_dtype)
 
 
 def _names(axes: str) -> list[str]:

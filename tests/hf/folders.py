@@ -19,6 +19,7 @@ AWKWARD: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
+    "tie_word_embeddings": False,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -27,6 +28,15 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in AWKWARD.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
 }
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**AWKWARD, rope_parameters=LLAMA3),
@@ -45,6 +55,59 @@ CONFIGS: dict[str, Any] = {
             "factor": 4.0,
             "original_max_position_embeddings": 32,
         },
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **{**AWKWARD, "num_key_value_heads": 2}, num_local_experts=3, num_experts_per_tok=2
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **{**AWKWARD, "num_key_value_heads": 4},
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-unnormalised": lambda: transformers.Qwen3MoeConfig(
+        **AWKWARD, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=False
+    ),
+    "deepseek": lambda: transformers.DeepseekV3Config(
+        **LATENT,
+        n_routed_experts=6,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=3,
+        topk_group=2,
+        num_experts_per_tok=4,
+        first_k_dense_replace=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "deepseek-direct-queries": lambda: transformers.DeepseekV3Config(
+        **{**LATENT, "q_lora_rank": None},
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **AWKWARD,
+        query_pre_attn_scalar=24,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **AWKWARD, num_local_experts=3, num_experts_per_tok=2, sliding_window=6
     ),
 }
 

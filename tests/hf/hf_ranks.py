@@ -5,8 +5,8 @@ from typing import Any
 
 from mtrain.checkpoint.directory import load_entry
 from mtrain.config import Config
-from mtrain.convert.exporting import model_and_origin
 from mtrain.convert.logits import our_logits, random_tokens
+from mtrain.convert.target import source_of
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.gather import gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups
@@ -15,7 +15,7 @@ from mtrain.mcore.model import build_frozen_model
 
 def logits(groups: Groups, checkpoint: Path) -> Any:
     """[batch, seq, vocab_size] of an imported checkpoint, as numpy."""
-    model, _ = model_and_origin(checkpoint)
+    model = source_of(checkpoint).model
     return our_logits(load_entry(checkpoint), model, groups, random_tokens(model.vocab_size)).numpy()
 
 

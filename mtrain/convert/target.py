@@ -1,0 +1,147 @@
+"""A checkpoint to be exported: what model it holds, and what that is called outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from pydantic import ValidationError
+
+from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.config.load import load_config
+from mtrain.config.model import ModelSection
+from mtrain.convert.importing import MODEL_NAME, ORIGIN
+from mtrain.errors import DataError
+from mtrain.hf.axes import Sizes
+from mtrain.hf.family import Family
+from mtrain.hf.folder import CONFIG_NAME, read_json
+from mtrain.hf.registry import family_of, fitting_family
+from mtrain.hf.table import Piece, Table
+
+_MAIN = "optimizer.state.param."
+_LEFT = ("optimizer.", "rng")
+"""Beginnings of keys that a run's checkpoint has beside the weights."""
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose rows may be padded."""
+DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Source(NamedTuple):
+    """What the weights of a checkpoint are."""
+
+    model: ModelSection
+    origin: Path | None
+    """Folder with config.json, tokenizer and shard names of the weights that training started from."""
+    context_tokens: int | None
+    """Longest sequence that training saw, where there is no origin to say it."""
+
+
+class Target(NamedTuple):
+    """A checkpoint and what it will be called outside."""
+
+    entry: CheckpointEntry
+    tensors: CheckpointTensors
+    family: Family
+    model: ModelSection
+    table: Table
+    origin: Path | None
+    """As of its source, or as the user wants it."""
+    context_tokens: int | None
+    main_weights: bool
+    """Whether float32 main weights are wanted where they are there."""
+
+    def key(self, key: str) -> str:
+        """Key in the table -> key in the checkpoint."""
+        return _MAIN + key if self.main_weights and _MAIN + key in self.tensors.tensors else key
+
+    def dtype(self, piece: Piece, wanted: torch.dtype | None) -> torch.dtype:
+        """What a tensor will have outside."""
+        held = self.tensors.tensors[self.key(piece.key)].dtype
+        return held if wanted is None or piece.keeps_dtype else wanted
+
+
+def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Target:
+    """Opens a checkpoint and finds out how it is to be called.
+
+    Args:
+        path: A checkpoint, or a run folder.
+        like: Folder whose config.json and tokenizer are taken; None: those that the weights came with.
+        dtype: Wanted outside; float32 takes main weights where the checkpoint has them.
+
+    Raises:
+        DataError: It is no checkpoint, no family describes its model, or tensors are missing or have other shapes.
+    """
+    entry = checkpoint_at(path).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    source = source_of(entry.path)
+    origin = like if like is not None else source.origin
+    template = None if origin is None else read_json(origin / CONFIG_NAME)
+    family = fitting_family(source.model) if template is None else family_of(template)
+    tensors = CheckpointTensors(entry.path)
+    target = Target(
+        entry,
+        tensors,
+        family,
+        source.model,
+        family.table(source.model),
+        origin,
+        source.context_tokens,
+        main_weights=dtype == torch.float32,
+    )
+    _check_keys(target)
+    return target
+
+
+def source_of(checkpoint: Path) -> Source:
+    """The model that a checkpoint holds, and what its first weights came with.
+
+    Raises:
+        DataError: Nothing says what model it is.
+    """
+    if (checkpoint / ORIGIN / CONFIG_NAME).exists():
+        return Source(_imported_model(checkpoint / MODEL_NAME), checkpoint / ORIGIN, None)
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    if not path.exists():
+        raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
+    run = load_config([path], [])
+    start = run.checkpoint.initialize_from
+    if start is None or not Path(start).exists():
+        return Source(run.model, None, run.data.seq_length)
+    entry = checkpoint_at(Path(start)).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    return Source(run.model, source_of(entry.path).origin, run.data.seq_length)
+
+
+def _imported_model(path: Path) -> ModelSection:
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return ModelSection.model_validate(content["model"])
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValidationError) as fault:
+        raise DataError(
+            f"{path} cannot be understood: {str(fault).splitlines()[0]}; import the weights again"
+        ) from None
+
+
+def _check_keys(target: Target) -> None:
+    saved = {key: facts.shape for key, facts in target.tensors.tensors.items()}
+    faults = []
+    for key, wanted in target.table.shapes.items():
+        found = saved.get(target.key(key))
+        if found is None:
+            faults.append(f"lacks {target.key(key)}")
+        elif found != wanted and not _is_padded(key, found, wanted):
+            faults.append(f"{target.key(key)} has shape {list(found)} instead of {list(wanted)}")
+    unexpected = sorted(key for key in saved.keys() - target.table.shapes.keys() if not key.startswith(_LEFT))
+    faults += [f"holds unexpected {key}" for key in unexpected]
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise DataError(
+            f"{target.entry.path} does not hold a {target.family.model_type} model: {'; '.join(faults[:8])}{more}"
+        )
+
+
+def _is_padded(key: str, found: Sizes, wanted: Sizes) -> bool:
+    return key in _VOCABULARY and found[0] > wanted[0] and found[1:] == wanted[1:]

@@ -1,0 +1,187 @@
+"""What families share: rules of the usual transformer, and fields of config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from mtrain.config.model import ModelSection
+from mtrain.errors import DataError
+from mtrain.hf.config import Entry, Field, Given, Needed
+from mtrain.hf.table import Part, Rule
+
+KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
+
+
+def untied(model: ModelSection, layer: int) -> bool:
+    """Whether the output layer has a table of its own."""
+    return not model.tied_embeddings
+
+
+def has_qkv_bias(model: ModelSection, layer: int) -> bool:
+    """Whether queries, keys and values have biases."""
+    return model.qkv_bias or model.linear_bias
+
+
+def has_linear_bias(model: ModelSection, layer: int) -> bool:
+    """Whether the other projections have biases."""
+    return model.linear_bias
+
+
+def has_qk_norm(model: ModelSection, layer: int) -> bool:
+    """Whether queries and keys are normalised."""
+    return model.qk_norm
+
+
+def is_dense(model: ModelSection, layer: int) -> bool:
+    """Whether the layer's feed-forward part is a plain one."""
+    return not model.has_experts(layer)
+
+
+def has_experts(model: ModelSection, layer: int) -> bool:
+    """Whether the layer's feed-forward part is a router and experts."""
+    return model.has_experts(layer)
+
+
+def by_group(kind: str, last: str) -> tuple[Part, ...]:
+    """Of each query group: the rows of its queries, then of its key, then of its value."""
+    return (
+        Part(f"{THEIRS}self_attn.q_proj.{kind}", f"(G s d){last}", {"s": slice(0, -2)}),
+        Part(f"{THEIRS}self_attn.k_proj.{kind}", f"(G d){last}", {"s": -2}),
+        Part(f"{THEIRS}self_attn.v_proj.{kind}", f"(G d){last}", {"s": -1}),
+    )
+
+
+def gate_and_up(kind: str, last: str) -> tuple[Part, ...]:
+    """The gate's rows, then the other half's."""
+    return halves(f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}", f"f{last}")
+
+
+def halves(gate: str, up: str, axes: str) -> tuple[Part, ...]:
+    """A gated projection of two tensors."""
+    return (Part(gate, axes, {"c": 0}), Part(up, axes, {"c": 1}))
+
+
+def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
+    """Experts with tensors of their own; a checkpoint has one tensor with an axis of experts.
+
+    Args:
+        prefix: Of an expert's names, behind the layer's.
+        gate: Name of the gate.
+        up: Name of the projection that it multiplies.
+        down: Name of the projection back.
+    """
+    names = [f"{THEIRS}{prefix}.{{E}}.{name}.weight" for name in (gate, up, down)]
+    ours = f"{KEY}mlp.experts.experts.linear"
+    return (
+        Rule(f"{ours}_fc1.weight", "E (c e) h", halves(names[0], names[1], "e h"), has_experts),
+        Rule(f"{ours}_fc2.weight", "E h e", (Part(names[2], "h e"),), has_experts),
+    )
+
+
+def router(name: str) -> Rule:
+    """The router's weights."""
+    return in_layer("mlp.router.weight", name, "E h").only(has_experts)
+
+
+def same(key: str, name: str, axes: str) -> Rule:
+    """A tensor that is the same on both sides."""
+    return Rule(key, axes, (Part(name, axes),))
+
+
+def in_layer(key: str, name: str, axes: str) -> Rule:
+    """The same inside of a layer."""
+    return same(KEY + key, THEIRS + name, axes)
+
+
+VOCABULARY = (
+    same("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V h"),
+    same("decoder.final_layernorm.weight", "model.norm.weight", "h"),
+    same("output_layer.weight", "lm_head.weight", "V h").only(untied),
+)
+NORMS = (
+    in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "h"),
+    in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "h").only(is_dense),
+    in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h").only(has_experts),
+)
+ATTENTION = (
+    Rule(f"{KEY}self_attention.linear_qkv.weight", "(G s d) h", by_group("weight", " h")),
+    Rule(f"{KEY}self_attention.linear_qkv.bias", "(G s d)", by_group("bias", ""), has_qkv_bias),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "d").only(has_qk_norm),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "d").only(has_qk_norm),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H d)"),
+    in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h").only(has_linear_bias),
+)
+FEED_FORWARD = (
+    Rule(f"{KEY}mlp.linear_fc1.weight", "(c f) h", gate_and_up("weight", " h"), is_dense),
+    Rule(f"{KEY}mlp.linear_fc1.bias", "(c f)", gate_and_up("bias", ""), is_dense).only(has_linear_bias),
+    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f").only(is_dense),
+    in_layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h").only(is_dense).only(has_linear_bias),
+)
+ACTIVATION = (Needed("hidden_act", "silu", "silu", ("swish",)), Given("activation", "swiglu"))
+COMMON: tuple[Entry, ...] = (
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("rms_norm_eps", "norm_epsilon", 1e-6),
+    Field("tie_word_embeddings", "tied_embeddings", False),
+    Field("initializer_range", "init_std", 0.02),
+    Field("attention_dropout", "attention_dropout", 0.0),
+)
+
+
+@final
+@dataclass(frozen=True)
+class LayerWindows(Entry):
+    """Which layers have a sliding window: one word for each layer, or the number of layers without one."""
+
+    first: int = 28
+    """What the family has for the latter where the file says nothing."""
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        num_layers, window = config.get("num_hidden_layers", 0), config.get("sliding_window", 4096)
+        first = config.get("max_window_layers", self.first) if config.get("use_sliding_window") else num_layers
+        kinds = config.get("layer_types") or [
+            "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+        ]
+        return windows(kinds, window)
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        window, kinds = model.sliding_window, kinds_of(model)
+        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else model.num_layers
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": first,
+            "layer_types": kinds,
+        }
+
+
+def kinds_of(model: ModelSection) -> list[str]:
+    """For each layer `full_attention` or `sliding_attention`."""
+    window, every = model.sliding_window, model.global_attention_every
+    return [
+        "full_attention" if window is None or (every is not None and layer % every == 0) else "sliding_attention"
+        for layer in range(1, model.num_layers + 1)
+    ]
+
+
+def windows(kinds: list[str], window: int | None) -> dict[str, Any]:
+    """Our window fields of layers that are `full_attention` or `sliding_attention`.
+
+    Raises:
+        DataError: The order is not all, none, or every n-th layer without a window.
+    """
+    wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    if len(wide) == len(kinds):
+        return {"sliding_window": None, "global_attention_every": None}
+    if not wide:
+        return {"sliding_window": window, "global_attention_every": None}
+    if wide != list(range(wide[0], len(kinds) + 1, wide[0])) or wide[0] == 1:
+        raise DataError(
+            "config.json: layer_types must have a window in all layers, in none, or in all but every n-th; layers "
+            f"{', '.join(map(str, wide))} of {len(kinds)} have none"
+        )
+    return {"sliding_window": window, "global_attention_every": wide[0]}

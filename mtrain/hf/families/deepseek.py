@@ -1,0 +1,147 @@
+"""DeepSeek-V3: latent attention, shared and routed experts behind dense layers, predictions further ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from mtrain.config.model import ModelSection
+from mtrain.hf.config import DEPTHS, Derived, Entry, Field, Given, Needed, Rope, lookup
+from mtrain.hf.families.common import (
+    ACTIVATION,
+    COMMON,
+    FEED_FORWARD,
+    KEY,
+    NORMS,
+    THEIRS,
+    VOCABULARY,
+    experts,
+    halves,
+    has_experts,
+    in_layer,
+    router,
+    same,
+)
+from mtrain.hf.family import Family
+from mtrain.hf.table import Rule
+
+
+def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
+    return model.mla is not None and model.mla.q_rank is not None
+
+
+def _has_direct_queries(model: ModelSection, layer: int) -> bool:
+    return not _has_low_rank_queries(model, layer)
+
+
+def _has_shared_experts(model: ModelSection, layer: int) -> bool:
+    return model.has_experts(layer) and model.experts is not None and model.experts.shared_ffn_hidden_size > 0
+
+
+@final
+@dataclass(frozen=True)
+class _SharedExperts(Entry):
+    """Their number, each as large as a routed one; ours is their size together."""
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        size = config.get("n_shared_experts", 1) or 0
+        return {"experts.shared_ffn_hidden_size": size * config.get("moe_intermediate_size", 2048)}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
+        return {"n_shared_experts": None if together is None else together // one}
+
+
+@final
+@dataclass(frozen=True)
+class _Depths(Entry):
+    """Predictions further ahead. A file may configure them without weights: transformers neither computes nor writes
+    them."""
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"mtp_depths": config.get(DEPTHS, 0)}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {DEPTHS: model.mtp_depths}
+
+    def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
+        return model.mtp_depths in (0, config.get(DEPTHS, 0))
+
+
+_LATENT_ATTENTION = (
+    in_layer("input_layernorm.weight", "input_layernorm.weight", "h"),
+    in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "(H x) h").only(_has_direct_queries),
+    in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q h").only(
+        _has_low_rank_queries
+    ),
+    in_layer("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", "q").only(
+        _has_low_rank_queries
+    ),
+    in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "(H x) q").only(
+        _has_low_rank_queries
+    ),
+    in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "m h"),
+    in_layer("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "k"),
+    in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "(H y) k"),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H v)"),
+)
+_SHARED = f"{THEIRS}mlp.shared_experts."
+_EXPERTS = (
+    router("mlp.gate.weight"),
+    replace(
+        in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
+    ),
+    *experts("mlp.experts"),
+    Rule(
+        f"{KEY}mlp.shared_experts.linear_fc1.weight",
+        "(c t) h",
+        halves(f"{_SHARED}gate_proj.weight", f"{_SHARED}up_proj.weight", "t h"),
+        _has_shared_experts,
+    ),
+    in_layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", "h t").only(
+        _has_shared_experts
+    ),
+)
+_LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *_EXPERTS)
+_DEPTH = "mtp.layers.*."
+_AHEAD = (
+    same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
+    same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
+    same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h (i h)"),
+    *(replace(rule, key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer.")) for rule in _LAYER),
+    same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (
+        *COMMON,
+        *ACTIVATION,
+        Derived("num_key_value_heads", "num_attention_heads"),
+        Field("q_lora_rank", "mla.q_rank", 1536),
+        Field("kv_lora_rank", "mla.kv_rank", 512),
+        Field("qk_nope_head_dim", "mla.nope_head_dim", 128),
+        Field("qk_rope_head_dim", "mla.rope_head_dim", 64),
+        Field("v_head_dim", "mla.value_head_dim", 128),
+        Field("n_routed_experts", "experts.num_experts", 256, alias="num_local_experts"),
+        Field("num_experts_per_tok", "experts.top_k", 8),
+        Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),
+        _SharedExperts(),
+        Field("first_k_dense_replace", "experts.first_dense_layers", 3),
+        Field("n_group", "experts.num_groups", 8),
+        Field("topk_group", "experts.group_top_k", 4),
+        Field("routed_scaling_factor", "experts.scaling_factor", 2.5),
+        Given("experts.score", "sigmoid"),
+        Given("experts.expert_bias", True),
+        _Depths(),
+        Field("rope_interleave", "rope.interleaved", True),
+        Needed("norm_topk_prob", True, True),
+        Needed("scoring_func", "sigmoid", "sigmoid"),
+        Needed("topk_method", "noaux_tc", "noaux_tc"),
+        Needed("moe_layer_freq", 1, 1),
+        Needed("attention_bias", False, False),
+        Rope(),
+    ),
+    (*VOCABULARY, *_LAYER, *_AHEAD),
+)

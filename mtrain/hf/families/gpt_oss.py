@@ -1,0 +1,83 @@
+"""GPT-OSS: biases everywhere, attention sinks, and experts that are fused, transposed and interleaved on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from mtrain.config.model import ModelSection
+from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
+from mtrain.hf.families.common import (
+    ATTENTION,
+    COMMON,
+    KEY,
+    NORMS,
+    THEIRS,
+    VOCABULARY,
+    has_experts,
+    in_layer,
+    kinds_of,
+    router,
+    windows,
+)
+from mtrain.hf.family import Family
+from mtrain.hf.table import Part, Rule
+
+
+@final
+@dataclass(frozen=True)
+class _Windows(Entry):
+    """One word for each layer; by default the first, the third and so on have a window."""
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        num_layers = config.get("num_hidden_layers", 0)
+        alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+        return windows(config.get("layer_types") or alternating, config.get("sliding_window", 128))
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
+
+
+def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
+    return Rule(f"{KEY}mlp.experts.experts.{key}", axes, (Part(f"{THEIRS}mlp.experts.{name}", on_disk),), has_experts)
+
+
+_EXPERTS = (
+    _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (e c)"),
+    _fused("linear_fc1.bias", "E (c e)", "gate_up_proj_bias", "E (e c)"),
+    _fused("linear_fc2.weight", "E h e", "down_proj", "E e h"),
+    _fused("linear_fc2.bias", "E h", "down_proj_bias", "E h"),
+)
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *COMMON,
+        *heads(groups=8, head_dim=64),
+        Field("rms_norm_eps", "norm_epsilon", 1e-5),
+        Field("intermediate_size", "experts.ffn_hidden_size", 2880),
+        Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
+        Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),
+        Needed("hidden_act", "silu", "silu", ("swish",)),
+        Needed("attention_bias", True, True),
+        Needed("swiglu_alpha", 1.702, 1.702),
+        Needed("swiglu_limit", 7.0, 7.0),
+        Given("activation", "swiglu_clamped"),
+        Given("linear_bias", True),
+        Given("attention_sinks", True),
+        Given("experts.router_bias", True),
+        Given("experts.pre_softmax", False),
+        _Windows(),
+        Rope(150000.0),
+    ),
+    (
+        *VOCABULARY,
+        *NORMS,
+        *ATTENTION,
+        in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", "H"),
+        router("mlp.router.weight"),
+        in_layer("mlp.router.bias", "mlp.router.bias", "E").only(has_experts),
+        *_EXPERTS,
+    ),
+)
