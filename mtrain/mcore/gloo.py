@@ -21,10 +21,11 @@ def install() -> None:
 
 
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all_gather(tensors: Sequence[Tensor], tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+    def all_gather(tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         sizes = [len(each) for each in tensors]
-        if len(set(sizes)) == 1:
-            return original(tensors, tensor, *args, group=group, **options)
+        if len(set(sizes)) <= 1:
+            return original(tensors, tensor, group, async_op)
+        assert not async_op
         whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
         own = [len(tensor)] * len(sizes)
         dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, own, group=group)
@@ -36,11 +37,18 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_scatter(output: Tensor, tensors: Sequence[Tensor], *args: Any, group: Any = None, **options: Any) -> Any:
+    def reduce_scatter(
+        output: Tensor,
+        tensors: Sequence[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         sizes = [len(each) for each in tensors]
-        if len(set(sizes)) == 1:
-            return original(output, tensors, *args, group=group, **options)
-        assert not args, "only sums"
+        if len(set(sizes)) <= 1:
+            return original(output, tensors, op, group, async_op)
+        assert op == dist.ReduceOp.SUM, "only sums"
+        assert not async_op
         parts = output.new_empty(len(sizes), *output.shape)
         own = [len(output)] * len(sizes)
         dist.all_to_all_single(parts.flatten(0, 1), torch.cat(list(tensors)), own, sizes, group=group)

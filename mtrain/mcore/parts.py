@@ -72,5 +72,5 @@ def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iter
                 tuple(shard.global_shape),
                 (*shard.global_offset[:axes], *corner),
                 (*[1] * axes, *box.sizes),
-                values[begin : begin + math.prod(box.sizes)],
+                values[begin : begin + math.prod(box.sizes)].detach(),
             )

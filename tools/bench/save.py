@@ -1,0 +1,191 @@
+"""What a save costs beside the bare disk and megatron-core's own save: `python tools/bench/save.py`.
+
+Contenders take turns in one run on the same ranks and the same state (weights, float32 main weights and Adam's moments
+of a small model, filled with random numbers); every rank starts a contender together and the slowest one counts.
+
+- raw: each rank writes as many bytes as our file of that rank has, from memory, and waits for the disk (fsync).
+- ours: all that `Saver.save` and `wait` do: copy, files, SHA-256, fsync, manifest, rename.
+- copy: what training waits for in ours, beside the bare copy of the same tensors into memory that is there.
+- theirs: `dist_checkpointing.save` in `torch_dist`, parallel over data-parallel ranks, with its distribution kept from
+  the first save; optimizer state in the form that can be resharded.
+
+Best of several rounds; the first one warms up. Files of earlier rounds are deleted outside the timer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from sys import path as import_path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import typer
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+if __name__ == "__main__":
+    import_path.insert(0, str(Path(__file__).parents[2]))
+
+from mtrain.config import Config
+from mtrain.layout import Layout
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.model import build_model, unwrap
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.parts import parts_to_save
+from mtrain.mcore.saving import Saver
+from mtrain.verify.ranks import Pool
+
+LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2, dp=2)]
+_PIECE_BYTES = 1 << 23
+
+
+class Seconds(NamedTuple):
+    """Best rounds, of the slowest rank."""
+
+    raw: float
+    ours: float
+    theirs: float
+    memcpy: float
+    copy: float
+    first_copy: float
+    """In the first save, which takes the memory."""
+
+
+class Row(NamedTuple):
+    """Of one layout."""
+
+    gigabytes: float
+    """Written by all ranks."""
+    seconds: Seconds
+
+
+def configured(num_layers: int, hidden_size: int) -> Config:
+    """A model of 12 num_layers hidden_size**2 parameters and embeddings."""
+    model = {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": 4 * hidden_size,
+        "num_attention_heads": 8,
+        "vocab_size": 8192,
+    }
+    return Config.model_validate(
+        {
+            "run": {"dir": "unused"},
+            "model": model,
+            "train": {"global_batch_size": 4, "num_steps": 1, "precision": "bf16"},
+            "optimizer": {"lr": 1e-3},
+            "data": {"kind": "mock", "seq_length": 128},
+            "layout": {},
+            "checkpoint": {"keep_last": 1},
+        }
+    )
+
+
+def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Row:
+    """All contenders in turn, on all ranks at once."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # theirs starts processes
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    parts = parts_to_save(chunks, optimizer, groups)
+    for part in parts:
+        if part.data.is_floating_point():
+            part.data.normal_()
+    content = torch.cat([part.data.flatten().view(torch.uint8) for part in parts])
+    memory = [torch.zeros_like(part.data) for part in parts]
+    saver, theirs = Saver(folder / "ours", groups, config), _megatrons_save(chunks, optimizer, groups)
+    rounds: list[list[float]] = []
+    for step in range(num_rounds + 1):
+        raw_file = folder / f"raw-{groups.rank}"
+        raw = _seconds(lambda raw_file=raw_file: _write(raw_file, content))
+        raw_file.unlink()
+        memcpy = _seconds(lambda: [one.copy_(part.data) for one, part in zip(memory, parts)])
+        began = time.perf_counter()
+        copy = _seconds(lambda step=step: saver.save(chunks, optimizer, step))
+        saver.finish()
+        ours = _slowest(time.perf_counter() - began)
+        stock = folder / f"theirs-{step}"
+        if groups.rank == 0:
+            stock.mkdir()
+        their_time = _seconds(lambda stock=stock: theirs(stock))
+        if groups.rank == 0:
+            shutil.rmtree(stock)
+        rounds.append([raw, ours, their_time, memcpy, copy])
+    best = [min(column) for column in zip(*rounds[1:])]
+    size = torch.tensor([content.numel()], dtype=torch.int64)
+    dist.all_reduce(size)
+    return Row(size.item() / 1e9, Seconds(*best, rounds[0][-1]))
+
+
+def _megatrons_save(chunks: list[Any], optimizer: Optimizer, groups: Groups) -> Callable[[Path], None]:
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1), groups.dp_cp, do_cache_distribution=True
+    )
+
+    def save(folder: Path) -> None:
+        model = unwrap(chunks[0]).sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        state = {
+            "model": model,
+            "optimizer": optimizer.inner.sharded_state_dict(
+                model, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+            ),
+        }
+        dist_checkpointing.save(state, str(folder), strategy, validate_access_integrity=False)
+
+    return save
+
+
+def _write(path: Path, content: torch.Tensor) -> None:
+    view = memoryview(content.numpy())  # type: ignore[arg-type]
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for start in range(0, view.nbytes, _PIECE_BYTES):
+        os.write(descriptor, view[start : start + _PIECE_BYTES])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    """Of the slowest rank; all start together."""
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    return _slowest(time.perf_counter() - began)
+
+
+def _slowest(seconds: float) -> float:
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=5, help="Rounds of each contender.")] = 5,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 12,
+    hidden: Annotated[int, typer.Option(min=64, help="Its hidden size.")] = 640,
+    folder: Annotated[Path | None, typer.Option(help="Where to write; by default the system's temporary one.")] = None,
+) -> None:
+    """Prints one row for each number of ranks."""
+    pool, config = Pool(), configured(layers, hidden)
+    print("| ranks | GB | raw GB/s | ours / raw | torch_dist / raw | training waits / memcpy | first time |")
+    print("|---|---|---|---|---|---|---|")
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            row = pool.run(measure, layout, config, Path(place), rounds)[0]
+        seconds = row.seconds
+        print(
+            f"| {layout.world_size} ({layout}) | {row.gigabytes:.2f} | {row.gigabytes / seconds.raw:.2f} "
+            f"| {seconds.raw / seconds.ours:.2f} | {seconds.raw / seconds.theirs:.2f} "
+            f"| {seconds.copy / seconds.memcpy:.2f} | {seconds.first_copy / seconds.memcpy:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
