@@ -165,6 +165,8 @@ def test_a_run_starts_from_the_weights_of_another(command: Any, start: Any, tmp_
     code, _, errors = finished(start(command(*arguments, ranks=2, run="second")))
     assert code == 0, errors
     ended, began = records(tmp_path / "first", "valid")[-1], records(tmp_path / "second", "valid")[0]
+    manifest = tmp_path / "first" / "checkpoints" / "step_00000006" / "mtrain.json"
+    assert json.loads(manifest.read_text())["valid_loss"] == ended["valid_loss"]
     assert began["valid_loss"] == pytest.approx(ended["valid_loss"], rel=1e-5)
     assert records(tmp_path / "second")[0]["step"] == 1
 

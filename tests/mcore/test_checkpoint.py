@@ -271,6 +271,10 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(pool: Pool, half: Any, tmp
         assert str(folder) in text
 
 
+def _padded(content: bytes, folder: Path) -> bytes:
+    return content.ljust(_shard(folder).stat().st_size, b".")
+
+
 class RunsCode:
     """Makes a folder when it is unpickled."""
 
@@ -285,9 +289,11 @@ def test_nothing_of_a_checkpoint_runs_as_code(pool: Pool, half: Any, tmp_path: P
     evil = pickle.dumps(RunsCode(tmp_path / "ran"))
     listed = republished(half[0], lambda folder: (folder / ".metadata").write_bytes(evil), tmp_path / "listed")
     beside = republished(half[0], lambda folder: (folder / "common.pt").write_bytes(evil), tmp_path / "beside")
+    shard = republished(half[0], lambda folder: _shard(folder).write_bytes(_padded(evil, folder)), tmp_path / "shard")
     config = configured(**BF16, **TIED)
-    refused, ignored = pool.run(ranks.load_errors, Layout(), [(config, listed), (config, beside)])[0]
-    assert refused[0] == "DataError"
+    cases = [(config, folder) for folder in (listed, shard, beside)]
+    refused, unread, ignored = pool.run(ranks.load_errors, Layout(), cases)[0]
+    assert refused[0] == unread[0] == "DataError"
     assert "posix.mkdir, which is refused" in refused[1]
     assert ignored == ("nothing", "")
     assert not (tmp_path / "ran").exists()
