@@ -92,6 +92,7 @@ def term_values(
 ) -> dict[str, TermValue]:
     """Every term of the objective over a global batch; the main one is named "main"."""
     logits, seen = _run(parameters, model, batch)
+    further = _further(parameters, model, batch)
     others = logits if teacher is None else _logits(*teacher, batch)  # nobody asks where there is no teacher
     values = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
@@ -101,28 +102,23 @@ def term_values(
         ]
         values[name] = aggregate(losses, batch, term)
     for name in routers.coefficients(loss.router):
-        values[name] = _router_value(name, seen, model)
-    return values | _depth_values(parameters, model, loss, batch)
+        values[name] = _router_value(name, [own | each.routers for own, each in zip(seen, further, strict=True)], model)
+    return values | {f"mtp_{depth + 1}": _depth_value(depth, further, loss, batch) for depth in range(model.mtp_depths)}
 
 
-def _depth_values(
-    parameters: Parameters, model: ModelSection, loss: LossSection, batch: list[Sequence]
-) -> dict[str, TermValue]:
-    """The terms of multi-token prediction, aggregated as the main one over the sequences' further tokens."""
-    further = [
-        multi_token.further_losses(
-            parameters, model, sequence.documents(), sequence.per_document(sequence.labels, sequence.weights)
-        )
-        for sequence in batch
+def _further(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[multi_token.Further]:
+    """What each sequence's depths of multi-token prediction say."""
+    return [
+        multi_token.further(parameters, model, each.documents(), each.per_document(each.labels, each.weights))
+        for each in batch
     ]
-    return {
-        f"mtp_{k + 1}": aggregate(
-            [losses[k].losses for losses in further],
-            [replace(sequence, weights=losses[k].weights) for sequence, losses in zip(batch, further, strict=True)],
-            loss,
-        )
-        for k in range(model.mtp_depths)
-    }
+
+
+def _depth_value(depth: int, further: list[multi_token.Further], loss: LossSection, batch: list[Sequence]) -> TermValue:
+    """Aggregated as the main term, over the further tokens of each sequence."""
+    depths = [each.depths[depth] for each in further]
+    sequences = [replace(each, weights=depth.weights) for each, depth in zip(batch, depths, strict=True)]
+    return aggregate([depth.losses for depth in depths], sequences, loss)
 
 
 def _router_value(name: str, seen: list[routers.Routers], model: ModelSection) -> TermValue:
@@ -134,7 +130,8 @@ def _router_value(name: str, seen: list[routers.Routers], model: ModelSection) -
 
 def routers_of(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[routers.Routers]:
     """What every router sees of each sequence."""
-    return _run(parameters, model, batch)[1]
+    further = _further(parameters, model, batch)
+    return [own | each.routers for own, each in zip(_run(parameters, model, batch)[1], further, strict=True)]
 
 
 def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_logits: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from mtrain.config.model import ModelSection
+from tests.oracle import routers
 from tests.oracle.model import Parameters, embed, head, hidden_of, norm, transformer_layer
 
 
-class Further(NamedTuple):
+class Depth(NamedTuple):
     """One depth of a sequence, document after document; both [number of its positions in all documents]."""
 
     losses: Tensor
@@ -25,12 +26,20 @@ class Further(NamedTuple):
     """Of the label that each predicts."""
 
 
-def further_losses(
+class Further(NamedTuple):
+    """Multi-token prediction of a sequence."""
+
+    depths: list[Depth]
+    routers: routers.Routers
+    """What those of the depths see, document after document."""
+
+
+def further(
     parameters: Parameters,
     model: ModelSection,
     documents: list[Tensor],
     targets: list[tuple[Tensor, ...]],
-) -> list[Further]:
+) -> Further:
     """Every depth of a sequence.
 
     Args:
@@ -40,36 +49,45 @@ def further_losses(
         targets: Labels and weights [length] of each.
     """
     if model.mtp_depths == 0:
-        return []
+        return Further([], {})
     by_document = [
         _document(parameters, model, tokens, *target) for tokens, target in zip(documents, targets, strict=True)
     ]
-    return [
-        Further(torch.cat([depth.losses for depth in depths]), torch.cat([depth.weights for depth in depths]))
-        for depths in zip(*by_document, strict=True)
-    ]
+    names = dict.fromkeys(name for document in by_document for name in document.routers)
+    return Further(
+        [
+            Depth(torch.cat([depth.losses for depth in depths]), torch.cat([depth.weights for depth in depths]))
+            for depths in zip(*[document.depths for document in by_document], strict=True)
+        ],
+        {
+            name: routers.Seen(
+                *map(torch.cat, zip(*[each.routers[name] for each in by_document if name in each.routers], strict=True))
+            )
+            for name in names
+        },
+    )
 
 
-def _document(
-    parameters: Parameters, model: ModelSection, tokens: Tensor, labels: Tensor, weights: Tensor
-) -> list[Further]:
+def _document(parameters: Parameters, model: ModelSection, tokens: Tensor, labels: Tensor, weights: Tensor) -> Further:
     hidden = hidden_of(parameters, model, tokens.unsqueeze(0))
-    found: list[Further] = []
-    for k in range(1, model.mtp_depths + 1):
-        if k >= len(tokens):
-            return found + [Further(weights[:0], weights[:0])] * (model.mtp_depths - len(found))
-        hidden = _depth(parameters, f"mtp.layers.{k - 1}", model, hidden[:, : len(tokens) - k], tokens[k:])
+    found: list[Depth] = []
+    seen: routers.Routers = {}
+    for k in range(1, min(model.mtp_depths, len(tokens) - 1) + 1):
+        with routers.recorded() as of_depth:
+            hidden = _depth(parameters, f"mtp.layers.{k - 1}", model, hidden[:, : len(tokens) - k], tokens[k:])
+        seen |= {name: routers.Seen(each.logits[0], each.chosen[0]) for name, each in of_depth.items()}
         kept = weights[k:]
         probabilities = head(parameters, model, hidden)[0].log_softmax(-1)
         targets = torch.where(kept > 0, labels[k:], 0)
         losses = -probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        found.append(Further(torch.where(kept > 0, losses, 0.0), kept))
-    return found
+        found.append(Depth(torch.where(kept > 0, losses, 0.0), kept))
+    nothing = Depth(weights[:0], weights[:0])
+    return Further(found + [nothing] * (model.mtp_depths - len(found)), seen)
 
 
-def _depth(parameters: Parameters, name: str, model: ModelSection, hidden: Tensor, further: Tensor) -> Tensor:
+def _depth(parameters: Parameters, name: str, model: ModelSection, hidden: Tensor, tokens: Tensor) -> Tensor:
     """[1, positions, hidden] of the depth before and the tokens [positions] ahead -> [1, positions, hidden]."""
-    embeddings = embed(parameters, model, further.unsqueeze(0))
+    embeddings = embed(parameters, model, tokens.unsqueeze(0))
     joined = torch.cat(
         [norm(parameters, f"{name}.enorm", model, embeddings), norm(parameters, f"{name}.hnorm", model, hidden)], dim=-1
     )

@@ -88,6 +88,7 @@ def moved_biases(biases: dict[str, Tensor], sequences: list[Routers], rate: floa
     """
     found = {}
     for name, bias in biases.items():
-        counts = torch.stack([each[name.removesuffix(".expert_bias")].chosen.sum(0) for each in sequences]).sum(0)
+        router = name.removesuffix(".expert_bias")
+        counts = torch.stack([each[router].chosen.sum(0) for each in sequences if router in each]).sum(0)
         found[name] = bias + rate * (counts.double().mean() - counts).sign()
     return found

@@ -77,7 +77,9 @@ class RouterBalance:
         self._groups = groups
         self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
         self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
-        self._num_routers = len(self.routers)
+        depths = [model.mtp for model in map(unwrap, chunks) if model.mtp_process]
+        of_depths = {module for depth in depths for module in depth.modules()}
+        self._num_routers = sum(router not in of_depths for router in self.routers)
         self.counts: Tensor | None = None
         """[routers, experts] int64: tokens of text that this rank has sent to each expert in the last step."""
         self.step: _Step | None = None
@@ -87,7 +89,7 @@ class RouterBalance:
             self._num_routers = int(count)
         if self.terms or self._rate:
             for index, router in enumerate(self.routers):
-                router.watch = RouterWatch(self, index, router.section, groups)
+                router.watch = RouterWatch(self, index, router.section, groups, router not in of_depths)
 
     @contextmanager
     def watching(self, accumulator: PairAccumulator, factors: Factors) -> Iterator[None]:
@@ -107,7 +109,8 @@ class RouterBalance:
         self.counts = counts
 
     def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """Every router counts its tokens; numerators are summed over layers, denominators are those of one."""
+        """Every router of the model's own layers counts its tokens; numerators are summed over layers, those of
+        multi-token prediction included, and denominators are those of one layer."""
         return {
             term: replace(each, denominator=each.denominator / self._num_routers) if term in self.terms else each
             for term, each in terms.items()
@@ -136,14 +139,17 @@ class RouterBalance:
 class RouterWatch:
     """Sees what one router does."""
 
-    def __init__(self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups) -> None:
+    def __init__(
+        self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool
+    ) -> None:
         """Args:
         balance: Of all routers of this rank.
         index: Of this router among them.
         section: Score and number of choices.
         groups: The process groups.
+        is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
         """
-        self._balance, self._index, self._section = balance, index, section
+        self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted
         self._has_first_token = groups.tp_rank == 0 and groups.cp_rank == 0
         self._sharers, self._replicas = groups.collection.tp_cp, groups.collection.dp
 
@@ -166,7 +172,8 @@ class RouterWatch:
         assert is_padding is not None, "a router was not told what is padding"
         weighted = self._weighted(logits, ~is_padding, step)
         numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
-        step.accumulator.add_router(numerators, torch.stack([each.shares.sum() for each in weighted]))
+        shares = torch.stack([each.shares.sum() * self._is_counted for each in weighted])
+        step.accumulator.add_router(numerators, shares)
         attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
         return attached
 
