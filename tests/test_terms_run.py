@@ -110,6 +110,27 @@ def test_a_teacher_of_another_layout_and_shape_is_the_same_under_every_layout(
     assert not list((folder / "one" / "checkpoints").glob("**/*teacher*"))
 
 
+def test_every_depth_is_logged_as_sum_over_sum_under_every_layout(run: Run, folder: Path) -> None:
+    options = ["model.mtp_depths=2", "loss.mtp_coefficient=0.3", "valid.at_end=true", "valid.max_samples=5"]
+    code, output, errors = run("student", "ahead", *options)
+    assert code == 0, errors
+    assert "  mtp_2 " in output
+    code, _, errors = run("student", "ahead2", *options, "layout.pp=2", ranks=2)
+    assert code == 0, errors
+    rows = {"step": 4, "valid": 5}
+    for kind in rows:
+        for one, two in zip(records(folder, "ahead", kind), records(folder, "ahead2", kind), strict=True):
+            expected = {"main": 16, "mtp_1": 15, "mtp_2": 14}  # the last tokens of a row have none ahead
+            assert {name: term["denominator"] / rows[kind] for name, term in one["terms"].items()} == expected
+            for name, first in one["terms"].items():
+                assert first["loss"] == pytest.approx(first["numerator"] / first["denominator"], rel=1e-12)
+                assert two["terms"][name]["denominator"] == first["denominator"]
+                assert two["terms"][name]["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    first = records(folder, "ahead")[0]
+    means = [term["loss"] for term in first["terms"].values()]
+    assert first["objective"] == pytest.approx(means[0] + 0.15 * (means[1] + means[2]), rel=1e-12)
+
+
 def test_a_run_that_starts_as_its_own_teacher_does_not_diverge_from_it(run: Run, folder: Path, teacher: Path) -> None:
     """By way of the checkpoint: the weights that come back are the weights that were saved."""
     (entry,) = (teacher / "checkpoints").glob("step_*")

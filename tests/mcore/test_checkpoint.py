@@ -174,6 +174,22 @@ def test_another_layout_gets_the_same_bits_and_trains_alike(
         np.testing.assert_allclose(_tokens(others), _tokens(values), rtol=1e-5, atol=bound, err_msg=name)
 
 
+@pytest.mark.parametrize("tied", [{}, TIED], ids=["untied", "tied"])
+def test_depths_of_multi_token_prediction_travel_between_layouts(
+    pool: Pool, tmp_path: Path, tied: dict[str, Any]
+) -> None:
+    """With a pipeline the last stage holds a copy of the embeddings for them."""
+    config = configured(**tied, **{"model.mtp_depths": 2})
+    straight: Outcome = pool.run(ranks.train, SAVED, config, tmp_path, None, 4, 2, True)[0]
+    assert "mtp.layers.1.eh_proj.weight" in straight.whole["save"].parameters
+    assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in straight.whole["save"].moments
+    for layout in (Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2, vpp=2)):
+        resumed: Outcome = pool.run(ranks.train, layout, config, tmp_path, 2, 4, None, True)[0]
+        assert_same_model(straight.whole["save"], resumed.whole["begin"])
+        for one, other in zip(straight.steps[2:], resumed.steps):
+            np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def half(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A bf16 run on tp2pp2dp2 whose shared embeddings have a gradient bucket of their own: (folder, rank 0)."""

@@ -79,7 +79,7 @@ def _step(
     moved = moved_biases(buffers, definitions.routers_of(parameters, model, batch), rate) if rate else buffers
     is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
     objective = definitions.objective(values, loss)
-    found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()))
+    found = torch.autograd.grad(objective * (0.0 if is_empty else 1.0), list(leaves.values()), materialize_grads=True)
     gradients = dict(zip(leaves, found, strict=True))
     return StepResult(
         loss=objective.item(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -264,6 +265,25 @@ def logits_by_microbatch(
         config,
     )
     return seen
+
+
+def logits_with_and_without_depths(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
+) -> list[tuple[int, bool, bool]]:
+    """For each microbatch, how many depths there are, whether none is where none is asked for, and whether the main
+    logits are the same bits; nothing where this is not a last stage."""
+    built = build(groups, config, parameters)
+    count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
+    shared = share_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
+    whole = slice_for_rank(shared, groups)
+    every: list[Logits] = []
+    one: list[Logits] = []
+    run_forward(built.chunks, whole, lambda logits, own: every.append(logits), config)
+    run_forward(built.chunks, [replace(row, ahead=()) for row in whole], lambda logits, own: one.append(logits), config)
+    return [
+        (len(asked.ahead), alone.ahead == (), torch.equal(asked.main, alone.main))
+        for asked, alone in zip(every, one, strict=True)
+    ]
 
 
 def losses_along(

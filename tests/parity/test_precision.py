@@ -68,6 +68,21 @@ def test_latents_in_half_precision_are_near_the_oracle(pool: Pool, case: Case) -
     assert_near_the_oracle(pool, "bf16", case, 1, MORE_BY_LATENTS, **DEEPSEEK_ATTENTION)
 
 
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_depths_in_half_precision(pool: Pool, precision: str) -> None:
+    """One more layer, and four more roundings for the two norms, the joint projection and the final norm."""
+    one = case(4, tp=2, sp=True, pp=2)
+    roundings = GRADIENT_ROUNDINGS + 2 * (13 + 4)
+    changes = {"train__precision": precision, "train__initial_loss_scale": 2.0**10, "model__mtp_depths": 1}
+    batches, config = three_steps(), one.config(**changes)
+    oracle, bound = run_oracle(config, batches), 2 * math.sqrt(roundings) * ROUNDING[precision]
+    for step, exact in zip(run_case(pool, one, batches, **changes).steps, oracle, strict=True):
+        assert {term: total.denominator for term, total in step.terms.items()} == exact.denominators
+        assert relative(step.loss, exact.loss) < bound
+        assert relative(step.grad_norm, exact.grad_norm) < bound
+        assert worst_distance(step.gradients, exact, config) < bound
+
+
 @pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, pp=2, dp=2)], ids=str)
 def test_an_overflow_is_skipped_and_lowers_the_loss_scale(pool: Pool, case: Case) -> None:
     config = case.config(train__precision="fp16", train__initial_loss_scale=2.0**28)

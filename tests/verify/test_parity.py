@@ -91,8 +91,15 @@ def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
             "loss__denominator": "measured",
             "loss__side_terms": {},
         },
+        {"model__mtp_depths": 2},
     ],
-    ids=["layernorm, biases, gelu", "window, yarn, overlaps", "teacher, smoothing, entropy", "measured denominator"],
+    ids=[
+        "layernorm, biases, gelu",
+        "window, yarn, overlaps",
+        "teacher, smoothing, entropy",
+        "measured denominator",
+        "two tokens ahead",
+    ],
 )
 def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:
     report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs2,cp2dp2mbs4")

@@ -1,0 +1,149 @@
+"""Several tokens predicted ahead: each depth has its own denominator, exact under every layout and over no edge.
+
+transformers has no such model, so the oracle (tests/oracle/multi_token.py) stands alone; it runs each depth on the
+positions that have a target and on nothing else.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parity import ranks, teacher_ranks
+from tests.parity.batches import (
+    BATCH,
+    SEQ,
+    GlobalBatch,
+    batch_of,
+    documents_steps,
+    padded_steps,
+    three_steps,
+    weighted_steps,
+)
+from tests.parity.cases import Case, case
+from tests.parity.compare import TEACHER_SEED, deviation, initial_parameters, run_case, run_oracle
+from tests.parity.test_balance import SIGMOID, SOFTMAX
+from tests.parity.test_latent_attention import LATENT
+from tests.pool import Pool
+
+ONE, TWO = {"model__mtp_depths": 1}, {"model__mtp_depths": 2}
+STRONG = {"loss__mtp_coefficient": 0.7}
+TIED = {"model__tied_embeddings": True}
+FULL = {"train__recompute": "full"}
+OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
+GPT2 = {"model__norm": "layernorm", "model__activation": "gelu", "model__linear_bias": True}
+EVERY_OTHER = {"model__sliding_window": 7, "model__global_attention_every": 2}
+"""Layer 4 sees everything and layer 5 would not: depths are of the kind of the last layer."""
+
+ROWS: list[tuple[str, dict[str, Any], Case]] = [
+    ("two", TWO, case(4)),
+    ("one", ONE, case(dp=4)),
+    ("two", TWO, case(2, tp=4)),
+    ("two", TWO, case(2, tp=2, sp=True, dp=2)),
+    ("two", TWO | STRONG, case(pp=2)),
+    ("two", TWO, case(2, pp=3, stage_layers=(1, 1, 2))),
+    ("one", ONE | STRONG, case(pp=2, vpp=2)),
+    ("two", TWO, case(2, pp=2, vpp=2, dp=2)),
+    ("two", TWO, case(2, cp=2)),
+    ("two", TWO, case(2, cp=2, cp_comm="ulysses", dp=2)),
+    ("one", ONE, case(4, cp=4)),
+    ("two", TWO, case(2, tp=2, sp=True, pp=2, cp=2)),
+    ("two, tied", TWO | TIED, case(4)),
+    ("two, tied", TWO | TIED, case(4, tp=2, sp=True, pp=2, dp=2)),
+    ("one, tied, overlapped", ONE | TIED | OVERLAP, case(2, pp=2, vpp=2, dp=2)),
+    ("two, recomputed", TWO | FULL, case(4, tp=2, sp=True, pp=2)),
+    ("two, plain optimizer", TWO | {"train__distributed_optimizer": False}, case(4, pp=2, dp=2)),
+    ("two, biases", TWO | GPT2 | EVERY_OTHER, case(2, tp=2, sp=True, pp=2)),
+    ("one, latent", ONE | LATENT, case(2, tp=2, sp=True, pp=2)),
+]
+AGGREGATIONS: list[tuple[str, dict[str, Any], Case]] = [
+    ("seq-mean-token-mean", {}, case(2, pp=2, dp=2)),
+    ("seq-mean-token-sqrt", {"loss__empty_sequences": "include"}, case(2, cp=2)),
+    ("token-sum-norm", {"loss__norm_length": 40}, case(2, tp=2, sp=True)),
+]
+
+
+def named(value: object) -> str | None:
+    """Test ids: names and layouts."""
+    return None if isinstance(value, dict) else str(value).replace(" ", "_")
+
+
+def assert_exact(pool: Pool, case: Case, batches: list[GlobalBatch], changes: dict[str, Any]) -> None:
+    config = case.config(**changes)
+    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+
+
+@pytest.mark.parametrize(("name", "changes", "case"), ROWS, ids=named)
+def test_depths_do_not_change_with_the_layout(pool: Pool, name: str, changes: dict[str, Any], case: Case) -> None:
+    assert_exact(pool, case, three_steps(), changes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case(4), case(2, cp=4), case(2, cp=2, cp_comm="ulysses", dp=2), case(2, tp=2, sp=True, pp=2, cp=2)],
+    ids=str,
+)
+def test_depths_stop_at_the_edges_of_documents(pool: Pool, case: Case) -> None:
+    assert_exact(pool, case, documents_steps(), TWO | {"data__isolate_documents": True})
+
+
+@pytest.mark.parametrize(("aggregation", "changes", "case"), AGGREGATIONS, ids=named)
+def test_depths_are_aggregated_as_the_main_term(
+    pool: Pool, aggregation: str, changes: dict[str, Any], case: Case
+) -> None:
+    side = {"loss__side_terms": {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05}}}
+    assert_exact(pool, case, weighted_steps()[:2], TWO | side | {"loss__aggregation": aggregation} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "case"),
+    [
+        (TWO | SOFTMAX, case(4)),
+        (TWO | SIGMOID, case(2, tp=2, sp=True, dp=2, ep=2)),
+        (ONE | SIGMOID | FULL, case(2, tp=2, sp=True, pp=2)),
+    ],
+    ids=["softmax", "sigmoid", "recomputed"],
+)
+def test_routers_of_depths_count_their_own_tokens(pool: Pool, changes: dict[str, Any], case: Case) -> None:
+    assert_exact(pool, case, padded_steps(), changes)
+
+
+@pytest.mark.parametrize("case", [case(), case(2, pp=2, vpp=2), case(2, tp=2, sp=True, cp=2)], ids=str)
+def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
+    """One loss token at the beginning or behind it: depths have denominators of 0, or one microbatch has all of it."""
+    rng = np.random.default_rng(5)
+    first, second = np.eye(SEQ)[0], np.eye(SEQ)[1]
+    batches = [
+        batch_of(rng, [first] * BATCH, [1.0] * BATCH),
+        batch_of(rng, [*[first] * (BATCH - 1), second], [1.0] * BATCH),
+    ]
+    config = case.config(**TWO)
+    outcome = run_case(pool, case, batches, **TWO)
+    deviation(outcome, run_oracle(config, batches), config).assert_below()
+    found = [[step.terms[term].denominator for term in ("main", "mtp_1", "mtp_2")] for step in outcome.steps]
+    assert found == [[BATCH, 0, 0], [BATCH, 1, 0]]
+
+
+@pytest.mark.parametrize("case", [case(4, tp=2), case(2, pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("teachers", [{}, TWO], ids=["of one token", "of more"])
+def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str, Any], case: Case) -> None:
+    changes: dict[str, Any] = ONE | {
+        "loss__teacher": {"checkpoint": "not read here"},
+        "loss__side_terms": {"kl": {"function": "mtrain.loss.distillation:distillation_loss", "coefficient": 0.5}},
+    }
+    batches, config = three_steps()[:2], case.config(**changes)
+    teacher = case.config(**teachers)
+    given = (config, initial_parameters(config), teacher, initial_parameters(teacher, TEACHER_SEED), batches)
+    reports = pool.run(teacher_ranks.train_with_teacher, case.resolved(config), *given)
+    assert not any(report.teacher_moved for report in reports)
+    deviation(reports[0].outcome, run_oracle(config, batches, teacher), config).assert_below()
+
+
+@pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, pp=2)], ids=str)
+def test_the_next_token_is_predicted_alone_where_no_more_are_asked_for(pool: Pool, case: Case) -> None:
+    """As generation asks: the same logits, bit for bit."""
+    config = case.config(**TWO)
+    given = (config, initial_parameters(config), three_steps()[0])
+    for report in pool.run(ranks.logits_with_and_without_depths, case.resolved(config), *given):
+        assert report == [(2, True, True)] * report.count((2, True, True))
+        assert len(report) in (0, 4)
