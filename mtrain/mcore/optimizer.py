@@ -117,8 +117,8 @@ class Optimizer:
     def _overflows(self) -> bool:
         """Divides all gradients by the loss scale and moves it; whether one was not finite, on all ranks alike.
 
-        megatron-core does so for dense parameters and for experts apart: with a scale each, which part when one of them
-        overflows, and over groups of its own, which a pipeline stage without experts would not join.
+        megatron-core does so for dense parameters and for experts apart, with a scale each, which part when one of them
+        overflows.
         """
         found = torch.zeros(1, device=self._device)
         for part in self._optimizers():
@@ -132,10 +132,7 @@ class Optimizer:
         return overflowed
 
     def _squared_part(self) -> Tensor:
-        """Every element counts on one rank. To be summed over the world, whatever a stage holds.
-
-        megatron-core adds up over groups of its own for experts, which a pipeline stage without experts would not join.
-        """
+        """Every element counts on one rank: to be summed over the world."""
         own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 

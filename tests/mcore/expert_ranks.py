@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mtrain.config import Config
 from mtrain.mcore.checkpoint import load_checkpoint, load_weights, save_checkpoint
@@ -44,3 +45,15 @@ def routers(parts: Parts) -> list[torch.nn.Module]:
 def _biases(parts: Parts, groups: Groups) -> Arrays:
     whole = _arrays(gather_whole(parameter_shards(parts.chunks, groups)))
     return {name: values for name, values in whole.items() if name.endswith("expert_bias")}
+
+
+def loss_scales_after_an_overflow(groups: Groups, config: Config) -> list[float]:
+    """One expert's gradient overflows on the last rank, twice; the scales of all optimizers of this rank."""
+    parts = build(groups, config)
+    for _ in range(2):
+        parts.optimizer.zero_grad()
+        if groups.rank == dist.get_world_size() - 1:
+            layers = [layer for chunk in parts.chunks for layer in unwrap(chunk).decoder.layers]
+            layers[-1].mlp.experts.linear_fc1.weight.main_grad.fill_(float("inf"))
+        assert parts.optimizer.unscale_and_update(0.01).overflowed
+    return [float(part.grad_scaler.scale) for part in parts.optimizer.inner.chained_optimizers]
