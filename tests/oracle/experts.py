@@ -1,6 +1,8 @@
 """Layers of experts, token by token as their definitions say, in float64."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from mtrain.config.model import ModelSection
 from tests.oracle import routers
 from tests.oracle.activations import GATED, activate
 
+_recorders: list[list[float]] = []
 Shapes = dict[str, tuple[int, ...]]
 Parameters = dict[str, Tensor]
 
@@ -80,6 +83,8 @@ def routing(parameters: Parameters, name: str, section: ExpertsSection, tokens: 
     """[tokens, num_experts]: the weight of each expert, 0 for those a token does not go to."""
     logits = router_logits(parameters, name, tokens)
     ranking = _ranking(logits, parameters.get(f"{name}.expert_bias"), section)
+    for seen in _recorders:
+        seen.append(_margin(ranking.detach(), section))
     outside = ~_best(ranking, section)
     if section.score == "sigmoid":
         scores = logits.sigmoid().masked_fill(outside, 0.0)
@@ -134,10 +139,23 @@ def _highest(values: Tensor, count: int) -> Tensor:
     return values >= values.sort(-1, descending=True).values[:, count - 1 : count]
 
 
-def margin(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> float:
-    """How far the nearest token is from going elsewhere: the smallest distance, over tokens, between the last value
-    that is chosen and the first that is not, of experts and of groups."""
-    ranking = _ranking(logits, expert_bias, section)
+@contextmanager
+def recorded_margins() -> Iterator[list[float]]:
+    """Meanwhile every router tells how near its tokens came to another choice.
+
+    A float32 run chooses the same experts if its ranking is wrong by less than half of the smallest.
+    """
+    seen: list[float] = []
+    _recorders.append(seen)
+    try:
+        yield seen
+    finally:
+        _recorders.remove(seen)
+
+
+def _margin(ranking: Tensor, section: ExpertsSection) -> float:
+    """The smallest distance, over tokens, between the last value that is chosen and the first that is not, of experts
+    and of groups."""
     distances = [_distance(_closed_out(ranking, section), section.top_k)]
     if section.num_groups is not None and section.group_top_k is not None:
         distances.append(_distance(_group_scores(ranking, section), section.group_top_k))

@@ -1,5 +1,6 @@
 """Training steps as ONE process does them that sees the whole global batch at once."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
 from mtrain.config.train import OptimizerSection
 from tests.oracle import loss as definitions
-from tests.oracle.experts import is_buffer
+from tests.oracle.experts import is_buffer, recorded_margins
 from tests.oracle.model import Parameters
 from tests.oracle.optimizer import AdamW, global_norm
 from tests.oracle.routers import moved_biases
@@ -31,6 +32,8 @@ class StepResult:
     """Of the objective, before clipping."""
     parameters: Parameters
     """After the update."""
+    margin: float = math.inf
+    """How near a token came to other experts; see `recorded_margins`."""
 
 
 def oracle_steps(
@@ -74,7 +77,8 @@ def _step(
     buffers = {name: value for name, value in parameters.items() if is_buffer(name)}
     trained = {name: value for name, value in parameters.items() if name not in buffers}
     leaves = {name: value.clone().requires_grad_() for name, value in trained.items()}
-    values = definitions.term_values(leaves | buffers, model, loss, batch, teacher)
+    with recorded_margins() as margins:
+        values = definitions.term_values(leaves | buffers, model, loss, batch, teacher)
     rate = 0.0 if model.experts is None else model.experts.bias_update_rate
     moved = moved_biases(buffers, definitions.routers_of(parameters, model, batch), rate) if rate else buffers
     is_empty = values["main"].denominator == 0  # nothing to learn: gradient 0 and no update, whatever the side terms
@@ -88,4 +92,5 @@ def _step(
         grad_norm=global_norm(gradients),
         gradients=gradients,
         parameters=parameters if is_empty else adam.updated(trained, gradients, lr) | moved,
+        margin=min(margins, default=math.inf),
     )

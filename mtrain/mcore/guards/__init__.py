@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.layout import Layout
-from mtrain.mcore.guards import checkpoint, families, latent_attention, layers, loss, optimizer
+from mtrain.mcore.guards import checkpoint, experts, families, latent_attention, layers, loss, optimizer
 from mtrain.mcore.guards.row import VERSION, Guard
 
 __all__ = ["GROUPS", "TABLE", "VERSION", "Guard", "applicable"]
@@ -17,6 +17,7 @@ GROUPS: dict[str, tuple[Guard, ...]] = {
     "Loss and normalisation": loss.ROWS,
     "Model, initial weights and pipeline": layers.ROWS,
     "Latent attention": latent_attention.ROWS,
+    "Experts": experts.ROWS,
     "Optimizer": optimizer.ROWS,
     "Checkpoints": checkpoint.ROWS,
     "Models that cannot be built yet": families.ROWS,

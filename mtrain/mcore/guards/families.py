@@ -47,20 +47,6 @@ ROWS = (
         True,
     ),
     _refused(
-        "experts in the gradient norm",
-        "With ep > 1 and tp > 1 the gradient norm leaves experts of tensor-parallel rank > 0 out.",
-        (Place("tensor_parallel/layers.py", 89, 98, "tp_group"),),
-        ("num_moe_experts",),
-        8,
-    ),
-    _refused(
-        "experts without TransformerEngine",
-        "The router asks for a function of TransformerEngine that was never imported: a NameError.",
-        (Place("transformer/moe/moe_utils.py", 1192, 1193, "te_general_gemm"),),
-        ("moe_router_topk",),
-        2,
-    ),
-    _refused(
         "multi-token prediction",
         "Its losses are divided by the tokens of the main loss, or by 0 where all are masked, and reach over the edges "
         "of packed documents.",

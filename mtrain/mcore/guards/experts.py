@@ -1,0 +1,131 @@
+"""Faults of layers of experts."""
+
+from __future__ import annotations
+
+from mtrain.config import Config
+from mtrain.layout import Layout
+from mtrain.mcore.guards.row import Guard, Place
+
+_LINEARS = "tensor_parallel/layers.py"
+_UTILITIES = "transformer/moe/moe_utils.py"
+_EXPERTS = "mtrain/mcore/experts/experts.py"
+_ROUTER = "mtrain/mcore/experts/router.py"
+_TESTS = "tests/mcore/test_expert_faults.py::test_"
+_PARITY = "tests/parity/test_experts.py::test_experts_do_not_change_with_the_layout"
+
+
+def _has_experts(config: Config, layout: Layout) -> bool:
+    return config.model.experts is not None
+
+
+def _is_tensor_parallel(config: Config, layout: Layout) -> bool:
+    return config.model.experts is not None and layout.tp > 1
+
+
+def _is_apart(config: Config, layout: Layout) -> bool:
+    """Experts have other replicas than dense layers, but nothing that megatron-core would mark them by."""
+    return config.model.experts is not None and layout.ep == 1 and layout.etp != layout.tp
+
+
+def _has_two_scales(config: Config, layout: Layout) -> bool:
+    return config.model.experts is not None and config.train.precision == "fp16"
+
+
+ROWS = (
+    Guard(
+        "experts without TransformerEngine",
+        "The router asks for a function of TransformerEngine that was never imported: a NameError.",
+        (Place(_UTILITIES, 1192, 1193, "te_general_gemm"), Place(_UTILITIES, 1225, 1225, "te_general_gemm")),
+        "experts without TransformerEngine",
+        _has_experts,
+        "fixed",
+        "The router is our own.",
+        (_ROUTER,),
+        (f"{_TESTS}their_router_needs_transformer_engine",),
+    ),
+    Guard(
+        "scores of experts in float32",
+        "Scores are rounded to float32 whatever precision the router was asked for, float64 too.",
+        (Place(_UTILITIES, 711, 717, "torch.float32"),),
+        "experts in a float64 model, as references are",
+        _has_experts,
+        "fixed",
+        "Scores are float32, and float64 in a float64 model.",
+        (_ROUTER, "mtrain/mcore/experts/choice.py"),
+        (f"{_TESTS}their_scores_are_float32_in_a_float64_model",),
+    ),
+    Guard(
+        "gradients of experts that are not summed over tp",
+        "Experts are told from dense parameters by ep > 1 alone: with ep = 1 and etp < tp each tensor-parallel rank "
+        "has whole experts and a part of the tokens, but their gradients are not summed, and replicas part.",
+        (Place(_LINEARS, 886, 886, "allreduce"), Place(_LINEARS, 1209, 1209, "allreduce")),
+        "experts with ep = 1 and etp != tp",
+        _is_apart,
+        "fixed",
+        "All experts are marked as such, whatever ep is.",
+        (_EXPERTS,),
+        (f"{_TESTS}gradients_of_experts_miss_their_sum_over_tp", _PARITY),
+    ),
+    Guard(
+        "biases of several experts added up",
+        "The second bias of an expert is marked for sequence parallelism, so its gradient is summed over tp, where ep "
+        "has put other experts.",
+        (Place(_LINEARS, 1227, 1228, "sequence_parallel"),),
+        "experts with biases, tp > 1 and ep > 1",
+        lambda config, layout: _is_tensor_parallel(config, layout) and config.model.linear_bias,
+        "fixed",
+        "Biases of experts are marked as their weights are.",
+        (_EXPERTS,),
+        (f"{_TESTS}gradients_of_biases_of_several_experts_are_added", _PARITY),
+    ),
+    Guard(
+        "experts in the gradient norm",
+        "A parameter without the mark of tensor parallelism counts on tensor-parallel rank 0 alone; experts that are "
+        "not initialised, or TransformerEngine's with etp = 1, have none, and those of other ranks are left out.",
+        (Place(_LINEARS, 89, 98, "tp_group"),),
+        "experts with tp > 1",
+        _is_tensor_parallel,
+        "fixed",
+        "Every expert's parameters carry the mark, and each counts once.",
+        (_EXPERTS, "mtrain/mcore/optimizer.py"),
+        (f"{_TESTS}experts_miss_in_the_norm", _PARITY),
+    ),
+    Guard(
+        "two loss scales",
+        "Dense parameters and experts have an optimizer and a loss scale each; when gradients of one overflow, its "
+        "scale alone falls, while the loss is multiplied by the other's.",
+        (Place("optimizer/optimizer.py", 1233, 1239, "found_inf_flag"),),
+        "experts in fp16",
+        _has_two_scales,
+        "fixed",
+        "All gradients are unscaled and looked at together, and the scales move together.",
+        ("mtrain/mcore/optimizer.py",),
+        (f"{_TESTS}loss_scales_part_when_experts_overflow",),
+    ),
+    Guard(
+        "split sizes on CPUs",
+        "Split sizes of the all-to-all become numbers on a GPU only; on a CPU they stay a tensor: a TypeError.",
+        (Place(_UTILITIES, 1093, 1096, "is_cuda"),),
+        "experts on CPUs, dispatched by all-to-all",
+        _has_experts,
+        "fixed",
+        "They become numbers; gloo, which refuses lists of several sizes besides, sends those by all-to-all.",
+        ("mtrain/mcore/cpu.py", "mtrain/mcore/gloo.py"),
+        (f"{_TESTS}split_sizes_stay_tensors_on_cpus", f"{_TESTS}lists_of_several_sizes_travel_on_gloo", _PARITY),
+    ),
+    Guard(
+        "checkpoint keys of expert layers",
+        "Layers without TransformerEngine write the norm before experts under the name that it has in dense layers, "
+        "which TransformerEngine's layers of experts do not read.",
+        (Place("models/gpt/gpt_layer_specs.py", 417, 420, "pre_mlp_layernorm"),),
+        "experts without TransformerEngine, saved",
+        _has_experts,
+        "fixed",
+        "Names are those of TransformerEngine for each kind of layer.",
+        ("mtrain/mcore/spec.py",),
+        (
+            f"{_TESTS}their_checkpoint_keys_of_expert_layers_are_dense_ones",
+            "tests/mcore/test_expert_state.py::test_checkpoint_keys_are_megatrons",
+        ),
+    ),
+)
