@@ -58,6 +58,15 @@ class ExpertsSection(Section):
         return f"top_k={self.top_k} must not be above num_experts={self.num_experts}; lower it"
 
     @rule
+    def a_softmax_needs_a_choice(self) -> str | None:
+        if self.top_k > 1 or self.score != "softmax" or self.pre_softmax:
+            return None
+        return (
+            "top_k=1 with a softmax over the chosen experts gives the weight 1 always, and the router no gradient; set "
+            "pre_softmax=true or score=sigmoid, or raise top_k"
+        )
+
+    @rule
     def groups_come_in_pairs(self) -> str | None:
         if (self.num_groups is None) == (self.group_top_k is None):
             return None

@@ -181,6 +181,22 @@ BROKEN += [
         "pass (router_z)",
     ),
     ({"loss__router": {"z_coefficient": 0.1}}, "loss.router.z_coefficient is set, but the model has no experts"),
+    ({"model__experts": EXPERTS | {"top_k": 5}}, "model.experts.top_k=5 must not be above num_experts=4"),
+    ({"model__experts": EXPERTS | {"top_k": 1}}, "model.experts.top_k=1 with a softmax over the chosen experts"),
+    ({"model__experts": EXPERTS, "layout__ep": 3}, "model.experts.num_experts=4 must be a multiple of layout.ep=3"),
+    (
+        {"model__experts": EXPERTS, "layout__etp": 3},
+        "model.experts.ffn_hidden_size=32 must be a multiple of layout.etp",
+    ),
+    ({"model__experts": EXPERTS, "layout__tp": 2}, "model.experts with layout.tp=2 needs layout.sp=true"),
+    (
+        {"model__experts": EXPERTS | {"first_dense_layers": 8}},
+        "model.experts.first_dense_layers=8 leaves no layer of model.num_layers=8 for experts",
+    ),
+    (
+        {"model__experts": EXPERTS | {"capacity_factor": 1.0}},
+        "model.experts.capacity_factor is set, but its effect depends on the layout by definition",
+    ),
     ({"loss__side_terms": {"router_z": {}}}, "loss.side_terms.router_z takes a name of the losses of routers"),
 ]
 

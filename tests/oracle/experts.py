@@ -84,7 +84,7 @@ def routing(parameters: Parameters, name: str, section: ExpertsSection, tokens: 
     logits = router_logits(parameters, name, tokens)
     ranking = _ranking(logits, parameters.get(f"{name}.expert_bias"), section)
     for seen in _recorders:
-        seen.append(_margin(ranking.detach(), section))
+        seen.append(_margin(ranking.detach(), section) / float(ranking.detach().std()))
     outside = ~_best(ranking, section)
     if section.score == "sigmoid":
         scores = logits.sigmoid().masked_fill(outside, 0.0)
@@ -141,7 +141,7 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 @contextmanager
 def recorded_margins() -> Iterator[list[float]]:
-    """Meanwhile every router tells how near its tokens came to another choice.
+    """Meanwhile every router tells how near its tokens came to another choice, in standard deviations of its ranking.
 
     A float32 run chooses the same experts if its ranking is wrong by less than half of the smallest.
     """
