@@ -16,6 +16,7 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens
 from mtrain.hf.folder import HfFolder
+from mtrain.hf.logits import transformers_logits
 from mtrain.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import CONFIGS, save
@@ -45,7 +46,7 @@ def test_a_model_comes_back_byte_for_byte_and_computes_the_same(pool: Pool, tmp_
     tokens = random_tokens(model.config.vocab_size)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, again(tokens).logits)
-        expected = again.float()(tokens).logits.numpy()
+    expected = transformers_logits(back, tokens).numpy()
     np.testing.assert_allclose(
         pool.run(hf_ranks.logits, Layout(), ours)[0], expected, rtol=0, atol=2e-5 * np.abs(expected).max()
     )
