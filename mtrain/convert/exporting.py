@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +12,21 @@ from typing import Any, NamedTuple
 import torch
 
 import mtrain
-from mtrain.convert.importing import SHARDS_NAME, check_copies
+from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import Target, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
-from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, HfFolder, check_names, read_json, side_files
+from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, HfFolder, read_json, side_files
+from mtrain.hf.matching import check_names
 from mtrain.hf.safetensors import header_of, raw_bytes
 from mtrain.hf.table import HfTensor, write_tensor
 
 _CAST_ELEMENTS = 1 << 24
 """Cast at once."""
+_EMBEDDINGS = "embedding.word_embeddings.weight"
+"""Whose dtype config.json tells."""
 _SHARD_BYTES = 5_000_000_000
 
 
@@ -62,13 +64,8 @@ def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | Non
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, target, files)
         written = HfFolder(folder)
-        check_names(
-            written,
-            {tensor.name: tensor.shape for tensor, _ in target.table.tensors()},
-            [re.escape(name) for name in target.table.copies],
-        )
-        check_copies(written, target.table)
-        proof = prove(target.table, target.tensors, target.key, written.tensor, num_workers)
+        check_names(folder, written, target.table, ())
+        proof = prove(target.table, target.tensors, target.key, written, "folder", num_workers)
     return proof
 
 
@@ -155,7 +152,8 @@ def _write_side_files(folder: Path, target: Target, files: Mapping[str, Shard]) 
         for name in side_files(origin):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(origin / name, folder / name)
-    config = _config(target, template, next(one.dtype for shard in files.values() for one in shard.tensors))
+    dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == _EMBEDDINGS)
+    config = _config(target, template, dtype)
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
     if list(files) != [SINGLE_NAME]:
         said = read_json(origin / INDEX_NAME) if origin is not None and (origin / INDEX_NAME).exists() else {}

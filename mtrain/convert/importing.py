@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,14 +20,16 @@ from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config.model import ModelSection
-from mtrain.convert.proof import Proof, prove, same_bits
+from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.environment import git_checkout, program_versions
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Block, Sizes
+from mtrain.hf.block_scaled import Weights, plain_config, plain_weights
 from mtrain.hf.family import Family
-from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, HfFolder, check_names
+from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, HfFolder
+from mtrain.hf.matching import check_names
 from mtrain.hf.registry import family_of
 from mtrain.hf.table import Piece, Table, boxes_to_write, read_box
 
@@ -45,6 +46,8 @@ class Source(NamedTuple):
     """An opened folder and what it means."""
 
     folder: HfFolder
+    weights: Weights
+    """The folder's, as plain numbers."""
     family: Family
     model: ModelSection
     table: Table
@@ -58,23 +61,11 @@ def open_source(path: Path) -> Source:
     """
     folder = HfFolder(path)
     family = family_of(folder.config)
-    model = family.model(family.as_held(folder.config, folder.names()))
+    weights = plain_weights(folder)
+    model = family.model(family.as_held(folder.config, weights.names()))
     table = family.table(model)
-    wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
-    check_names(folder, wanted, [*family.dropped, *map(re.escape, table.copies)])
-    check_copies(folder, table)
-    return Source(folder, family, model, table)
-
-
-def check_copies(folder: HfFolder, table: Table) -> None:
-    """Compares tensors that are there twice.
-
-    Raises:
-        DataError: They differ.
-    """
-    for name, original in table.copies.items():
-        if name in folder.names() and not same_bits(folder.tensor(name), folder.tensor(original)):
-            raise DataError(f"{folder.path}: {name} differs from {original}, but config.json says that they are one")
+    check_names(path, weights, table, family.dropped)
+    return Source(folder, weights, family, model, table)
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
@@ -97,8 +88,8 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
         known = _write_tensors(folder, source, dtypes, num_workers)
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, source, out)
-        read = source.folder.tensor
-        proof = prove(source.table, CheckpointTensors(folder), lambda key: key, read, num_workers)
+        written = CheckpointTensors(folder)
+        proof = prove(source.table, written, lambda key: key, source.weights, "checkpoint", num_workers)
         with disk_faults(f"write {folder}"):
             _write_manifest(folder, known)
     return proof
@@ -115,7 +106,7 @@ def _write_tensors(
         with HashedFile(partial) as file:
             for part in files[unit.name]:
                 start, key = file.tell(), part.piece.key
-                values = read_box(part.piece, part.offsets, part.sizes, source.folder.tensor)
+                values = read_box(part.piece, part.offsets, part.sizes, source.weights.tensor)
                 save_record(values.to(dtypes[key]), file)
                 boxes.append([key, part.offsets, part.sizes, start, file.tell() - start])
                 tell(part.size_bytes)
@@ -150,7 +141,7 @@ def _dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]
     """
     found: dict[str, torch.dtype] = {}
     for tensor, piece in source.table.tensors():
-        held = source.folder.facts(tensor.name)[0]
+        held = source.weights.facts(tensor.name)[0]
         its = held if dtype is None or piece.keeps_dtype else dtype
         if found.setdefault(piece.key, its) != its:
             raise DataError(
@@ -222,13 +213,19 @@ def _write_side_files(folder: Path, source: Source, out: Path) -> None:
     )
     origin = folder / ORIGIN
     origin.mkdir(exist_ok=True)
-    theirs = [Path(name) for name in (CONFIG_NAME, INDEX_NAME) if (source.folder.path / name).exists()]
+    config, plain = source.folder.config, plain_config(source.folder.config)
+    theirs = [Path(CONFIG_NAME)] if plain == config else []
+    if source.folder.index is not None:
+        theirs.append(Path(INDEX_NAME))
     for name in [*theirs, *source.folder.side_files()]:
         (origin / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source.folder.path / name, origin / name)
     shards = {
-        name: {"metadata": file.metadata, "tensors": list(file.entries)} for name, file in source.folder.files.items()
+        name: {"metadata": file.metadata, "tensors": [one for one in file.entries if one in source.weights.names()]}
+        for name, file in source.folder.files.items()
     }
+    if plain != config:
+        write_atomically(origin / CONFIG_NAME, json.dumps(plain, indent=2) + "\n")
     write_atomically(origin / SHARDS_NAME, json.dumps(shards) + "\n")
     write_atomically(folder / MODEL_NAME, _model_yaml(source, out.resolve()))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from torch import Tensor
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.progress import Meter
 from mtrain.errors import DataError
+from mtrain.hf.axes import Sizes
+from mtrain.hf.block_scaled import Weights
+from mtrain.hf.matching import same_bits, told
 from mtrain.hf.table import HfTensor, Piece, Table, write_tensor
 
 _COMPARED_ELEMENTS = 1 << 24
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Proof(NamedTuple):
@@ -30,56 +33,53 @@ def prove(
     table: Table,
     checkpoint: CheckpointTensors,
     key_of: Callable[[str], str],
-    read: Callable[[str], Tensor],
+    weights: Weights,
+    into: Literal["checkpoint", "folder"],
     num_workers: int,
 ) -> Proof:
     """Compares every tensor of Hugging Face with what the checkpoint makes of it.
-
-    Where the dtypes differ, because a cast was asked for, both are compared in the one that was written.
 
     Args:
         table: Of the model.
         checkpoint: One side.
         key_of: Key in the table -> key in the checkpoint.
-        read: Gives the other side's tensors.
+        weights: The other side.
+        into: Which of the two was written: where dtypes differ, because a cast was asked for, its is compared.
         num_workers: Threads.
 
     Raises:
         DataError: Tensors differ; they are named.
     """
     tensors = list(table.tensors())
-    sizes = [read(tensor.name).nbytes for tensor, _ in tensors]
+    sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
 
     def compare(item: tuple[HfTensor, Piece]) -> str | None:
         tensor, piece = item
-        theirs = read(tensor.name)
+        theirs = weights.tensor(tensor.name)
         ours = write_tensor(tensor, key_of(piece.key), checkpoint.read)
-        meter.add(theirs.nbytes)
-        return None if same_bits(ours, theirs) else tensor.name
+        meter.add(sizes[tensor.name])
+        return None if same_numbers(ours, theirs, ours.dtype if into == "checkpoint" else theirs.dtype) else tensor.name
 
-    with Meter("proving", sum(sizes)) as meter, ThreadPoolExecutor(num_workers) as pool:
+    with Meter("proving", sum(sizes.values())) as meter, ThreadPoolExecutor(num_workers) as pool:
         differing = [name for name in pool.map(compare, tensors) if name is not None]
     if differing:
-        more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
         raise DataError(
             f"{len(differing)} of {len(tensors)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
-            f"{', '.join(differing[:8])}{more}"
+            f"{told(differing)}"
         )
-    return Proof(len(tensors), sum(sizes))
+    return Proof(len(tensors), sum(sizes.values()))
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape and the same bits, after the narrowing cast where dtypes differ."""
+def same_numbers(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same shape and, cast to the dtype, the same bits."""
     if one.shape != other.shape:
         return False
-    for mine, theirs in zip(_slices(one), _slices(other), strict=True):
-        if mine.dtype != theirs.dtype:
-            narrow = min(mine.dtype, theirs.dtype, key=lambda dtype: (dtype.itemsize, str(dtype)))
-            mine, theirs = mine.to(narrow), theirs.to(narrow)
-        bits = _BITS[mine.dtype.itemsize]
-        if not torch.equal(mine.view(bits), theirs.view(bits)):
-            return False
-    return True
+    pieces = zip(_slices(one), _slices(other), strict=True)
+    return all(same_bits(mine.to(dtype), theirs.to(dtype)) for mine, theirs in pieces)
+
+
+def _size_bytes(dtype: torch.dtype, shape: Sizes) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _slices(tensor: Tensor) -> Iterator[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.importing import open_source
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
@@ -23,5 +22,4 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     """
     source = open_source(hf)
     target = open_target(checkpoint, hf, None)
-    assert isinstance(target.tensors, CheckpointTensors)
-    return prove(source.table, target.tensors, target.key, source.folder.tensor, num_workers)
+    return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)

@@ -63,7 +63,7 @@ class Arrangement:
         own = {name: _extent(fixed.get(name, slice(None)), sizes[name]) for group in groups(whole) for name in group}
         on_disk = [name for group in groups(part) for name in group]
         in_order = [name for group in groups(whole) for name in group if name in on_disk]
-        assert sorted(on_disk) == sorted(in_order), f"{part} of {whole}"
+        assert sorted(on_disk) == sorted(set(in_order)), f"{part} of {whole}"
         assert all(len(own[name]) == 1 for name in own if name not in on_disk), f"{part} of {whole}"
         self.shape: Sizes = tuple(math.prod(len(own[name]) for name in group) for group in groups(part))
         """On disk."""

@@ -65,7 +65,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
     value), d dimensions of a head, c halves of a gated projection, L layers, E experts, e feed-forward of an expert,
     t feed-forward of all shared experts. Latent attention: q and k ranks of queries and of keys and values, m the
     latter with the rotary key, x dimensions of a query head, y of a key's part without position and its value, v of a
-    value head. i the two inputs of a prediction further ahead.
+    value head. j both inputs of a prediction further ahead.
     """
     sizes = {
         "V": model.vocab_size,
@@ -76,7 +76,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "s": model.num_attention_heads // model.query_groups + 2,
         "d": model.head_size,
         "c": 2,
-        "i": 2,
+        "j": 2 * model.hidden_size,
         "L": model.num_layers,
     }
     if (experts := model.experts) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,33 +104,6 @@ def side_files(folder: Path) -> Iterator[Path]:
                 yield name
 
 
-def check_names(folder: HfFolder, wanted: dict[str, Sizes], may_be_left: Collection[str]) -> None:
-    """Compares a folder with a table.
-
-    Args:
-        folder: The folder.
-        wanted: Name -> shape of every tensor that the model has.
-        may_be_left: Regular expressions of what may be there and carries nothing.
-
-    Raises:
-        DataError: A tensor is missing, unexpected, or has another shape.
-    """
-    names = folder.names()
-    missing = sorted(wanted.keys() - names)
-    unexpected = sorted(
-        name for name in names - wanted.keys() if not any(re.fullmatch(pattern, name) for pattern in may_be_left)
-    )
-    misshaped = [
-        f"{name} has shape {list(found)} instead of {list(wanted[name])}"
-        for name in sorted(wanted.keys() & names)
-        if (found := folder.facts(name)[1]) != wanted[name]
-    ]
-    faults = [f"lacks {_told(missing)}"] * bool(missing) + [f"holds unexpected {_told(unexpected)}"] * bool(unexpected)
-    faults += misshaped[:8]
-    if faults:
-        raise DataError(f"{folder.path} does not fit its {CONFIG_NAME}: {'; '.join(faults)}")
-
-
 def inside(folder: Path, name: str) -> Path:
     """The path of a file that must lie in the folder.
 
@@ -171,8 +144,3 @@ def _roots(folder: Path) -> list[Path]:
     real = folder.resolve()
     blobs = real.parent.parent / "blobs"
     return [real, blobs] if real.parent.name == "snapshots" and blobs.is_dir() else [real]
-
-
-def _told(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -107,7 +107,7 @@ _DEPTH = "mtp.layers.*."
 _AHEAD = (
     same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
     same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
-    same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h (i h)"),
+    same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
     *(replace(rule, key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer.")) for rule in _LAYER),
     same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
 )

@@ -1,0 +1,114 @@
+"""Weights in FP8 with one scale for each block, as DeepSeek-V3 is published: read as bfloat16.
+
+Weight W lies beside `W_scale_inv`: block (i, j) of W, of 128 x 128 numbers, is multiplied by the scale at (i, j).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mtrain.errors import DataError
+from mtrain.hf.axes import Sizes
+from mtrain.hf.folder import HfFolder
+
+SCALE_SUFFIX = "_scale_inv"
+_FORMAT = "quantization_config"
+_FP8 = torch.float8_e4m3fn
+
+
+class Weights(Protocol):
+    """Tensors by name, and what is known of them without reading."""
+
+    def names(self) -> set[str]:
+        """All tensors."""
+        ...
+
+    def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
+        """Dtype and shape of a tensor."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor; not to be written to."""
+        ...
+
+
+class Dequantised:
+    """A folder's weights with the scaled ones as bfloat16; one at a time is in memory."""
+
+    def __init__(self, folder: HfFolder) -> None:
+        """Checks the format and that each scaled weight has its scales.
+
+        Raises:
+            DataError: The format is another one, or scales are missing or have another shape.
+        """
+        said = folder.config[_FORMAT]
+        block = said.get("weight_block_size")
+        if said.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+            raise DataError(
+                f"{folder.path}: weights in {said.get('quant_method')} with weight_block_size={block} are not read; "
+                "take weights in bfloat16, or in fp8 with scales for blocks of two sizes"
+            )
+        self._folder, self._rows, self._columns = folder, int(block[0]), int(block[1])
+        self._names = {name for name in folder.names() if not name.endswith(SCALE_SUFFIX)}
+        for name in sorted(folder.names()):
+            self._check(name)
+
+    def names(self) -> set[str]:
+        """All tensors; scales are none of them."""
+        return self._names
+
+    def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
+        """Dtype and shape of a tensor after scaling."""
+        dtype, shape = self._folder.facts(name)
+        return (torch.bfloat16 if dtype == _FP8 else dtype), shape
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor; a scaled one is computed anew at each call, in float32, a row of blocks at a time."""
+        stored = self._folder.tensor(name)
+        if stored.dtype != _FP8:
+            return stored
+        scales = self._folder.tensor(name + SCALE_SUFFIX).float()
+        result = torch.empty(stored.shape, dtype=torch.bfloat16)
+        for number, start in enumerate(range(0, stored.shape[0], self._rows)):
+            rows = stored[start : start + self._rows].float()
+            factors = scales[number].repeat_interleave(self._columns)[: stored.shape[1]]
+            result[start : start + self._rows] = (rows * factors).bfloat16()
+        return result
+
+    def _check(self, name: str) -> None:
+        dtype, shape = self._folder.facts(name)
+        if dtype == _FP8:
+            wanted = tuple(-(-size // block) for size, block in zip(shape, (self._rows, self._columns)))
+            scales = name + SCALE_SUFFIX
+            found = self._folder.facts(scales)[1] if scales in self._folder.names() else None
+            if len(shape) != 2 or found != wanted:
+                raise DataError(
+                    f"{self._folder.path}: {name} of shape {list(shape)} needs {scales} of shape {list(wanted)}, "
+                    f"but there is {'none' if found is None else list(found)}"
+                )
+        elif name.endswith(SCALE_SUFFIX) and self._scaled(name) is not _FP8:
+            raise DataError(f"{self._folder.path}: {name} scales nothing in fp8")
+
+    def _scaled(self, scales: str) -> torch.dtype | None:
+        name = scales.removesuffix(SCALE_SUFFIX)
+        return self._folder.facts(name)[0] if name in self._folder.names() else None
+
+
+def plain_weights(folder: HfFolder) -> Weights:
+    """The weights as numbers that can be trained on.
+
+    Raises:
+        DataError: They are stored in a format that is not known.
+    """
+    return Dequantised(folder) if folder.config.get(_FORMAT) else folder
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the plain weights."""
+    if not config.get(_FORMAT):
+        return config
+    dtype = "dtype" if "dtype" in config else "torch_dtype"
+    return {name: value for name, value in config.items() if name != _FORMAT} | {dtype: "bfloat16"}

@@ -1,0 +1,65 @@
+"""Whether a folder holds exactly the tensors of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrain.errors import DataError
+from mtrain.hf.block_scaled import Weights
+from mtrain.hf.folder import CONFIG_NAME
+from mtrain.hf.table import Table
+
+_NAMES_TOLD = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
+    """Compares a folder with a table.
+
+    Args:
+        path: Of the folder, for messages.
+        weights: Of the folder.
+        table: Of its model.
+        may_be_left: Regular expressions of what may be there and carries nothing.
+
+    Raises:
+        DataError: A tensor is missing, unexpected, has another shape, or differs from the one that it is a copy of.
+    """
+    wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
+    names = weights.names()
+    copies = {name: original for name, original in table.copies.items() if name in names}
+    missing = sorted(wanted.keys() - names)
+    left = sorted(names - wanted.keys() - copies.keys())
+    unexpected = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in may_be_left)]
+    faults = [f"lacks {told(missing)}"] * bool(missing) + [f"holds unexpected {told(unexpected)}"] * bool(unexpected)
+    faults += [
+        f"{name} has shape {list(found)} instead of {list(wanted[name])}"
+        for name in sorted(wanted.keys() & names)
+        if (found := weights.facts(name)[1]) != wanted[name]
+    ][:_NAMES_TOLD]
+    faults += [
+        f"{name} differs from {original}, of which it must be a copy"
+        for name, original in copies.items()
+        if original in names and not same_bits(weights.tensor(name), weights.tensor(original))
+    ]
+    if faults:
+        raise DataError(f"{path} does not fit its {CONFIG_NAME}: {'; '.join(faults)}")
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    bits = _BITS[one.dtype.itemsize]
+    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+def told(names: Sequence[str]) -> str:
+    """The first few names."""
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return ", ".join(names[:_NAMES_TOLD]) + more

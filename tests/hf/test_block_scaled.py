@@ -1,0 +1,62 @@
+"""Published DeepSeek-V3: scaled FP8 is read as what it means, depths ahead travel with the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.importing import import_hf
+from mtrain.errors import DataError
+from tests.hf.deepseek import save_published
+
+SCALE = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"
+
+
+def test_scaled_weights_and_depths_come_back_as_what_they_mean(tmp_path: Path) -> None:
+    meant = save_published(tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", torch.bfloat16, num_workers=2)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == meant.keys()
+    for name, value in meant.items():
+        assert torch.equal(back[name], value), name
+        assert back[name].dtype == value.dtype, name  # the bias of the choice stays float32
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (config["num_nextn_predict_layers"], config["dtype"]) == (1, "bfloat16")
+    tensors = CheckpointTensors(tmp_path / "ours").tensors
+    assert tensors["mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"].shape == (6, 48, 32)
+    assert tensors["mtp.layers.0.eh_proj.weight"].shape == (32, 64)
+
+
+@pytest.mark.parametrize("fault", ["missing", "misshaped", "copy"])
+def test_missing_scales_and_false_copies_are_refused(tmp_path: Path, fault: str) -> None:
+    save_published(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(path)
+    if fault == "missing":
+        del tensors[SCALE]
+    elif fault == "misshaped":
+        tensors[SCALE] = torch.ones(3, 3)
+    else:
+        tensors["model.layers.3.shared_head.head.weight"][5, 5] += 1
+    save_file(tensors, path)
+    expected = {
+        "missing": rf"needs {SCALE} of shape \[2, 2\], but there is none",
+        "misshaped": rf"needs {SCALE} of shape \[2, 2\], but there is \[3, 3\]",
+        "copy": "shared_head.head.weight differs from lm_head.weight, of which it must be a copy",
+    }[fault]
+    with pytest.raises(DataError, match=expected):
+        import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+
+
+def test_another_quantisation_is_refused(tmp_path: Path) -> None:
+    save_published(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(DataError, match=r"weights in awq .* are not read"):
+        import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
