@@ -206,9 +206,9 @@ class CoreAttention(MegatronModule):
         return self._weighted_values(query, key, value, num_sinks=1)[..., :value_dim]
 
     def _sinks(self) -> Tensor:
-        """[heads] float32 of the heads whose queries this rank holds now."""
+        """[heads], at least float32, of the heads whose queries this rank holds now."""
         assert self.softmax_offset is not None
-        sinks = self.softmax_offset.float()
+        sinks = self.softmax_offset.to(torch.promote_types(self.softmax_offset.dtype, torch.float32))
         return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and self.cp.size() > 1 else sinks
 
     def _weighted_values(self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int) -> Tensor:

@@ -44,8 +44,9 @@ class Norm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalises, scales and, for LayerNorm, shifts."""
         if self.is_zero_centered:
-            bias = None if self.bias is None else self.bias.float()
-            return self._normalised(hidden.float(), 1.0 + self.weight.float(), bias).to(hidden.dtype)
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            bias = None if self.bias is None else self.bias.to(wide)
+            return self._normalised(hidden.to(wide), 1.0 + self.weight.to(wide), bias).to(hidden.dtype)
         return self._normalised(hidden, self.weight, self.bias)
 
     def _normalised(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

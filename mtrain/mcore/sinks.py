@@ -37,7 +37,7 @@ def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) ->
         query: [q, batch, heads, dim].
         key: [k, batch, groups, dim].
         value: [k, batch, groups, value_dim].
-        scores: [heads] float32, the sink of each head divided by the scale of the scores.
+        scores: [heads], at least float32: the sink of each head divided by the scale of the scores.
 
     Returns:
         [q, batch, heads, dim + WIDTH], [1 + k, batch, groups, dim + WIDTH], [1 + k, batch, groups, value_dim + WIDTH].

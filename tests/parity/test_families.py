@@ -1,18 +1,26 @@
-"""Gemma-3 and GPT-OSS under every kind of parallelism, against the oracle."""
+"""Gemma-3, GPT-OSS and DeepSeek-V3 under every kind of parallelism, against the oracle."""
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from tests.oracle.loss import Sequence
+from tests.oracle.run import oracle_steps
+from tests.parity import ranks
 from tests.parity.batches import documents_steps, three_steps
 from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
-from tests.parity.families import GEMMA, GPT_OSS
+from tests.parity.compare import TOLERANCE, deviation, initial_parameters, run_case, run_oracle, worst
+from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS
 from tests.pool import Pool
 
 FULL = {"train__recompute": "full"}
 SELECTIVE = {"train__recompute": "selective"}
 ISOLATED = {"data__isolate_documents": True}
+
+DEEPSEEK = DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | {"model__mtp_depths": 1}
 
 CASES: list[tuple[dict[str, Any], Case]] = [
     (GEMMA, case(8)),
@@ -27,11 +35,15 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (GPT_OSS | SELECTIVE, case(4, cp=4, cp_comm="ulysses", dp=2, ep=4)),
     (GPT_OSS, case(2, pp=2, vpp=2, cp=2, dp=2, ep=2)),
     (GPT_OSS, case(4, tp=4, sp=True, dp=2, ep=4)),
+    (DEEPSEEK, case(8)),
+    (DEEPSEEK | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=2, etp=2)),
+    (DEEPSEEK | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=4)),
+    (DEEPSEEK, case(4, tp=4, sp=True, dp=2, ep=4)),
 ]
 
 
 def named(changes: dict[str, Any], case: Case) -> Any:
-    family = "gemma" if changes.keys() >= GEMMA.keys() else "gpt_oss"
+    family = "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
     return pytest.param(changes, case, id=f"{family}-{case.resolved(case.config(**changes))}")
 
 
@@ -42,3 +54,27 @@ def test_families_keep_the_promise(pool: Pool, changes: dict[str, Any], case: Ca
     found = deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config)
     print(case.layout, found)
     found.assert_below()
+
+
+def test_gates_beyond_their_bounds_are_clamped(pool: Pool) -> None:
+    """In dense layers and in experts: biases that put a third of all gates and what they let through beyond 7."""
+    one = case(4, tp=2, sp=True, ep=2)
+    changes = {**GPT_OSS, "model__experts": {**GPT_OSS["model__experts"], "first_dense_layers": 2}}
+    config, batch = one.config(**changes), three_steps()[0]
+    parameters = {
+        name: 50 * value if name.endswith("linear_fc1.bias") else value
+        for name, value in initial_parameters(config).items()
+    }
+    (step,) = pool.run(ranks.train, one.resolved(config), config, parameters, [batch])[0].steps
+    (exact,) = oracle_steps(
+        {name: torch.as_tensor(value) for name, value in parameters.items()},
+        config.model,
+        config.loss,
+        config.optimizer,
+        [config.optimizer.lr],
+        [[Sequence.of_sample(sample) for sample in batch]],
+    )
+    gradients = {name: value.numpy() for name, value in exact.gradients.items()}
+    clamped = [gradients[f"decoder.layers.{layer}.mlp.linear_fc1.bias"] == 0 for layer in (0, 1)]
+    assert np.mean(clamped) > 0.3
+    assert worst(step.gradients, gradients, config) < TOLERANCE

@@ -21,7 +21,7 @@ from tests.parity import ranks
 from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import initial_parameters, relative, run_case, run_oracle, without_padding
-from tests.parity.families import DEEPSEEK_ATTENTION
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS
 from tests.parity.ranks import Arrays
 from tests.pool import Pool
 
@@ -29,6 +29,9 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 LOSS_ROUNDINGS, GRADIENT_ROUNDINGS = 52, 104
 MORE_BY_LATENTS = 8
 """On the way forward; as many on the way back."""
+MORE_BY_NORMS, MORE_BY_BIASES = 17, 16
+"""Gemma: four norms in each of four layers, and scaled embeddings; GPT-OSS: four biases in each."""
+GPT_OSS_ATTENTION = {key: value for key, value in GPT_OSS.items() if key != "model__experts"}
 CASES = [case(4), case(4, tp=2, sp=True, pp=2), case(4, pp=2, vpp=2, dp=2), case(4, cp=2, cp_comm="ulysses", dp=2)]
 
 
@@ -81,6 +84,14 @@ def test_depths_in_half_precision(pool: Pool, precision: str) -> None:
         assert relative(step.loss, exact.loss) < bound
         assert relative(step.grad_norm, exact.grad_norm) < bound
         assert worst_distance(step.gradients, exact, config) < bound
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [(GEMMA, MORE_BY_NORMS), (GPT_OSS_ATTENTION, MORE_BY_BIASES)], ids=["gemma", "gpt_oss"]
+)
+def test_families_in_half_precision_are_near_the_oracle(pool: Pool, family: dict[str, Any], more: int) -> None:
+    """Without experts: a token whose two best are nearly alike goes elsewhere under rounding."""
+    assert_near_the_oracle(pool, "bf16", case(4, tp=2, sp=True, cp=2, cp_comm="ulysses"), 1, more, **family)
 
 
 @pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, pp=2, dp=2)], ids=str)
