@@ -1,0 +1,106 @@
+"""Models with experts, latent attention, further norms and depths cost what the oracle's list of parameters says."""
+
+import math
+from typing import Any
+
+import pytest
+
+from mtrain import planning
+from mtrain.config.model import ModelSection
+from mtrain.layout import Layout
+from tests.config.samples import config
+from tests.oracle.experts import is_buffer
+from tests.oracle.model import parameter_shapes
+from tests.parity.cases import case
+from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": GEMMA,
+    "gpt_oss": GPT_OSS,
+    "mixtral": MIXTRAL,
+    "qwen": QWEN,
+    "biased": BIASED,
+    "deepseek": DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 2},
+}
+SEQ = 32
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> ModelSection:
+    return case(num_layers=5).config(**FAMILIES[request.param]).model
+
+
+def sizes(model: ModelSection) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in parameter_shapes(model).items() if not is_buffer(name)}
+
+
+def share_that_is_met(name: str, model: ModelSection) -> float:
+    """Of the experts, those that a token goes to."""
+    if model.experts is None or ".mlp.experts." not in name:
+        return 1.0
+    return model.experts.top_k / model.experts.num_experts
+
+
+def test_all_parameters_are_counted(model: ModelSection) -> None:
+    assert planning.num_parameters(model) == sum(map(math.prod, sizes(model).values()))
+
+
+def test_active_parameters_leave_other_experts_and_depths_out(model: ModelSection) -> None:
+    met = {name: shape for name, shape in sizes(model).items() if not name.startswith("mtp.")}
+    expected = sum(math.prod(shape) * share_that_is_met(name, model) for name, shape in met.items())
+    assert planning.num_active_parameters(model) == pytest.approx(expected, rel=1e-12)
+
+
+def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection) -> None:
+    tables = ("embedding.word_embeddings.weight", "output_layer.weight")
+    weights = sum(
+        math.prod(shape) * share_that_is_met(name, model)
+        for name, shape in sizes(model).items()
+        if len(shape) == 2 and name not in tables
+    )
+    weights += (1 + model.mtp_depths) * model.vocab_size * model.hidden_size
+    keys, values = model.head_size, model.head_size
+    if model.mla is not None:
+        keys, values = model.mla.nope_head_dim + model.mla.rope_head_dim, model.mla.value_head_dim
+    forward = 2 * weights + 2 * model.num_attention_heads * (keys + values) * num_pairs(model) / SEQ
+    assert planning.flops_per_token(model, SEQ) == pytest.approx(3 * forward, rel=1e-12)
+
+
+def num_pairs(model: ModelSection) -> int:
+    """Pairs of tokens that see each other in a row, over all layers, depths among them."""
+    count = 0
+    for layer in range(1, model.num_layers + model.mtp_depths + 1):
+        every = model.global_attention_every
+        is_global = model.sliding_window is None or (every is not None and layer % every == 0)
+        width = SEQ if is_global or model.sliding_window is None else model.sliding_window
+        count += sum(min(position + 1, width) for position in range(SEQ))
+    return count
+
+
+def test_moments_of_experts_are_divided_over_their_replicas() -> None:
+    experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 48}
+    given = config(model__experts=experts, layout={"tp": 2, "sp": True, "ep": 4}, train__precision="bf16")
+    layout = Layout.from_config(given, 16)
+    held = planning.parameters_on_rank(given.model, layout, 0)
+    dense = planning.parameters_on_rank(given.model.model_copy(update={"experts": None}), Layout(tp=2), 0)
+    of_experts = 8 * 3 * 64 * 48 * 8
+    assert held.experts == of_experts // 4
+    assert held.dense == dense.total - 8 * 3 * 64 * 128 // 2 + 8 * 8 * 64
+    memory = planning.memory_per_rank(given, layout, 0)
+    assert memory.optimizer_bytes == 12 * held.dense // 8 + 12 * held.experts // 4
+    assert memory.weights_bytes == 2 * held.total
+
+
+def activations(**model: Any) -> int:
+    given = config(**{f"model__{name}": value for name, value in model.items()})
+    return planning.memory_per_rank(given, Layout.from_config(given, 1), 0).activations_bytes
+
+
+def test_activations_grow_with_what_backward_keeps() -> None:
+    experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 128}
+    plain = activations()
+    assert plain < activations(attention_sinks=True)
+    assert plain < activations(sandwich_norm=True)
+    assert plain < activations(experts=experts) < activations(experts=experts | {"top_k": 4})
+    assert plain < activations(mtp_depths=1) < activations(mtp_depths=2)
