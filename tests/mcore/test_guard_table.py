@@ -57,6 +57,17 @@ def test_names_are_unique() -> None:
 
 
 LATENT = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8}
+BALANCED = {
+    "model__experts": {
+        "num_experts": 4,
+        "top_k": 2,
+        "ffn_hidden_size": 16,
+        "score": "sigmoid",
+        "expert_bias": True,
+        "bias_update_rate": 0.001,
+    },
+    "loss__router": {"z_coefficient": 0.001},
+}
 APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
     ({}, Layout(tp=2), {"gathered logits with labels", "initial weights depend on tp on a GPU"}),
     ({}, Layout(tp=2, sp=True), {"norms without sequence parallelism"}),
@@ -71,6 +82,12 @@ APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
     ({"model__hidden_dropout": 0.1}, Layout(), {"dropout"}),
     ({"model__mla": LATENT}, Layout(), {"core attention of latent heads"}),
     ({"model__mla": LATENT}, Layout(tp=2), {"gradient of the shared rotary key"}),
+    (
+        BALANCED,
+        Layout(tp=2, sp=True, pp=2),
+        {"padding masks behind the first stage", "masked counts of auxiliary losses"},
+    ),
+    (BALANCED, Layout(), {"expert bias under a mask", "auxiliary losses of experts"}),
     ({"optimizer__clip_grad": 1e-6}, Layout(), {"epsilon in clipping"}),
     ({"optimizer__clip_grad": 0.0}, Layout(), {"norm without clipping"}),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.layout import Layout
-from mtrain.mcore.guards import checkpoint, experts, families, latent_attention, layers, loss, optimizer
+from mtrain.mcore.guards import balance, checkpoint, experts, families, latent_attention, layers, loss, optimizer
 from mtrain.mcore.guards.row import VERSION, Guard
 
 __all__ = ["GROUPS", "TABLE", "VERSION", "Guard", "applicable"]
@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[Guard, ...]] = {
     "Model, initial weights and pipeline": layers.ROWS,
     "Latent attention": latent_attention.ROWS,
     "Experts": experts.ROWS,
+    "Balancing experts": balance.ROWS,
     "Optimizer": optimizer.ROWS,
     "Checkpoints": checkpoint.ROWS,
     "Models that cannot be built yet": families.ROWS,

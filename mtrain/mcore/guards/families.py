@@ -10,7 +10,6 @@ from mtrain.mcore.guards.row import Guard, Place, has_field
 _REFUSED = "The fields of this family are refused."
 _MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/layout.py")
 _TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",)
-_ROUTER = "transformer/moe/router.py"
 
 
 def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> Guard:
@@ -30,22 +29,6 @@ def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str
 
 
 ROWS = (
-    _refused(
-        "auxiliary losses of experts",
-        "In per-token mode auxiliary and z losses are weighted by all positions, divided by loss tokens and scaled by "
-        "1 / (tp x cp).",
-        (Place(_ROUTER, 456, 468, "num_tokens"), Place(_ROUTER, 484, 500, "tp_cp_group")),
-        ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        0.01,
-    ),
-    _refused(
-        "expert bias under a mask",
-        "Counts for the expert bias combine a mask of tokens with one of tokens and experts: an error, or silently "
-        "wrong where both are as many; the bias moves even when the step is skipped.",
-        (Place(_ROUTER, 539, 543, "padding_mask"), Place("distributed/finalize_model_grads.py", 476, 477, "bias")),
-        ("moe_router_enable_expert_bias",),
-        True,
-    ),
     _refused(
         "multi-token prediction",
         "Its losses are divided by the tokens of the main loss, or by 0 where all are masked, and reach over the edges "
