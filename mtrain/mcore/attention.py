@@ -35,8 +35,8 @@ Run = tuple[int, int]
 """Positions [start, end) of a row."""
 
 
-class CoreAttention(MegatronModule):
-    """Takes the place of megatron-core's DotProductAttention in a layer spec."""
+class RowAttention(MegatronModule):
+    """Causal attention of this rank's queries to keys and values of whole rows."""
 
     softmax_offset: nn.Parameter | None
     """[heads_local] attention sinks."""
@@ -45,15 +45,11 @@ class CoreAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         cp_comm_type: str | None,
         softmax_scale: float | None,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
-        assert attn_mask_type == AttnMaskType.causal
-        assert attention_type == "self"
         self.cp = pg_collection.cp
         self.ulysses = cp_comm_type == "a2a"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -63,36 +59,6 @@ class CoreAttention(MegatronModule):
         self.tp = pg_collection.tp
         self.softmax_offset = sink_parameter(config, self.tp) if config.softmax_type == "learnable" else None
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: object = None,
-    ) -> Tensor:
-        """Causal attention inside documents.
-
-        Args:
-            query: [seq_local, batch, heads_local, head_dim].
-            key: [seq_local, batch, groups_local, head_dim].
-            value: As key.
-            attention_mask: `document_starts` of the batch, [batch, seq] on the CPU, full rows; None where each row is
-                one document.
-            attn_mask_type: Part of megatron-core's protocol; attention is always causal.
-            attention_bias: Must be None.
-            packed_seq_params: Must be None; documents travel in attention_mask.
-
-        Returns:
-            [seq_local, batch, heads_local * head_dim].
-        """
-        assert attention_bias is None
-        assert packed_seq_params is None
-        key, value = self._whole_rows(key, value)
-        return self.attend(query, key, value, attention_mask)
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None) -> Tensor:
         """Causal attention to keys of whole rows.
 
@@ -100,7 +66,8 @@ class CoreAttention(MegatronModule):
             query: [seq_local, batch, heads_local, key_dim].
             key: [seq, batch, groups, key_dim] in the order of the row, for the heads that this rank attends with.
             value: [seq, batch, groups, value_dim] likewise.
-            document_starts: As `forward` has them in attention_mask.
+            document_starts: Where each token's document begins, [batch, seq] on the CPU, full rows; None where each row
+                is one document.
 
         Returns:
             [seq_local, batch, heads_local * value_dim].
@@ -133,21 +100,6 @@ class CoreAttention(MegatronModule):
             return slice(0, num_heads)
         num_own = num_heads // self.cp.size()
         return slice(self.cp.rank() * num_own, (self.cp.rank() + 1) * num_own)
-
-    def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's tokens -> those of whole rows, under Ulysses for its own heads alone."""
-        if self.cp.size() == 1:
-            return key, value
-        if not self.ulysses:
-            head_dim = key.shape[-1]
-            gathered = self.gather_rows(torch.cat((key, value), dim=-1))
-            key, value = torch.split(gathered, [head_dim, gathered.shape[-1] - head_dim], dim=-1)
-            return key, value
-        cp, groups = self.cp.size(), key.shape[2]
-        if groups % cp:  # fewer key/value heads than ranks are repeated
-            repeats = cp // math.gcd(groups, cp)
-            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
-        return self._to_heads(key), self._to_heads(value)
 
     def _attend_with_own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
@@ -260,6 +212,69 @@ class CoreAttention(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         return places
+
+
+class CoreAttention(RowAttention):
+    """Takes the place of megatron-core's DotProductAttention in a layer spec."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None,
+        softmax_scale: float | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        assert attn_mask_type == AttnMaskType.causal
+        assert attention_type == "self"
+        super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+    ) -> Tensor:
+        """Causal attention inside documents.
+
+        Args:
+            query: [seq_local, batch, heads_local, head_dim].
+            key: [seq_local, batch, groups_local, head_dim].
+            value: As key.
+            attention_mask: `document_starts` of the batch, [batch, seq] on the CPU, full rows; None where each row is
+                one document.
+            attn_mask_type: Part of megatron-core's protocol; attention is always causal.
+            attention_bias: Must be None.
+            packed_seq_params: Must be None; documents travel in attention_mask.
+
+        Returns:
+            [seq_local, batch, heads_local * head_dim].
+        """
+        assert attention_bias is None
+        assert packed_seq_params is None
+        key, value = self._whole_rows(key, value)
+        return self.attend(query, key, value, attention_mask)
+
+    def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's tokens -> those of whole rows, under Ulysses for its own heads alone."""
+        if self.cp.size() == 1:
+            return key, value
+        if not self.ulysses:
+            head_dim = key.shape[-1]
+            gathered = self.gather_rows(torch.cat((key, value), dim=-1))
+            key, value = torch.split(gathered, [head_dim, gathered.shape[-1] - head_dim], dim=-1)
+            return key, value
+        cp, groups = self.cp.size(), key.shape[2]
+        if groups % cp:  # fewer key/value heads than ranks are repeated
+            repeats = cp // math.gcd(groups, cp)
+            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        return self._to_heads(key), self._to_heads(value)
 
 
 @lru_cache(maxsize=8)

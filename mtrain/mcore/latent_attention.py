@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.model import RopeSection
-from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.attention import RowAttention
 from mtrain.mcore.norm import Norm
 from mtrain.rope import inverse_frequencies, latent_softmax_scale
 
@@ -47,21 +47,15 @@ class LatentAttention(MegatronModule):
         cp_comm_type: str | None = None,
     ) -> None:
         super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal
         self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
         self.magnitude = inverse_frequencies(rope, latent.rope_head_dim)[1]
         self.heads_local = config.num_attention_heads // self.tp.size()
         self.recomputes_core = config.recompute_granularity == "selective"
         self._build_queries()
         self._build_keys_and_values()
-        self.core_attention = CoreAttention(
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            attention_type="self",
-            cp_comm_type=cp_comm_type,
-            softmax_scale=latent_softmax_scale(latent, rope),
-            pg_collection=pg_collection,
-        )
+        scale = latent_softmax_scale(latent, rope)
+        self.core_attention = LatentCore(config, layer_number, latent, scale, cp_comm_type, pg_collection)
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * latent.value_head_dim,
             config.hidden_size,
@@ -88,7 +82,7 @@ class LatentAttention(MegatronModule):
         self.linear_kv_down_proj = ReplicatedLinear(self.config, self.config.hidden_size, rank + latent.rope_head_dim)
         self.kv_layernorm = self._norm(rank)
         num_rows = self.config.num_attention_heads * (latent.nope_head_dim + latent.value_head_dim)
-        self.linear_kv_up_proj = self._divided(rank, num_rows)  # its weight alone is used, see `_expanded`
+        self.linear_kv_up_proj = self._divided(rank, num_rows)  # its weight alone is used, by the core
 
     def _divided(self, num_columns: int, num_rows: int) -> ColumnParallelLinear:
         return ColumnParallelLinear(
@@ -139,14 +133,11 @@ class LatentAttention(MegatronModule):
         assert rotary_pos_emb is not None
         query = self._queries(hidden_states, rotary_pos_emb)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)
+        arguments = (query, latent, rotary_key, self.linear_kv_up_proj.weight, attention_mask)
         if self.recomputes_core and self.training:
-
-            def attended(query: Tensor, latent: Tensor, rotary_key: Tensor) -> Tensor:
-                return self._attended(query, latent, rotary_key, attention_mask)
-
-            context = checkpoint(attended, False, query, latent, rotary_key)
+            context = checkpoint(self.core_attention, False, *arguments)
         else:
-            context = self._attended(query, latent, rotary_key, attention_mask)
+            context = self.core_attention(*arguments)
         output, _ = self.linear_proj(context)
         return output, None
 
@@ -176,28 +167,6 @@ class LatentAttention(MegatronModule):
         latent, rotary_key = torch.split(both, sizes, dim=-1)
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
 
-    def _attended(self, query: Tensor, latent: Tensor, rotary_key: Tensor, document_starts: Tensor | None) -> Tensor:
-        """[seq_local, batch, heads_local * value_head_dim]; one all-gather over CP, and Ulysses' exchanges."""
-        core = self.core_attention
-        rows = core.gather_rows(torch.cat((latent, rotary_key), dim=-1))
-        key, value = self._expanded(rows, core.own_heads(self.heads_local))
-        return core.attend(query, key, value, document_starts)
-
-    def _expanded(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys [seq, batch, heads, nope + rope] and values [seq, batch, heads, value] of some of this rank's heads.
-
-        Args:
-            rows: Latent and rotary key [seq, batch, kv_rank + rope]; their gradient is summed over TP further up.
-            heads: Of heads_local.
-        """
-        sizes, shape = self.latent, rows.shape[:2]
-        latent, rotary_key = torch.split(rows, [sizes.kv_rank, sizes.rope_head_dim], dim=-1)
-        weight = self.linear_kv_up_proj.weight.view(self.heads_local, -1, sizes.kv_rank)[heads]
-        expanded = functional.linear(latent, weight.flatten(0, 1)).view(*shape, len(weight), -1)
-        nope, value = torch.split(expanded, [sizes.nope_head_dim, sizes.value_head_dim], dim=-1)
-        shared = rotary_key.unsqueeze(2).expand(*shape, len(weight), sizes.rope_head_dim)
-        return torch.cat((nope, shared), dim=-1), value
-
     def _rotated(self, part: Tensor, angles: Tensor) -> Tensor:
         """Turns the pairs of [seq, batch, heads, rope] by the first half of the angles.
 
@@ -212,6 +181,57 @@ class LatentAttention(MegatronModule):
         cosine = (turns.cos() * self.magnitude).to(part.dtype)
         sine = (turns.sin() * self.magnitude).to(part.dtype)
         return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
+
+
+class LatentCore(RowAttention):
+    """Attention to keys and values that are made of latents, behind their exchange over CP."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        latent: LatentAttentionSection,
+        softmax_scale: float,
+        cp_comm_type: str | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
+        self.latent = latent
+
+    def forward(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, weight: Tensor, document_starts: Tensor | None
+    ) -> Tensor:
+        """One all-gather of latents over CP, and under Ulysses the exchange of queries and outputs.
+
+        Args:
+            query: [seq_local, batch, heads_local, nope + rope].
+            latent: [seq_local, batch, kv_rank].
+            rotary_key: [seq_local, batch, rope].
+            weight: Up-projection, [heads_local * (nope + value), kv_rank].
+            document_starts: See `RowAttention.attend`.
+
+        Returns:
+            [seq_local, batch, heads_local * value_head_dim].
+        """
+        rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
+        num_heads = query.shape[2]
+        by_head = weight.view(num_heads, -1, self.latent.kv_rank)[self.own_heads(num_heads)]
+        key, value = self._keys_and_values(rows, by_head)
+        return self.attend(query, key, value, document_starts)
+
+    def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """[seq, batch, heads, nope + rope] and [seq, batch, heads, value].
+
+        Args:
+            rows: Latent and rotary key [seq, batch, kv_rank + rope].
+            weight: [heads, nope + value, kv_rank].
+        """
+        sizes, shape = self.latent, (*rows.shape[:2], len(weight))
+        latent, rotary_key = torch.split(rows, [sizes.kv_rank, sizes.rope_head_dim], dim=-1)
+        expanded = functional.linear(latent, weight.flatten(0, 1)).view(*shape, -1)
+        nope, value = torch.split(expanded, [sizes.nope_head_dim, sizes.value_head_dim], dim=-1)
+        shared = rotary_key.unsqueeze(2).expand(*shape, sizes.rope_head_dim)
+        return torch.cat((nope, shared), dim=-1), value
 
 
 class ReplicatedLinear(nn.Module):

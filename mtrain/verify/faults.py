@@ -196,11 +196,11 @@ def _local_plan() -> contextlib.AbstractContextManager[None]:
 
 
 def _rank_order() -> contextlib.AbstractContextManager[None]:
-    def faulty(self: attention.CoreAttention, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def faulty(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
         order = torch.arange(seq, device=device)
         return order, order
 
-    return replaced(attention.CoreAttention, "_row_order", faulty)
+    return replaced(attention, "_row_order", faulty)
 
 
 PLANTS: dict[str, Plant] = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from mtrain.config import Config
 from mtrain.config.data import DataSection
+from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.model import ModelSection
 from mtrain.config.rules import layout_dependent_keys
 from mtrain.errors import ConfigError
@@ -109,13 +110,21 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
         "num_layers": _num_layers(model, trials),
         "num_attention_heads": heads,
         "num_query_groups": None if model.num_query_groups is None else groups,
-        "head_dim": HEAD_DIM if is_own_width or heads * HEAD_DIM != hidden else None,
+        "head_dim": HEAD_DIM if model.mla is None and (is_own_width or heads * HEAD_DIM != hidden) else None,
         "hidden_size": hidden + 2 * HEAD_DIM if is_own_width else hidden,
         "ffn_hidden_size": _multiple_from(round(hidden * width), [tp, HEAD_DIM]),
         "vocab_size": _vocab_size(model, reads_files),
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
         "sliding_window": _window(model, config.data.seq_length, seq_length),
+        "mla": None if model.mla is None else _latents(model.mla),
     }
+
+
+def _latents(latents: LatentAttentionSection) -> dict[str, Any]:
+    """Ranks and heads so small, and all different."""
+    q_rank = None if latents.q_rank is None else 3 * HEAD_DIM
+    heads = {"nope_head_dim": HEAD_DIM, "rope_head_dim": HEAD_DIM // 2, "value_head_dim": HEAD_DIM + 2}
+    return {"q_rank": q_rank, "kv_rank": 2 * HEAD_DIM, "norm_epsilon": latents.norm_epsilon, **heads}
 
 
 def _vocab_size(model: ModelSection, reads_files: bool) -> int:

@@ -92,6 +92,16 @@ def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
             "loss__side_terms": {},
         },
         {"model__mtp_depths": 2},
+        {
+            "model__num_query_groups": None,
+            "model__mla": {
+                "q_rank": 384,
+                "kv_rank": 128,
+                "nope_head_dim": 32,
+                "rope_head_dim": 16,
+                "value_head_dim": 32,
+            },
+        },
     ],
     ids=[
         "layernorm, biases, gelu",
@@ -99,6 +109,7 @@ def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
         "teacher, smoothing, entropy",
         "measured denominator",
         "two tokens ahead",
+        "latent attention",
     ],
 )
 def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:

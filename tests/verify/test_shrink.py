@@ -62,6 +62,19 @@ def test_a_head_dimension_of_its_own_stays_one() -> None:
     assert model.head_size * model.num_attention_heads != model.hidden_size
 
 
+@pytest.mark.parametrize("q_rank", [None, 1536])
+def test_latents_stay_and_become_small(q_rank: int | None) -> None:
+    latents = {"kv_rank": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128, "norm_epsilon": 1e-6}
+    user = config(model__num_query_groups=None, model__hidden_size=7168, model__mla=latents | {"q_rank": q_rank})
+    small = shrink(user, ONE).config.model.mla
+    assert small is not None
+    assert (small.q_rank is None) == (q_rank is None)
+    assert small.norm_epsilon == 1e-6
+    sizes = [small.kv_rank, small.nope_head_dim, small.rope_head_dim, small.value_head_dim]
+    assert max(sizes) <= 16
+    assert len(set(sizes)) == len(sizes), "no two can be taken for each other"
+
+
 @pytest.mark.parametrize(
     ("window", "length", "expected"),
     [(None, 4096, None), (1024, 4096, 8), (4096, 4096, 32), (9000, 4096, 32), (1, 4096, 2)],
