@@ -104,6 +104,7 @@ OURS = {
     "perform_initialization": "initial weights are drawn by global parameter name",
     "use_cpu_initialization": "initial weights are drawn by global parameter name",
     "init_model_with_meta_device": "initial weights are drawn by global parameter name",
+    "mtp_standalone": "all depths of multi-token prediction stand on the last stage",
     "softmax_scale": "computed from model.head_dim, model.query_scalar and model.rope",
     "variable_seq_lengths": "every sample has data.seq_length tokens",
     "deallocate_pipeline_outputs": "set for the schedules",
@@ -113,7 +114,6 @@ OURS = {
 _OTHER_FAMILIES = (
     "num_moe_experts",
     "moe_",
-    "mtp_",
     "multi_latent_attention",
     "experimental_attention_variant",
     "dsa_",

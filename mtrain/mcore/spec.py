@@ -73,6 +73,8 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
         "model.attention_sinks=true needs the torch backend": model.attention_sinks,
         "model.experts needs the torch backend": model.experts is not None,
         "model.mla needs the torch backend": model.mla is not None,
+        "model.mtp_depths with model.global_attention_every needs the torch backend": model.mtp_depths > 0
+        and model.global_attention_every is not None,
     }
     hindrances = [reason for reason, holds in reasons.items() if holds]
     usable = not hindrances

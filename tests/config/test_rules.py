@@ -70,6 +70,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         },
         "data.isolate_documents=true is for kind=indexed",
     ),
+    ({"model__mtp_depths": 1, "loss__denominator": "measured"}, "model.mtp_depths=1 adds terms that are scaled before"),
+    ({"model__mtp_depths": 64}, "model.mtp_depths=64 must be below data.seq_length=64"),
+    ({"loss__side_terms": {"mtp_2": {}}}, "loss.side_terms.mtp_2 takes the name of a depth of multi-token prediction"),
     ({"loss__options": {"label_smoothing": 1}}, "loss.options.label_smoothing=1 must be a number from 0 to below 1"),
     ({"loss__options": {"label_smoothing": "a lot"}}, "loss.options.label_smoothing='a lot' must be a number"),
     (

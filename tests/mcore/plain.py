@@ -6,6 +6,7 @@ megatron-core's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -46,6 +47,7 @@ def plain_step(
     parameters: Mapping[str, Any],
     batch: GlobalBatch,
     micro_batch_size: int,
+    passes_mask: bool = True,
     **fields: Any,
 ) -> PlainStep:
     """One step of plain Megatron-Core.
@@ -56,13 +58,14 @@ def plain_step(
         parameters: Global arrays by name.
         batch: The global batch.
         micro_batch_size: Rows of a microbatch.
+        passes_mask: Whether the model gets the loss mask, for multi-token prediction.
         **fields: Further fields of TransformerConfig.
     """
     config = _config(groups, model, fields)
     chunks = [_chunk(config, groups, model, parameters, stage) for stage in range(groups.layout.vpp)]
     config.finalize_model_grads_func = finalize_model_grads
     reports = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=functools.partial(_forward_step, passes_mask),
         data_iterator=[_microbatches(batch, groups, micro_batch_size) for _ in chunks],
         model=chunks,
         num_microbatches=groups.layout.num_microbatches(len(batch), micro_batch_size),
@@ -123,9 +126,11 @@ def _chunk(
     vp_stage: int,
 ) -> DistributedDataParallel:
     stage = vp_stage * groups.layout.pp + groups.pp_rank
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    has_depths = config.mtp_num_layers is not None and stage == groups.layout.num_stages - 1
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        transformer_layer_spec=layers,
         vocab_size=model.vocab_size,
         max_sequence_length=64,
         pre_process=stage == 0,
@@ -133,6 +138,7 @@ def _chunk(
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
         rotary_base=int(model.rope.base),
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False) if has_depths else None,
         pg_collection=groups.collection,
         vp_stage=vp_stage if groups.layout.vpp > 1 else None,
     )
@@ -148,7 +154,7 @@ def _named(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters by global name: layers are numbered through the whole model."""
     for name, parameter in chunk.named_parameters():
         parts = name.split(".")
-        if "layers" in parts:
+        if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
         yield ".".join(parts), parameter
 
@@ -176,10 +182,11 @@ def _microbatches(batch: GlobalBatch, groups: Groups, size: int) -> Iterator[tup
 
 
 def _forward_step(
-    iterator: Iterator[tuple[Tensor, Tensor, Tensor]], chunk: DistributedDataParallel
+    passes_mask: bool, iterator: Iterator[tuple[Tensor, Tensor, Tensor]], chunk: DistributedDataParallel
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     tokens, labels, mask = next(iterator)
-    output = chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None, labels=labels)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    output = chunk(tokens, positions, None, labels=labels, loss_mask=mask if passes_mask else None)
 
     def loss(token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         total = (token_losses * mask).sum()

@@ -14,7 +14,7 @@ from mtrain.config import guards
 from mtrain.layout import Layout
 from mtrain.mcore.guards import TABLE, VERSION, Guard, applicable
 from mtrain.mcore.guards.page import page
-from tests.mcore.guard_configs import ROOT, assert_refused, megatron_core, small
+from tests.mcore.guard_configs import ROOT, SMALL, assert_refused, megatron_core, small
 from tests.mcore.guard_state_ranks import said_at_the_start
 from tests.pool import Pool
 
@@ -88,6 +88,12 @@ APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
         {"padding masks behind the first stage", "masked counts of auxiliary losses"},
     ),
     (BALANCED, Layout(), {"expert bias under a mask", "auxiliary losses of experts"}),
+    ({"model__mtp_depths": 1}, Layout(), {"rolling over the edges of documents", "depths without a loss mask"}),
+    (
+        {"model": {**SMALL["model"], "mtp_depths": 1, "tied_embeddings": True}},
+        Layout(pp=2),
+        {"tied embeddings beside depths"},
+    ),
     ({"optimizer__clip_grad": 1e-6}, Layout(), {"epsilon in clipping"}),
     ({"optimizer__clip_grad": 0.0}, Layout(), {"norm without clipping"}),
 ]

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.layout import Layout
-from mtrain.mcore.guards import balance, checkpoint, experts, families, latent_attention, layers, loss, optimizer
+from mtrain.mcore.guards import (
+    balance,
+    checkpoint,
+    experts,
+    families,
+    latent_attention,
+    layers,
+    loss,
+    multi_token,
+    optimizer,
+)
 from mtrain.mcore.guards.row import VERSION, Guard
 
 __all__ = ["GROUPS", "TABLE", "VERSION", "Guard", "applicable"]
@@ -19,6 +29,7 @@ GROUPS: dict[str, tuple[Guard, ...]] = {
     "Latent attention": latent_attention.ROWS,
     "Experts": experts.ROWS,
     "Balancing experts": balance.ROWS,
+    "Multi-token prediction": multi_token.ROWS,
     "Optimizer": optimizer.ROWS,
     "Checkpoints": checkpoint.ROWS,
     "Models that cannot be built yet": families.ROWS,

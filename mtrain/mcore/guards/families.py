@@ -30,14 +30,6 @@ def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str
 
 ROWS = (
     _refused(
-        "multi-token prediction",
-        "Its losses are divided by the tokens of the main loss, or by 0 where all are masked, and reach over the edges "
-        "of packed documents.",
-        (Place("models/gpt/gpt_model.py", 611, 661, "num_tokens"),),
-        ("mtp_num_layers", "mtp_loss_scaling_factor"),
-        1,
-    ),
-    _refused(
         "hybrid context parallelism",
         "Its schedule passes an argument in the place of the context-parallel size, so a two-part loss becomes 0.",
         (Place("pipeline_parallel/hybrid_cp_schedule.py", 585, 598, "collect_non_loss_data"),),

@@ -1,0 +1,117 @@
+"""Faults of multi-token prediction in plain Megatron-Core 0.16.1; that they are absent here is shown by the tests that
+the rows of `mtrain/mcore/guards/multi_token.py` name beside these."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+from mtrain.data.ahead import moved
+from mtrain.layout import Layout
+from mtrain.mcore.groups import Groups
+from tests.mcore.guard_ranks import SEQ, fields
+from tests.mcore.plain import PlainStep, plain_step
+from tests.mcore.test_spec_faults import WHOLE_TABLE
+from tests.oracle.run import StepResult
+from tests.parity.batches import GlobalBatch, empty_batch, three_steps
+from tests.parity.cases import case
+from tests.parity.compare import initial_parameters, run_oracle, tensor_deviation
+from tests.pool import Pool
+
+CHANGES = {**WHOLE_TABLE, "model__mtp_depths": 1}
+DEPTH = "mtp.layers.0.eh_proj.weight"
+"""A parameter that only the loss of the depth reaches."""
+
+
+def step_with_depth(
+    groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, options: dict[str, Any]
+) -> PlainStep:
+    """`Pool.run` passes no keywords."""
+    return plain_step(groups, model, parameters, batch, size, mtp_num_layers=1, **options)
+
+
+def run(pool: Pool, batch: GlobalBatch, size: int = 4, **options: Any) -> PlainStep:
+    config = case(size).config(**CHANGES)
+    (step,) = pool.run(step_with_depth, Layout(), config.model, initial_parameters(config), batch, size, {**options})
+    return step
+
+
+def exact(batch: GlobalBatch) -> StepResult:
+    return run_oracle(case(4).config(**CHANGES), [batch])[0]
+
+
+def test_depths_are_divided_by_the_tokens_of_the_main_loss(pool: Pool) -> None:
+    batch = three_steps()[0]
+    oracle, theirs = exact(batch), run(pool, batch, calculate_per_token_loss=True).gradients[DEPTH]
+    counts = oracle.denominators
+    assert counts["mtp_1"] < counts["main"]
+    right = oracle.gradients[DEPTH].numpy()
+    assert tensor_deviation(theirs, right) > 0.01
+    assert tensor_deviation(theirs * (counts["main"] / counts["mtp_1"]), right) < 1e-5
+
+
+def test_a_microbatch_without_loss_tokens_is_not_a_number(pool: Pool) -> None:
+    batch = three_steps()[0]
+    assert any(not sample.mask.any() for sample in batch)
+    assert np.isnan(run(pool, batch, size=1).gradients[DEPTH]).any()
+    assert np.isfinite(run(pool, [batch[0]] * 16, size=1).gradients[DEPTH]).all()
+
+
+def test_without_a_mask_prompts_are_learnt(pool: Pool) -> None:
+    for passes_mask in (True, False):
+        options: dict[str, Any] = {"calculate_per_token_loss": True, "passes_mask": passes_mask}
+        assert run(pool, empty_batch(), **options).gradients[DEPTH].any() != passes_mask
+
+
+def rolled(tokens: list[int], packed: PackedSeqParams | None) -> list[int]:
+    found: list[int] = roll_tensor(torch.tensor([tokens]), packed_seq_params=packed)[0][0].tolist()
+    return found
+
+
+def test_rolling_takes_tokens_of_other_places() -> None:
+    lengths, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_q_padded=padded)
+    tokens = [11, 12, 13, 0, 21, 22, 0, 0]
+    starts = np.array([0, 0, 0, 0, 4, 4, 4, 4], np.int32)
+    assert rolled(tokens, packed) == [12, 13, 0, 21, 0, 22, 0, 0], "21 is followed by nothing, padding by 21"
+    assert rolled(tokens, None)[3] == 21, "over the edge"
+    assert moved(np.array(tokens), starts, 1).tolist() == [12, 13, 0, 0, 22, 0, 0, 0]
+
+
+def tied_stage(groups: Groups) -> tuple[bool, str]:
+    """Whether a stage of theirs has an output table, and what describing its parameters raises."""
+    config, layers = (
+        TransformerConfig(**fields(groups, mtp_num_layers=1)),
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+    )
+    is_last = groups.pp_rank == groups.layout.pp - 1
+    model = GPTModel(
+        config,
+        layers,
+        vocab_size=8,
+        max_sequence_length=SEQ,
+        pre_process=groups.pp_rank == 0,
+        post_process=is_last,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False) if is_last else None,
+        pg_collection=groups.collection,
+    )
+    has_table = "output_layer.weight" in dict(model.named_parameters())
+    try:
+        model.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+    except AssertionError as error:
+        return has_table, str(error)
+    return has_table, ""
+
+
+def test_tied_embeddings_cannot_be_described(pool: Pool) -> None:
+    first, last = pool.run(tied_stage, Layout(pp=2))
+    assert first == (False, "")
+    assert last[0]
+    assert "odict_keys" in last[1] or "dict_keys" in last[1]
