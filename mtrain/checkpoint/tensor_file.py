@@ -55,6 +55,8 @@ class Part(NamedTuple):
     """Of the box; as many axes as the global tensor."""
     data: Tensor
     """Its elements, contiguous, in any shape."""
+    may_be_padded: bool = False
+    """Whether the tensor's last rows are padding, whose number follows the layout."""
 
 
 class Place(NamedTuple):

@@ -53,6 +53,10 @@ class CheckpointTensors:
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
         metadata = verified_reader(folder).metadata
+        self.others = {
+            key for key, facts in metadata.state_dict_metadata.items() if not isinstance(facts, TensorStorageMetadata)
+        }
+        """Names of what is saved and is not a tensor; it cannot be read."""
         self.tensors = {
             key: GlobalTensor(facts.properties.dtype, tuple(facts.size), _boxes(key, facts, metadata))
             for key, facts in metadata.state_dict_metadata.items()

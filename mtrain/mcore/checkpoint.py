@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mtrain.checkpoint.directory import CheckpointEntry
-from mtrain.checkpoint.safe_load import verified_reader
+from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.config import Config
 from mtrain.errors import DataError
@@ -28,9 +28,10 @@ from mtrain.mcore.groups import Groups, seed_generators
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.optimizer_state import MAIN, STATES
-from mtrain.mcore.places import Place, optimizer_key, parameter_places, shards
+from mtrain.mcore.parts import run_of, whole_of
+from mtrain.mcore.places import Place, optimizer_key, parameter_places
 from mtrain.mcore.saving import Saver
-from mtrain.mcore.torch_dist import load_tensors
+from mtrain.mcore.torch_dist import load_parts
 from mtrain.mcore.world import on_all_ranks, on_first_rank
 
 _TE_STATE = "._extra_state/"
@@ -74,6 +75,7 @@ def save_checkpoint(
     saver.finish()
 
 
+@torch.no_grad()
 def load_checkpoint(
     entry: CheckpointEntry,
     chunks: Sequence[DistributedDataParallel],
@@ -99,26 +101,24 @@ def load_checkpoint(
     """
     optimizer.gather_parameters()
     state = on_first_rank(lambda: _resumable_state(entry, config))
-    reader = on_all_ranks(lambda: verified_reader(entry.path))
+    saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
-    updated = {portion.parameter for portion in optimizer_state.portions(optimizer.inner)}
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    tensors: list[ShardedTensor] = []
-    for place in _places(chunks, groups):
-        tensors += shards(place, place.key, place.data)
-        if place.data in updated:
-            states[place.data] = {name: torch.empty(place.data.shape, dtype=torch.float32) for name in STATES}
-            for name, values in states[place.data].items():
-                tensors += shards(place, optimizer_key(name, place.key), values)
+    places = {place.data: place for place in _places(chunks, groups)}
+    parts = [part for place in places.values() for part in whole_of(place, place.key, place.data)]
+    for portion, states in optimizer_state.portion_states(optimizer.inner):
+        place = places[portion.parameter]
+        for name, values in states.items():
+            parts += run_of(place, optimizer_key(name, place.key), values.view(-1), portion.start, portion.end)
     randomness = random_state.random_states(groups)
     if is_same_layout:
-        tensors += random_state.sharded(randomness, groups)
+        for sharded in random_state.sharded(randomness, groups):
+            parts += whole_of(sharded, sharded.key, sharded.data)
 
     def may_be_left(key: str) -> bool:
         return _TE_STATE in key or (key.startswith(random_state.PREFIX) and not is_same_layout)
 
-    load_tensors(reader, tensors, may_be_left, state.vocab_size)
-    optimizer_state.set_states(optimizer.inner, states, state.adam_step)
+    load_parts(saved, parts, may_be_left, state.vocab_size)
+    optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
     optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
     if is_same_layout:
         random_state.set_random_states(randomness)
@@ -174,23 +174,22 @@ def _read_weights(
 ) -> dict[Tensor, Tensor]:
     """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
     state = on_first_rank(lambda: _read_state(entry, config))
-    reader = on_all_ranks(lambda: verified_reader(entry.path))
-    saved = reader.metadata.state_dict_metadata
+    saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     weights: dict[Tensor, Tensor] = {}
-    tensors: list[ShardedTensor] = []
+    parts: list[Part] = []
     for place in _places(chunks, groups):
         main_key = optimizer_key(MAIN, place.key)
-        key = main_key if main_key in saved else place.key
-        dtype = reader.dtypes.get(key, torch.float32)
+        key = main_key if main_key in saved.tensors else place.key
+        dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
-        tensors += shards(place, key, weights[place.data])
+        parts += whole_of(place, key, weights[place.data])
 
     def may_be_left(key: str) -> bool:
         is_beside = key.startswith(random_state.PREFIX) or _TE_STATE in key
         is_moment = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN)
-        return is_beside or is_moment or optimizer_key(MAIN, key) in saved
+        return is_beside or is_moment or optimizer_key(MAIN, key) in saved.tensors
 
-    load_tensors(reader, tensors, may_be_left, state.vocab_size)
+    load_parts(saved, parts, may_be_left, state.vocab_size)
     return weights
 
 

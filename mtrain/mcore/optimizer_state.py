@@ -96,9 +96,16 @@ def set_states(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Mapping[str,
             }
             for name, values in _states(part, portion.main).items():
                 values.copy_(own[name].view(values.shape))
-            if _steps_by_parameter(part):
+    set_adam_step(optimizer, adam_step)
+
+
+def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
+    """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
+    for part in optimizer.chained_optimizers:
+        if _steps_by_parameter(part):
+            for portion in _portions_of(part):
                 part.optimizer.state[portion.main]["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
-        if not _steps_by_parameter(part):
+        else:
             for group in part.optimizer.param_groups:
                 group["step"] = adam_step
 

@@ -32,10 +32,7 @@ def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, group
     """
     places = {place.data: place for place in parameter_places([unwrap(chunk) for chunk in chunks], groups)}
     parts = [
-        part
-        for place in places.values()
-        if is_written_here(place)
-        for part in run_of(place, place.key, place.data.flatten(), 0, place.data.numel())
+        part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
     ]
     for portion, states in optimizer_state.portion_states(optimizer.inner):
         place = places[portion.parameter]
@@ -43,10 +40,15 @@ def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, group
             continue
         for name, values in states.items():
             key = optimizer_key(name, place.key)
-            parts += run_of(place, key, values.flatten(), portion.start, portion.end)
+            parts += run_of(place, key, values.view(-1), portion.start, portion.end)
     for sharded in random_state.sharded(random_state.random_states(groups), groups):
-        parts += run_of(sharded, sharded.key, sharded.data.flatten(), 0, sharded.data.numel())
+        parts += whole_of(sharded, sharded.key, sharded.data)
     return parts
+
+
+def whole_of(place: Place, key: str, values: Tensor) -> Iterator[Part]:
+    """The boxes of a parameter, or of a tensor of its shape in its place; views of `values`."""
+    return run_of(place, key, values.view(-1), 0, values.numel())
 
 
 def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
@@ -73,4 +75,5 @@ def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iter
                 (*shard.global_offset[:axes], *corner),
                 (*[1] * axes, *box.sizes),
                 values[begin : begin + math.prod(box.sizes)].detach(),
+                shard.allow_shape_mismatch,
             )

@@ -266,9 +266,9 @@ def _shard(folder: Path) -> Path:
 
 
 DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda folder: _shard(folder).write_bytes(_shard(folder).read_bytes()[:1000]), "cannot be read: rank"),
-    (lambda folder: _shard(folder).write_bytes(bytes(_shard(folder).stat().st_size)), "cannot be read: rank"),
-    (lambda folder: _shard(folder).unlink(), "cannot be read: rank"),
+    (lambda folder: _shard(folder).write_bytes(_shard(folder).read_bytes()[:1000]), "the file ends after 1000 bytes"),
+    (lambda folder: _shard(folder).write_bytes(bytes(_shard(folder).stat().st_size)), "is damaged"),
+    (lambda folder: _shard(folder).unlink(), ".distcp cannot be read"),
     (lambda folder: (folder / ".metadata").unlink(), ".metadata cannot be read"),
     (lambda folder: (folder / ".metadata").write_bytes(b"\x80"), "is not a list of tensors"),
     (lambda folder: (folder / "training_state.json").unlink(), "training_state.json cannot be read"),

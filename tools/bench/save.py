@@ -14,6 +14,7 @@ Best of several rounds; the first one warms up. Files of earlier rounds are dele
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -105,17 +106,17 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     rounds: list[list[float]] = []
     for step in range(num_rounds + 1):
         raw_file = folder / f"raw-{groups.rank}"
-        raw = _seconds(lambda raw_file=raw_file: _write(raw_file, content))
+        raw = _seconds(functools.partial(_write, raw_file, content))
         raw_file.unlink()
         memcpy = _seconds(lambda: [one.copy_(part.data) for one, part in zip(memory, parts)])
         began = time.perf_counter()
-        copy = _seconds(lambda step=step: saver.save(chunks, optimizer, step))
+        copy = _seconds(functools.partial(saver.save, chunks, optimizer, step))
         saver.finish()
         ours = _slowest(time.perf_counter() - began)
         stock = folder / f"theirs-{step}"
         if groups.rank == 0:
             stock.mkdir()
-        their_time = _seconds(lambda stock=stock: theirs(stock))
+        their_time = _seconds(functools.partial(theirs, stock))
         if groups.rank == 0:
             shutil.rmtree(stock)
         rounds.append([raw, ours, their_time, memcpy, copy])
@@ -124,7 +125,7 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     best = [min(column) for column in zip(*rounds[1:])]
     size = torch.tensor([content.numel()], dtype=torch.int64)
     dist.all_reduce(size)
-    return Row(size.item() / 1e9, Seconds(*best, rounds[0][-1]))
+    return Row(size.item() / 1e9, Seconds._make([*best, rounds[0][-1]]))
 
 
 def _megatrons_save(chunks: list[Any], optimizer: Optimizer, groups: Groups) -> Callable[[Path], None]:
