@@ -32,12 +32,12 @@ def router_denominator(term: str, padding: Sequence[Tensor]) -> float:
 
     Args:
         term: One of the four names.
-        padding: [batch, seq] bool of each microbatch, full rows: positions that hold no text.
+        padding: [batch, seq] bool of each microbatch, full rows on the CPU: positions that hold no text.
     """
-    counted = [~each for each in padding]
+    is_text = [~each.numpy() for each in padding]
     if term == SEQUENCE_BALANCE:
-        return float(sum(int(each.any(1).sum()) for each in counted))
-    return float(sum(int(each.sum()) for each in counted))
+        return float(sum(each.any(1).sum() for each in is_text))
+    return float(sum(each.sum() for each in is_text))
 
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:

@@ -74,6 +74,35 @@ def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: P
         assert added == small(case, numbers=8) | small(case, numbers=2, stages=case.layout.get("pp", 1))
 
 
+EXPERTS: dict[str, Any] = {
+    "model__experts": {
+        "num_experts": 4,
+        "top_k": 2,
+        "ffn_hidden_size": 16,
+        "score": "sigmoid",
+        "expert_bias": True,
+        "bias_update_rate": 0.01,
+    }
+}
+
+
+@pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, cp=2), case(4, pp=2, dp=2)], ids=str)
+def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(pool: Pool, case: Case) -> None:
+    """A z-loss alone costs the plan, moving biases one sum a step. A balance of sequences costs one sum for each router
+    and microbatch where ranks share rows. The host waits for none of it."""
+    stages, is_shared = case.layout.get("pp", 1), "dp" not in case.layout
+    biases = Counter({("allreduce_", 4 // stages * 4): 1})
+    for steps in steps_of_all_ranks(pool, case, loss__router={"z_coefficient": 0.1}, **EXPERTS):
+        added = steps.ours.collectives - steps.bare.collectives
+        assert added == Counter(small(case, numbers=8) | small(case, numbers=2, stages=stages)) + biases
+    both = {"z_coefficient": 0.1, "sequence_balance_coefficient": 0.1}
+    for steps in steps_of_all_ranks(pool, case, loss__router=both, **EXPERTS):
+        added = steps.ours.collectives - steps.bare.collectives
+        sums = Counter({("allreduce_", 4 * 4): 4 * 4 if is_shared else 0})
+        assert added == Counter(small(case, numbers=11) | small(case, numbers=3, stages=stages)) + biases + sums
+        assert steps.ours.reads - steps.bare.reads == OUR_READ
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"loss__side_terms": SIDE_TERMS}], ids=["one term", "two terms"])
 def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(

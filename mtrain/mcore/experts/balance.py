@@ -127,7 +127,7 @@ class RouterBalance:
         if not self._rate or not self.routers:
             return
         assert self.counts is not None, "there was no step"
-        dist.all_reduce(self.counts, group=self._groups.stage)
+        _sum_over(self._groups.stage, self.counts)
         # in integers: a mean of counts would have to be rounded
         signs = (self.counts.sum(1, keepdim=True) - self.counts * self.counts.shape[1]).sign()
         for router, sign in zip(self.routers, signs, strict=True):
@@ -196,7 +196,7 @@ class RouterWatch:
     def _load(self, logits: Tensor, is_text: Tensor) -> _Load:
         scores = losses.normalised_scores(logits, self._section.score, is_text)
         choices = losses.choices_by_row(scores, self._section.top_k, is_text)
-        dist.all_reduce(choices, group=self._sharers)
+        _sum_over(self._sharers, choices)
         return _Load(scores, choices)
 
     def _term(self, term: str, logits: Tensor, is_text: Tensor, load: _Load | None, step: _Step) -> _Weighted:
@@ -216,8 +216,13 @@ class RouterWatch:
 
     def _so_far(self, choices: Tensor, step: _Step) -> Tensor:
         """[experts]: those of all ranks, in this microbatch and those before it."""
-        dist.all_reduce(choices, group=self._replicas)
+        _sum_over(self._replicas, choices)
         return step.running[self._index].add_(choices).clone()
+
+
+def _sum_over(group: dist.ProcessGroup, counts: Tensor) -> None:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(counts, group=group)
 
 
 class _Attached(torch.autograd.Function):
