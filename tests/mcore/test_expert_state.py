@@ -31,8 +31,10 @@ DENSE_FIRST = {
     "first_dense_layers": 1,
     "score": "sigmoid",
     "expert_bias": True,
+    "bias_update_rate": 0.1,
 }
-"""Layers differ, so their numbers are in the keys of the checkpoint."""
+"""Layers differ, so their numbers are in the keys of the checkpoint. The biases of the choice move: where they were not
+resumed, tokens would go elsewhere."""
 EVERYWHERE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40}
 """Layers are alike and stacked in the checkpoint."""
 ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, ep=2, etp=2)
