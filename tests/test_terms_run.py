@@ -131,6 +131,39 @@ def test_every_depth_is_logged_as_sum_over_sum_under_every_layout(run: Run, fold
     assert first["objective"] == pytest.approx(means[0] + 0.15 * (means[1] + means[2]), rel=1e-12)
 
 
+def test_losses_of_routers_are_logged_in_training_and_what_only_one_layout_gives_says_so(
+    run: Run, folder: Path
+) -> None:
+    """The balance of a microbatch is the same here, where both layouts cut the batch alike."""
+    options = (
+        "model.experts={num_experts: 4, top_k: 2, ffn_hidden_size: 16, score: sigmoid, expert_bias: true, "
+        "bias_update_rate: 0.1}",
+        "loss.router={z_coefficient: 0.1, sequence_balance_coefficient: 0.1, microbatch_balance_coefficient: 0.1}",
+        "loss.allow_layout_dependent=true",
+        "valid.at_end=true",
+        "valid.max_samples=3",
+    )
+    code, output, errors = run("student", "balanced", *options)
+    assert code == 0, errors
+    assert "note: loss.allow_layout_dependent=true" in output
+    assert all("(of this layout only)" in line for line in output.splitlines() if line.startswith("step "))
+    code, _, errors = run("student", "apart", *options, "layout={tp: 2, sp: true, ep: 2}", ranks=2)
+    assert code == 0, errors
+    ((valid,), (other_valid,)) = (records(folder, name, "valid") for name in ("balanced", "apart"))
+    assert list(valid["terms"]) == ["main"]
+    assert other_valid["valid_loss"] == pytest.approx(valid["valid_loss"], rel=1e-5)
+    assert valid["layout_dependent"]
+    for step, other in zip(records(folder, "balanced"), records(folder, "apart"), strict=True):
+        assert step["layout_dependent"]
+        terms = step["terms"]
+        assert [terms[f"router_{name}"]["denominator"] for name in ("z", "sequence_balance")] == [64.0, 4.0]
+        weighted = [terms["main"]["loss"], *(0.1 * terms[name]["loss"] for name in terms if name != "main")]
+        assert step["objective"] == pytest.approx(sum(weighted), rel=1e-6)
+        for name, term in terms.items():
+            assert other["terms"][name]["denominator"] == term["denominator"]
+            assert other["terms"][name]["loss"] == pytest.approx(term["loss"], rel=1e-5)
+
+
 def test_a_run_that_starts_as_its_own_teacher_does_not_diverge_from_it(run: Run, folder: Path, teacher: Path) -> None:
     """By way of the checkpoint: the weights that come back are the weights that were saved."""
     (entry,) = (teacher / "checkpoints").glob("step_*")
