@@ -83,6 +83,7 @@ class _Evaluator:
         config = job.config.model_copy(update={"train": train, "model": model})
         self._groups, self._job, self._config = groups, job, config
         self._model: LanguageModel = unwrap(build_model(config, groups)[0]).double()
+        self._draw()  # buffers stay so
         self._objective = Objective.from_config(job.config.loss, config.model.mtp_depths)
         self._teacher = self._exact_teacher()
         self._batches = Batches(config, job.plan, 0, 1)
@@ -95,9 +96,12 @@ class _Evaluator:
         set_weights(chunks, self._groups, lambda name, shape: drawn(name, shape, self._config, "teacher"))
         return Teacher(self._config, [chunk.double() for chunk in chunks], self._groups)
 
+    def _draw(self) -> None:
+        set_weights([self._model], self._groups, lambda name, shape: drawn(name, shape, self._config))
+
     def initial(self) -> Arrays:
         """The weights that every layout starts from."""
-        set_weights([self._model], self._groups, lambda name, shape: drawn(name, shape, self._config))
+        self._draw()
         return self._whole({id(each): each.detach() for each in self._model.parameters()})
 
     def step(self, number: int, weights: Arrays) -> Exact:
@@ -143,7 +147,7 @@ class _Evaluator:
 
     def _whole(self, values: dict[int, torch.Tensor]) -> Arrays:
         shards: list[Any] = []
-        for part in sharded_tensors(self._model, self._groups, lambda parameter: values[id(parameter)]):
+        for part in sharded_tensors(self._model, self._groups, lambda parameter: values.get(id(parameter))):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])

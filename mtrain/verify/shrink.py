@@ -53,10 +53,12 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
         seq_length: Wanted length of a row; made a multiple of what the trials need.
 
     Raises:
-        ConfigError: the model has dropout, or something that changes with the layout by definition.
+        ConfigError: the model has dropout, something that changes with the layout by definition, or a balance of
+            experts, which the reference does not compute.
     """
     _refuse_dropout(config)
     _refuse_layout_dependent(config)
+    _refuse_balancing(config)
     reads_files = has_files(config.data)
     length = _multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = _multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
@@ -87,6 +89,24 @@ def _refuse_dropout(config: Config) -> None:
         raise ConfigError(
             f"model.{keys[0]}={getattr(config.model, keys[0])} draws other numbers under every layout, so that no two "
             f"of them can be compared; add {' '.join(f'model.{key}=0' for key in keys)} to the command"
+        )
+
+
+def _refuse_balancing(config: Config) -> None:
+    """The reference chooses experts, but neither moves their bias nor computes losses of routers."""
+    router = config.loss.router
+    asked = {
+        "model.experts.bias_update_rate": 0.0
+        if config.model.experts is None
+        else config.model.experts.bias_update_rate,
+        "loss.router.z_coefficient": router.z_coefficient,
+        "loss.router.sequence_balance_coefficient": router.sequence_balance_coefficient,
+    }
+    given = [f"{key}={value}" for key, value in asked.items() if value > 0]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: the reference of mtrain verify does not balance experts; set it to 0 to compare the "
+            "rest"
         )
 
 

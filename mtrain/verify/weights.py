@@ -62,13 +62,15 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
 
 
 @torch.no_grad()
-def set_weights(modules: Iterable[nn.Module], groups: Groups, whole_of: Callable[[str, Sequence[int]], Tensor]) -> None:
+def set_weights(
+    modules: Iterable[nn.Module], groups: Groups, whole_of: Callable[[str, Sequence[int]], Tensor | None]
+) -> None:
     """Cuts this rank's shards out of whole tensors; before the optimizer copies the weights.
 
     Args:
         modules: Model chunks.
         groups: The process groups.
-        whole_of: (global name, global shape) -> the whole tensor.
+        whole_of: (global name, global shape) -> the whole tensor; None leaves this rank's part as it is.
     """
     for module in modules:
         for part in sharded_tensors(unwrap(module), groups):
@@ -76,13 +78,16 @@ def set_weights(modules: Iterable[nn.Module], groups: Groups, whole_of: Callable
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             whole = whole_of(name, part.global_shape[axes:])
             region = zip(part.global_offset[axes:], part.data.shape, strict=True)
-            part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
+            if whole is not None:
+                part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
 
 
-def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]], Tensor]:
-    """For `set_weights`: tables are cut or padded to the rows that are needed."""
+def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]], Tensor | None]:
+    """For `set_weights`: tables are cut or padded to the rows that are needed; buffers, which have no weight, stay."""
 
-    def whole_of(name: str, shape: Sequence[int]) -> Tensor:
+    def whole_of(name: str, shape: Sequence[int]) -> Tensor | None:
+        if name not in weights and name != OUTPUT:
+            return None
         values = torch.from_numpy(weights[name if name in weights else EMBEDDING])
         whole = torch.zeros(*shape, dtype=values.dtype)
         rows = min(shape[0], len(values))

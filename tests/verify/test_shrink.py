@@ -117,6 +117,12 @@ def test_dropout_is_refused_with_the_override_that_turns_it_off(key: str) -> Non
         shrink(config(**{f"model__{key}": 0.1}), ONE)
 
 
+def test_balancing_experts_is_refused() -> None:
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
+    with pytest.raises(ConfigError, match=r"model\.experts\.bias_update_rate=0\.001: the reference .* set it to 0"):
+        shrink(config(model__experts=experts), [])
+
+
 def test_what_no_two_layouts_share_is_refused() -> None:
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
     loss = {"router": {"global_balance_coefficient": 0.1}, "allow_layout_dependent": True}
