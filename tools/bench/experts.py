@@ -1,0 +1,133 @@
+"""Experts one after the other against one grouped product: `python tools/bench/experts.py`.
+
+Each contender runs the feed-forward networks of a rank's experts, forward and backward, on the same tokens: two
+products with SwiGLU between them. Tokens spread over the experts as a random router would spread them; some experts can
+go without. Rounds of both alternate in one process; a row shows the median time of each over rounds, and the median
+over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from sys import path as import_path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional
+
+if __name__ == "__main__":
+    import_path.insert(0, str(Path(__file__).parents[2]))
+
+from mtrain.mcore.experts.products import Product, grouped, has_grouped, sequential
+
+
+class Size(NamedTuple):
+    """What a rank computes in one layer."""
+
+    experts: int
+    hidden: int
+    ffn: int
+    tokens: int
+    """Of all experts together."""
+
+
+class Times(NamedTuple):
+    """Of one forward and backward pass, medians over rounds."""
+
+    sequential_ms: float
+    grouped_ms: float
+    ratio: float
+    """grouped / sequential within a round."""
+
+
+SIZES = [
+    Size(8, 256, 128, 2048),
+    Size(32, 256, 128, 2048),
+    Size(128, 256, 128, 2048),
+    Size(8, 1024, 1024, 1024),
+    Size(64, 1024, 256, 1024),
+]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Inputs(NamedTuple):
+    """Of the networks."""
+
+    tokens: Tensor
+    fc1: Tensor
+    fc2: Tensor
+    counts: Tensor
+
+
+def inputs(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Random tokens and weights, with gradients; counts as of a random router."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(size.experts, (size.tokens,), generator=generator).bincount(minlength=size.experts)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    return Inputs(
+        tokens=drawn(size.tokens, size.hidden),
+        fc1=drawn(size.experts, 2 * size.ffn, size.hidden),
+        fc2=drawn(size.experts, size.hidden, size.ffn),
+        counts=counts,
+    )
+
+
+def run(given: Inputs, product: Product) -> None:
+    """Forward and backward."""
+    gate, up = product(given.tokens, given.fc1, given.counts).chunk(2, dim=-1)
+    output = product(functional.silu(gate) * up, given.fc2, given.counts)
+    torch.autograd.grad(output, given[:3], torch.ones_like(output))
+
+
+def measure(size: Size, dtype: torch.dtype, device: torch.device, rounds: int) -> Times:
+    """Rounds of both in turn."""
+    given = inputs(size, dtype, device)
+    pairs = [
+        [_milliseconds(partial(run, given, product), device) for product in (sequential, grouped)]
+        for _ in range(rounds + 1)
+    ][1:]  # the first round warms up
+    return Times(
+        sequential_ms=statistics.median(one for one, _ in pairs),
+        grouped_ms=statistics.median(two for _, two in pairs),
+        ratio=statistics.median(two / one for one, two in pairs),
+    )
+
+
+def _milliseconds(call: partial[None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="rounds of both contenders")] = 20,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Prints a table of times and ratios."""
+    print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads")
+    print("| dtype | experts | hidden | ffn | tokens | sequential ms | grouped ms | grouped / sequential |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, dtype in DTYPES.items():
+        if not has_grouped(torch.device(device).type, dtype):
+            print(f"no grouped product in {name} on {device}")
+            continue
+        for size in SIZES:
+            times = measure(size, dtype, torch.device(device), rounds)
+            cells = [name, *size, f"{times.sequential_ms:.1f}", f"{times.grouped_ms:.1f}", f"{times.ratio:.2f}"]
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
