@@ -1,12 +1,15 @@
 """Experts do not change with the layout: dispatched by either way, divided over ep and etp, beside every other axis."""
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
 
 from mtrain.layout import Layout
+from tests.parity import test_precision as precision
+from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.compare import deviation, relative, run_case, run_oracle
 from tests.parity.expert_models import BIASED, DEEPSEEK, MARGIN, MIXTRAL, QWEN, steps_of, with_experts
 from tests.pool import Pool
 
@@ -92,3 +95,17 @@ def test_a_capacity_that_holds_all_tokens_drops_none(pool: Pool) -> None:
     outcome = run_case(pool, case(4, dp=2, ep=2), batches, **tight)
     found = deviation(outcome, run_oracle(config, batches), config)
     assert 1e-3 < found.loss < 1
+
+
+@pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, dp=2, ep=2)], ids=["one process", "tp2 dp2 ep2"])
+def test_experts_in_bf16_are_near_the_oracle(pool: Pool, case: Case) -> None:
+    """All experts for every token, so that rounding changes no choice; bounds as for dense models."""
+    changes = with_experts(MIXTRAL, top_k=8, num_experts=8) | {"train__precision": "bf16"}
+    batches, config = three_steps(), case.config(**changes)
+    unit, steps = precision.ROUNDING["bf16"], run_case(pool, case, batches, **changes).steps
+    for step, exact in zip(steps, run_oracle(config, batches), strict=True):
+        assert step.terms["main"].denominator == exact.denominators["main"]
+        assert relative(step.loss, exact.loss) < 2 * math.sqrt(precision.LOSS_ROUNDINGS) * unit
+        bound = 2 * math.sqrt(precision.GRADIENT_ROUNDINGS) * unit
+        assert relative(step.grad_norm, exact.grad_norm) < bound
+        assert precision.worst_distance(step.gradients, exact, config) < bound
