@@ -37,16 +37,15 @@ class GitCheckout(NamedTuple):
     """Whether tracked files differ from the commit."""
 
 
-def git_checkout() -> GitCheckout | None:
+def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
     """The commit that this program's source lies in; None where git does not know it, as in an installed package."""
-    source = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(source), *arguments]
+        command = ["git", "-C", str(source.parent), *arguments]
         return subprocess.run(command, capture_output=True, check=True, text=True, timeout=_GIT_TIMEOUT_S).stdout
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)
+        git("ls-files", "--error-unmatch", source.name)
         return GitCheckout(git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "-uno").strip()))
     except (OSError, subprocess.SubprocessError):
         return None

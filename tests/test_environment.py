@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-from mtrain.environment import RankEnvironment, program_versions
+from mtrain.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.errors import MachineError
 
 TORCHRUN = {
@@ -124,3 +125,21 @@ def test_a_missing_package_is_left_out_of_the_versions() -> None:
     without_packages = [sys.executable, "-S", "-c", program]
     done = subprocess.run(without_packages, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["mtrain", "python"]
+
+
+def test_the_git_state_of_the_source_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "program.py"
+    source.write_text("1")
+    assert git_checkout(source) is None
+    name = ["-c", "user.name=n", "-c", "user.email=e"]
+    for arguments in (["init", "-q"], ["add", "program.py"], [*name, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    clean = git_checkout(source)
+    assert clean is not None
+    assert len(clean.commit) == 40
+    assert not clean.dirty
+    (tmp_path / "untracked").write_text("")
+    assert git_checkout(source) == clean
+    source.write_text("2")
+    assert git_checkout(source) == clean._replace(dirty=True)
+    assert git_checkout(tmp_path / "untracked") is None
