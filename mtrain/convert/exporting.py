@@ -21,10 +21,8 @@ from mtrain.hf.axes import Sizes
 from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, HfFolder, read_json, side_files
 from mtrain.hf.matching import check_names
 from mtrain.hf.safetensors import header_of, raw_bytes
-from mtrain.hf.table import HfTensor, write_tensor
+from mtrain.hf.table import HfTensor, stream_tensor
 
-_CAST_ELEMENTS = 1 << 24
-"""Cast at once."""
 _EMBEDDINGS = "embedding.word_embeddings.weight"
 """Whose dtype config.json tells."""
 _SHARD_BYTES = 5_000_000_000
@@ -54,8 +52,7 @@ def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | Non
             with partial.open("wb") as file:
                 file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
                 for one in shard.tensors:
-                    values = write_tensor(one.tensor, target.key(one.key), target.tensors.read)
-                    for part in torch.split(values.view(-1), _CAST_ELEMENTS):
+                    for part in stream_tensor(one.tensor, target.key(one.key), target.tensors.read):
                         file.write(raw_bytes(part.to(one.dtype)))
                     tell(one.size_bytes)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +25,13 @@ from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.environment import git_checkout, program_versions
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, write_atomically
-from mtrain.hf.axes import Block, Sizes
+from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import Weights, plain_config, plain_weights
 from mtrain.hf.family import Family
 from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, HfFolder
 from mtrain.hf.matching import check_names
 from mtrain.hf.registry import family_of
-from mtrain.hf.table import Piece, Table, boxes_to_write, read_box
+from mtrain.hf.table import Piece, Table, boxes_to_write, cut, read_box
 
 ORIGIN = "hf"
 """Folder in a checkpoint with what came with the weights: config.json, index, tokenizer."""
@@ -162,27 +162,10 @@ def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_B
             files.append([])
             filled = 0
         for block in boxes_to_write(piece):
-            for offsets, sizes in [(block.offsets, block.sizes)] if is_whole else cut(block, itemsize):
+            for offsets, sizes in cut(block.offsets, block.sizes, 1 << 62 if is_whole else _BOX_BYTES // itemsize):
                 files[-1].append(_BoxToWrite(piece, offsets, sizes, itemsize * math.prod(sizes)))
                 filled += files[-1][-1].size_bytes
     return {f"__0_{number}.distcp": boxes for number, boxes in enumerate(files)}
-
-
-def cut(block: Block, itemsize: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Offsets and sizes of boxes that are not too large and make up the block: cuts across its first real dimension."""
-    offsets, _, sizes = block
-    total = math.prod(sizes) * itemsize
-    dim = next((number for number, size in enumerate(sizes) if size > 1), 0)
-    if total <= _BOX_BYTES or not sizes:
-        yield offsets, sizes
-        return
-    rows = max(1, _BOX_BYTES // (total // sizes[dim]))
-    for start in range(0, sizes[dim], rows):
-        count = min(rows, sizes[dim] - start)
-        yield (
-            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
-            (*sizes[:dim], count, *sizes[dim + 1 :]),
-        )
 
 
 def _plan(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:

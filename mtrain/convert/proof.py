@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.progress import Meter
@@ -16,9 +15,7 @@ from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import Weights
 from mtrain.hf.matching import same_bits, told
-from mtrain.hf.table import HfTensor, Piece, Table, write_tensor
-
-_COMPARED_ELEMENTS = 1 << 24
+from mtrain.hf.table import HfTensor, Piece, Table, stream_tensor
 
 
 class Proof(NamedTuple):
@@ -53,15 +50,21 @@ def prove(
     tensors = list(table.tensors())
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
 
-    def compare(item: tuple[HfTensor, Piece]) -> str | None:
+    def differs(item: tuple[HfTensor, Piece]) -> bool:
         tensor, piece = item
-        theirs = weights.tensor(tensor.name)
-        ours = write_tensor(tensor, key_of(piece.key), checkpoint.read)
+        theirs, start = weights.tensor(tensor.name).contiguous().view(-1), 0
+        for ours in stream_tensor(tensor, key_of(piece.key), checkpoint.read):
+            part = theirs[start : start + ours.numel()]
+            dtype = ours.dtype if into == "checkpoint" else part.dtype
+            if not same_bits(ours.to(dtype), part.to(dtype)):
+                return True
+            start += ours.numel()
         meter.add(sizes[tensor.name])
-        return None if same_numbers(ours, theirs, ours.dtype if into == "checkpoint" else theirs.dtype) else tensor.name
+        return start != theirs.numel()
 
     with Meter("proving", sum(sizes.values())) as meter, ThreadPoolExecutor(num_workers) as pool:
-        differing = [name for name in pool.map(compare, tensors) if name is not None]
+        found = pool.map(differs, tensors)
+        differing = [tensor.name for (tensor, _), differ in zip(tensors, found, strict=True) if differ]
     if differing:
         raise DataError(
             f"{len(differing)} of {len(tensors)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
@@ -70,18 +73,5 @@ def prove(
     return Proof(len(tensors), sum(sizes.values()))
 
 
-def same_numbers(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors have the same shape and, cast to the dtype, the same bits."""
-    if one.shape != other.shape:
-        return False
-    pieces = zip(_slices(one), _slices(other), strict=True)
-    return all(same_bits(mine.to(dtype), theirs.to(dtype)) for mine, theirs in pieces)
-
-
 def _size_bytes(dtype: torch.dtype, shape: Sizes) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def _slices(tensor: Tensor) -> Iterator[Tensor]:
-    """So that a cast of a large tensor needs little memory."""
-    yield from torch.split(tensor.contiguous().view(-1), _COMPARED_ELEMENTS) if tensor.numel() else ()

@@ -6,16 +6,16 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from mtrain.errors import DataError
 from mtrain.hf.block_scaled import Weights
 from mtrain.hf.folder import CONFIG_NAME
+from mtrain.hf.safetensors import raw_bytes
 from mtrain.hf.table import Table
 
 _NAMES_TOLD = 8
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
@@ -55,8 +55,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree in dtype, shape and every bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    bits = _BITS[one.dtype.itemsize]
-    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+    mine, theirs = (np.frombuffer(raw_bytes(tensor.contiguous()), np.uint8) for tensor in (one, other))
+    words = mine.size // 8 * 8  # compared as such: four times as fast
+    has_same_words = np.array_equal(mine[:words].view(np.int64), theirs[:words].view(np.int64))
+    return has_same_words and np.array_equal(mine[words:], theirs[words:])
 
 
 def told(names: Sequence[str]) -> str:

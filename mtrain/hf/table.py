@@ -7,6 +7,7 @@ alike, a checkpoint keeps them in one tensor whose first axis is L.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -99,6 +100,7 @@ class Table:
                 yield tensor, piece
 
 
+_STREAMED_ELEMENTS = 1 << 23
 _LAYERS, _DEPTHS = "decoder.layers.", "mtp.layers."
 
 
@@ -218,25 +220,42 @@ ReadGlobal: TypeAlias = Callable[[str, Sizes, Sizes], Tensor]
 """Key, offsets and sizes -> that box of a global tensor, as a view where it can be one."""
 
 
-def write_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Tensor:
-    """A tensor as it lies on disk, made from the global tensor; a view where it is one box in the same order.
+def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tensor]:
+    """The numbers of a tensor in the order of the disk, made from the global tensor, a part at a time.
 
     Args:
         tensor: From the table.
         key: Of the global tensor.
         read: Gives boxes of global tensors.
+
+    Returns:
+        [elements] each; views where `read` gives views. A reordered tensor comes as a whole.
     """
-    blocks = list(tensor.arrangement.blocks())
-    if len(blocks) == 1:
-        return tensor.arrangement.on_disk(read(key, blocks[0].offsets, blocks[0].sizes)).contiguous()
-    arranged: Tensor | None = None
-    for block in blocks:
-        values = read(key, block.offsets, block.sizes)
-        if arranged is None:
-            arranged = torch.empty(tensor.arrangement.arranged_shape, dtype=values.dtype)
-        narrowed(arranged, block.part_offsets, block.sizes).copy_(values)
-    assert arranged is not None
-    return tensor.arrangement.on_disk(arranged).contiguous()
+    arrangement = tensor.arrangement
+    blocks = list(arrangement.blocks())
+    if arrangement.is_reordered:
+        (block,) = blocks
+        yield arrangement.on_disk(read(key, block.offsets, block.sizes)).contiguous().view(-1)
+        return
+    for block in blocks:  # each lies in one stretch on disk, since only layers and experts come before what repeats
+        for offsets, sizes in cut(block.offsets, block.sizes, _STREAMED_ELEMENTS):
+            yield read(key, offsets, sizes).contiguous().view(-1)
+
+
+def cut(offsets: Sizes, sizes: Sizes, num_elements: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Cuts a box across its first real dimension into boxes of about so many elements: offsets and sizes of each."""
+    total = math.prod(sizes)
+    dim = next((number for number, size in enumerate(sizes) if size > 1), 0)
+    if total <= num_elements or not sizes:
+        yield offsets, sizes
+        return
+    rows = max(1, num_elements * sizes[dim] // total)
+    for start in range(0, sizes[dim], rows):
+        count = min(rows, sizes[dim] - start)
+        yield (
+            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+            (*sizes[:dim], count, *sizes[dim + 1 :]),
+        )
 
 
 def narrowed(tensor: Tensor, offsets: Sizes | list[int], sizes: Sizes | list[int]) -> Tensor:
