@@ -175,9 +175,11 @@ class RowAttention(MegatronModule):
             query = functional.pad(query, (0, 0, 0, 0, 0, 0, num_sinks, 0)) if num_sinks else query
         else:
             mask = _prefix_mask(query_length, key.shape[0], query.device)
-            if query.device.type == "cuda":  # the lower-right bias picks a kernel without looking at grouped heads
-                repeats = query.shape[2] // key.shape[2]
-                key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        if mask is not None and query.device.type == "cuda":
+            # the lower-right bias picks a kernel without looking at grouped heads, and with a mask of our own no kernel
+            # that knows them is left but the one that keeps the scores of all pairs
+            repeats = query.shape[2] // key.shape[2]
+            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():

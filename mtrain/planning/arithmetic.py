@@ -80,7 +80,7 @@ def _attention_width(model: ModelSection) -> int:
 
 def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
     every = model.global_attention_every
-    sees_everything = every is not None and (layer + 1) % every == 0
+    sees_everything = every is not None and (min(layer, model.num_layers - 1) + 1) % every == 0
     return num_attended_pairs(seq_length, None if sees_everything else model.sliding_window)
 
 

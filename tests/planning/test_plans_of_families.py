@@ -21,6 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
     "qwen": QWEN,
     "biased": BIASED,
+    "gemma_ahead": GEMMA | {"model__mtp_depths": 2},
     "deepseek": DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 2},
 }
 SEQ = 32
@@ -70,7 +71,8 @@ def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection)
 def num_pairs(model: ModelSection) -> int:
     """Pairs of tokens that see each other in a row, over all layers, depths among them."""
     count = 0
-    for layer in range(1, model.num_layers + model.mtp_depths + 1):
+    layers = [*range(1, model.num_layers + 1), *[model.num_layers] * model.mtp_depths]  # depths are as the last layer
+    for layer in layers:
         every = model.global_attention_every
         is_global = model.sliding_window is None or (every is not None and layer % every == 0)
         width = SEQ if is_global or model.sliding_window is None else model.sliding_window
