@@ -33,8 +33,8 @@ class SandwichLayer(TransformerLayer):
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
         layer_number: int,
-        pg_collection: ProcessGroupCollection,
-        vp_stage: int | None,
+        pg_collection: ProcessGroupCollection | None = None,  # layers that predict ahead get none
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)

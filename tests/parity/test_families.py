@@ -24,7 +24,7 @@ DEEPSEEK = DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | {"model__mtp_depths": 1}
 
 CASES: list[tuple[dict[str, Any], Case]] = [
     (GEMMA, case(8)),
-    (GEMMA | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2)),
+    (GEMMA | ISOLATED | {"model__mtp_depths": 1}, case(4, tp=2, sp=True, pp=2, cp=2)),
     (GEMMA | FULL, case(4, tp=4, dp=2)),
     (GEMMA | ISOLATED | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2)),
     (GEMMA, case(4, tp=2, sp=True, dp=2)),
