@@ -1,6 +1,6 @@
-"""Adam's state, one whole tensor for each model parameter, whatever the optimizer and its sharding.
+"""Adam's state, parameter by parameter, whatever the optimizer and its sharding.
 
-megatron-core 0.16.1 can write and read this form itself (`fully_reshardable`), but not exactly, so its state is taken
+megatron-core 0.16.1 has a form for any layout itself (`fully_reshardable`), but not an exact one, so its state is taken
 and set here:
 
 - it looks parameters up by their place in the padded gradient buffer, in a tensor without the padding between buckets:
@@ -14,7 +14,7 @@ The float32 main weights travel beside the moments; half-precision weights are o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,47 +56,6 @@ def portion_states(optimizer: MegatronOptimizer) -> Iterator[tuple[Portion, dict
     for part in optimizer.chained_optimizers:
         for portion in _portions_of(part):
             yield portion, _states(part, portion.main)
-
-
-def whole_states(
-    optimizer: MegatronOptimizer, wanted: Callable[[Tensor], bool]
-) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """The state of each model parameter: (parameter, name, float32 tensor of the parameter's shape on the CPU).
-
-    Collective: three all-gathers over DP x CP for each gradient bucket where the optimizer is distributed. The memory
-    on the device is that of one bucket in float32.
-
-    Args:
-        optimizer: megatron-core's optimizer. A parameter that was never updated has zero moments.
-        wanted: Which parameters this rank is to receive.
-    """
-    for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
-            yield from _gathered_states(part, wanted)
-            continue
-        for portion in _portions_of(part):
-            if wanted(portion.parameter):
-                states = _states(part, portion.main)
-                yield from ((portion.parameter, name, states[name].detach().cpu()) for name in STATES)
-
-
-@torch.no_grad()
-def set_states(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Mapping[str, Tensor]], adam_step: int) -> None:
-    """Puts main weights, moments and the step counter into the optimizer, which need not have stepped.
-
-    Args:
-        optimizer: megatron-core's optimizer.
-        whole: For every parameter of `portions`: state name -> tensor of the parameter's shape, any device.
-        adam_step: Updates that Adam has made.
-    """
-    for part in optimizer.chained_optimizers:
-        for portion in _portions_of(part):
-            own = {
-                name: states.flatten()[portion.start : portion.end] for name, states in whole[portion.parameter].items()
-            }
-            for name, values in _states(part, portion.main).items():
-                values.copy_(own[name].view(values.shape))
-    set_adam_step(optimizer, adam_step)
 
 
 def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
@@ -189,26 +148,3 @@ def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
     return {name: main if name == MAIN else state[name] for name in STATES}
-
-
-@torch.no_grad()
-def _gathered_states(
-    part: DistributedOptimizer, wanted: Callable[[Tensor], bool]
-) -> Iterator[tuple[Tensor, str, Tensor]]:
-    group = part.data_parallel_group
-    own = {id(portion.parameter): _states(part, portion.main) for portion in _portions_of(part)}
-    for buffer, ranges in zip(part.buffers, part.gbuf_ranges):
-        (places,) = ranges.values()
-        for bucket, place in zip(buffer.buckets, places):
-            size = bucket.grad_data.numel()
-            local = torch.zeros(size // group.size(), dtype=torch.float32, device=bucket.grad_data.device)
-            whole = torch.empty(size, dtype=torch.float32, device=bucket.grad_data.device)
-            for name in STATES:
-                for parameter, where in place["param_map"].items():
-                    within = where["gbuf_local"]
-                    local[within.start : within.end] = own[id(parameter)][name].flatten()
-                dist.all_gather_into_tensor(whole, local, group=group)
-                for parameter in filter(wanted, bucket.params_list):
-                    start, end, _ = buffer.param_index_map[parameter]
-                    values = whole[start - bucket.offset : end - bucket.offset].view(parameter.shape)
-                    yield parameter, name, values.to("cpu", copy=True)

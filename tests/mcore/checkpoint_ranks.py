@@ -25,10 +25,11 @@ from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.optimizer_state import adam_step, loss_scaler, portions, whole_states
+from mtrain.mcore.optimizer_state import adam_step, loss_scaler, portions
 from mtrain.mcore.spec import global_name
 from mtrain.step import TrainingStep
 from tests.crash import kill_self_before_operation
+from tests.mcore.whole_states import whole_states
 
 Arrays = dict[str, Any]
 """Tensors by name, as numpy: a torch tensor would travel between processes as an open file."""
@@ -203,7 +204,7 @@ def standing(parts: Parts) -> Standing:
 def whole(parts: Parts, groups: Groups) -> Whole:
     """The model, gathered."""
     states: dict[str, dict[Tensor, Tensor]] = {}
-    for parameter, name, values in whole_states(parts.optimizer.inner, lambda parameter: True):
+    for parameter, name, values in whole_states(parts.chunks, parts.optimizer, groups):
         states.setdefault(name, {})[parameter] = values
     return Whole(
         _arrays(gather_whole(parameter_shards(parts.chunks, groups))),

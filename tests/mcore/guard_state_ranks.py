@@ -21,6 +21,7 @@ from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer_state import MAIN, STATES
 from mtrain.run_folder import RunFolder
 from tests.mcore.checkpoint_ranks import Parts, build
+from tests.mcore.whole_states import whole_states
 
 
 def save_by_megatron(groups: Groups, folder: Path) -> str:
@@ -43,10 +44,7 @@ def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
         if name == "theirs":
             part.load_state_dict(part.state_dict())
         else:
-            states = {parameter: {} for parameter in parts.chunks[0].parameters()}
-            for parameter, key, values in optimizer_state.whole_states(parts.optimizer.inner, lambda _: True):
-                states[parameter][key] = values
-            optimizer_state.set_states(parts.optimizer.inner, states, adam_step=1)
+            optimizer_state.set_adam_step(parts.optimizer.inner, 1)
         update(parts, groups, config)
         found[name] = {int(state["step"]) for state in part.optimizer.state.values()}
     return found
@@ -63,14 +61,14 @@ def update(parts: Parts, groups: Groups, config: Config) -> float:
 def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool, int]:
     """Whether their optimizer can tell its state before it has stepped, and what Adam counts after a load here."""
     parts = build(groups, config)
-    states = {parameter: dict.fromkeys(STATES, torch.ones(parameter.shape)) for parameter in portions_of(parts)}
     try:
         parts.optimizer.inner.chained_optimizers[0].state_dict()
     except AssertionError:
         can_tell = False
     else:
         can_tell = True
-    optimizer_state.set_states(parts.optimizer.inner, states, adam_step=7)
+    assert all(states.keys() == set(STATES) for _, states in optimizer_state.portion_states(parts.optimizer.inner))
+    optimizer_state.set_adam_step(parts.optimizer.inner, 7)
     return can_tell, optimizer_state.adam_step(parts.optimizer.inner)
 
 
@@ -116,7 +114,7 @@ def shifted_states(groups: Groups, config: Config) -> tuple[int, int]:
         ((_, world),) = gathered[number].items()
         for parameter, (start, end, _) in buffer.param_index_map.items():
             wrong += not torch.equal(world["param"][start:end], parameter.detach().flatten())
-    states = optimizer_state.whole_states(parts.optimizer.inner, lambda _: True)
+    states = whole_states(parts.chunks, parts.optimizer, groups)
     return wrong, sum(not torch.equal(values, one.detach()) for one, name, values in states if name == MAIN)
 
 

@@ -1,0 +1,31 @@
+"""Adam's state of whole parameters, for comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.optimizer_state import STATES, portion_states
+
+
+@torch.no_grad()
+def whole_states(
+    chunks: list[torch.nn.Module], optimizer: Optimizer, groups: Groups
+) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """(parameter, name of the state, float32 tensor of the parameter's shape). Collective."""
+    held = {id(portion.parameter): (portion, states) for portion, states in portion_states(optimizer.inner)}
+    shards = optimizer.inner.chained_optimizers[0].config.use_distributed_optimizer
+    for parameter in (each for chunk in chunks for each in chunk.parameters() if each.requires_grad):
+        for name in STATES:
+            whole = torch.zeros(parameter.shape)
+            if id(parameter) in held:
+                portion, states = held[id(parameter)]
+                whole.view(-1)[portion.start : portion.end] = states[name].flatten()
+            if shards:
+                dist.all_reduce(whole, group=groups.replicas_of(parameter))
+            yield parameter, name, whole
