@@ -63,7 +63,9 @@ class Field(Entry):
         return {self.ours: config.get(self._name(config), self.default)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {self._name(config): lookup(model, self.resolved or self.ours)}
+        value = lookup(model, self.resolved or self.ours)
+        whole = isinstance(self.default, int) and isinstance(value, float) and value.is_integer()
+        return {self._name(config): int(value) if whole else value}
 
     def _name(self, config: dict[str, Any]) -> str:
         return self.alias if self.alias in config else self.theirs

@@ -21,6 +21,8 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     """
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     ).eval()

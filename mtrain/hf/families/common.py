@@ -119,17 +119,26 @@ FEED_FORWARD = (
     in_layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h").only(is_dense).only(has_linear_bias),
 )
 ACTIVATION = (Needed("hidden_act", "silu", "silu", ("swish",)), Given("activation", "swiglu"))
-COMMON: tuple[Entry, ...] = (
-    Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("intermediate_size", "ffn_hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("vocab_size", "vocab_size"),
-    Field("rms_norm_eps", "norm_epsilon", 1e-6),
-    Field("tie_word_embeddings", "tied_embeddings", False),
-    Field("initializer_range", "init_std", 0.02),
-    Field("attention_dropout", "attention_dropout", 0.0),
-)
+
+
+def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
+    """Fields of every family.
+
+    Args:
+        norm_epsilon: Of norms, where the file says nothing.
+        tied: Whether one table embeds tokens and predicts them, where the file says nothing.
+    """
+    return (
+        Field("num_hidden_layers", "num_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("intermediate_size", "ffn_hidden_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("vocab_size", "vocab_size"),
+        Field("rms_norm_eps", "norm_epsilon", norm_epsilon),
+        Field("tie_word_embeddings", "tied_embeddings", tied),
+        Field("initializer_range", "init_std", 0.02),
+        Field("attention_dropout", "attention_dropout", 0.0),
+    )
 
 
 @final

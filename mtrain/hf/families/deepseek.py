@@ -9,12 +9,12 @@ from mtrain.config.model import ModelSection
 from mtrain.hf.config import DEPTHS, Derived, Entry, Field, Given, Needed, Rope, lookup
 from mtrain.hf.families.common import (
     ACTIVATION,
-    COMMON,
     FEED_FORWARD,
     KEY,
     NORMS,
     THEIRS,
     VOCABULARY,
+    common,
     experts,
     halves,
     has_experts,
@@ -44,8 +44,8 @@ class _SharedExperts(Entry):
     """Their number, each as large as a routed one; ours is their size together."""
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        size = config.get("n_shared_experts", 1) or 0
-        return {"experts.shared_ffn_hidden_size": size * config.get("moe_intermediate_size", 2048)}
+        number, size = config.get("n_shared_experts", 1), config.get("moe_intermediate_size", 2048)
+        return {"experts.shared_ffn_hidden_size": (number or 0) * (size or 0)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
@@ -116,7 +116,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     (
-        *COMMON,
+        *common(),
         *ACTIVATION,
         Derived("num_key_value_heads", "num_attention_heads"),
         Field("q_lora_rank", "mla.q_rank", 1536),

@@ -11,11 +11,11 @@ from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
 from mtrain.hf.families.common import (
     ACTIVATION,
     ATTENTION,
-    COMMON,
     FEED_FORWARD,
     NORMS,
     VOCABULARY,
     LayerWindows,
+    common,
 )
 from mtrain.hf.family import Family
 
@@ -44,7 +44,7 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     (
-        *COMMON,
+        *common(),
         *ACTIVATION,
         *heads(),
         _LlamaBiases(),
@@ -56,7 +56,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     (
-        *COMMON,
+        *common(),
         *ACTIVATION,
         *heads(groups=8),
         Field("sliding_window", "sliding_window", 4096),
@@ -68,7 +68,7 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     (
-        *COMMON,
+        *common(),
         *ACTIVATION,
         *heads(groups=32),
         Given("qkv_bias", True),
@@ -81,7 +81,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     (
-        *COMMON,
+        *common(),
         *ACTIVATION,
         *heads(groups=32, head_dim=128),
         Needed("attention_bias", False, False),

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mtrain.config.model import ModelSection
 from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads, lookup
-from mtrain.hf.families.common import ACTIVATION, ATTENTION, COMMON, NORMS, VOCABULARY, LayerWindows, experts, router
+from mtrain.hf.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, LayerWindows, common, experts, router
 from mtrain.hf.family import Family
 
 
@@ -30,10 +30,9 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     (
-        *COMMON,
+        *common(norm_epsilon=1e-5),
         *ACTIVATION,
         *heads(groups=8),
-        Field("rms_norm_eps", "norm_epsilon", 1e-5),
         Field("sliding_window", "sliding_window"),
         Field("intermediate_size", "experts.ffn_hidden_size"),
         Field("num_local_experts", "experts.num_experts", 8),
@@ -53,7 +52,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     (
-        *COMMON,
+        *common(),
         *ACTIVATION,
         *heads(groups=4),
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 768),

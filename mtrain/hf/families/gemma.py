@@ -8,7 +8,7 @@ from typing import Any, final
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
 from mtrain.hf.config import Entry, Field, Given, Needed, heads
-from mtrain.hf.families.common import ATTENTION, COMMON, FEED_FORWARD, VOCABULARY, in_layer, kinds_of, windows
+from mtrain.hf.families.common import ATTENTION, FEED_FORWARD, VOCABULARY, common, in_layer, kinds_of, windows
 from mtrain.hf.family import Family
 from mtrain.hf.rope import read_rope, rope_parameters, written_rope
 
@@ -59,8 +59,7 @@ GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     (
-        *COMMON,
-        Field("tie_word_embeddings", "tied_embeddings", True),
+        *common(tied=True),
         *heads(groups=4, head_dim=256),
         Field("query_pre_attn_scalar", "query_scalar", 256),
         Needed("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),

@@ -9,11 +9,11 @@ from mtrain.config.model import ModelSection
 from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
 from mtrain.hf.families.common import (
     ATTENTION,
-    COMMON,
     KEY,
     NORMS,
     THEIRS,
     VOCABULARY,
+    common,
     has_experts,
     in_layer,
     kinds_of,
@@ -53,9 +53,8 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     (
-        *COMMON,
+        *common(norm_epsilon=1e-5),
         *heads(groups=8, head_dim=64),
-        Field("rms_norm_eps", "norm_epsilon", 1e-5),
         Field("intermediate_size", "experts.ffn_hidden_size", 2880),
         Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),

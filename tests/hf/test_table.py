@@ -1,0 +1,54 @@
+"""Tables are one-to-one: each number of each global tensor has one place on disk, and any box of it can be made."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mtrain.hf.registry import family_of
+from mtrain.hf.table import Table, narrowed, read_box, stream_tensor
+from tests.hf.folders import CONFIGS
+
+
+def table_of(name: str) -> Table:
+    config = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
+    family = family_of(config)
+    return family.table(family.model(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_number_has_one_place(name: str) -> None:
+    """Of DeepSeek with the layer that predicts further ahead."""
+    table = table_of(name)
+    numbered = {}
+    for key, shape in table.shapes.items():
+        numbered[key] = torch.arange(torch.Size(shape).numel()).view(shape)
+    seen: dict[str, list[Tensor]] = {key: [] for key in table.shapes}
+    on_disk: dict[str, Tensor] = {}
+    for tensor, piece in table.tensors():
+        parts = list(stream_tensor(tensor, piece.key, lambda *box: narrowed(numbered[box[0]], box[1], box[2])))
+        assert tensor.name not in on_disk
+        on_disk[tensor.name] = torch.cat(parts).view(tensor.shape)
+        seen[piece.key] += parts
+    for key, shape in table.shapes.items():
+        assert torch.equal(torch.cat(seen[key]).sort()[0], torch.arange(torch.Size(shape).numel())), key
+    for piece in table.pieces:
+        whole = read_box(piece, piece.offsets, piece.sizes, on_disk.__getitem__)
+        assert torch.equal(whole, narrowed(numbered[piece.key], piece.offsets, piece.sizes)), piece.key
+
+
+@given(st.data())
+def test_any_box_is_the_same_as_that_of_the_whole(data: Any) -> None:
+    table = table_of(data.draw(st.sampled_from(["mistral", "gpt-oss", "deepseek", "mixtral"])))
+    piece = data.draw(st.sampled_from(table.pieces))
+    tensors = {one.name: torch.randn(one.shape) for one in piece.tensors}
+    whole = read_box(piece, piece.offsets, piece.sizes, tensors.__getitem__)
+    inside = [data.draw(st.integers(0, size - 1)) for size in piece.sizes]
+    sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(piece.sizes, inside)]
+    offsets = tuple(first + start for first, start in zip(piece.offsets, inside))
+    box = read_box(piece, offsets, tuple(sizes), tensors.__getitem__)
+    assert torch.equal(box, narrowed(whole, inside, sizes))
