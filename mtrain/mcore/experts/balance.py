@@ -66,7 +66,7 @@ class RouterBalance:
     """The routers of this rank's chunks, and what they have seen."""
 
     def __init__(self, config: Config, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
-        """Gives every router its watch. Collective over the pipeline where a term of routers is on.
+        """Gives every router its watch.
 
         Args:
             config: Terms and rate of the biases.
@@ -79,14 +79,10 @@ class RouterBalance:
         self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
         depths = [model.mtp for model in map(unwrap, chunks) if model.mtp_process]
         of_depths = {module for depth in depths for module in depth.modules()}
-        self._num_routers = sum(router not in of_depths for router in self.routers)
+        self._num_layers = sum(config.model.has_experts(layer) for layer in range(config.model.num_layers))
         self.counts: Tensor | None = None
         """[routers, experts] int64: tokens of text that this rank has sent to each expert in the last step."""
         self.step: _Step | None = None
-        if self.terms and groups.layout.pp > 1:
-            count = torch.tensor(self._num_routers, device=groups.device)
-            dist.all_reduce(count, group=groups.collection.pp)
-            self._num_routers = int(count)
         if self.terms or self._rate:
             for index, router in enumerate(self.routers):
                 router.watch = RouterWatch(self, index, router.section, groups, router not in of_depths)
@@ -112,7 +108,7 @@ class RouterBalance:
         """Every router of the model's own layers counts its tokens; numerators are summed over layers, those of
         multi-token prediction included, and denominators are those of one layer."""
         return {
-            term: replace(each, denominator=each.denominator / self._num_routers) if term in self.terms else each
+            term: replace(each, denominator=each.denominator / self._num_layers) if term in self.terms else each
             for term, each in terms.items()
         }
 
