@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,8 @@ from mtrain.environment import RankEnvironment
 from mtrain.errors import MtrainError
 from mtrain.launch import launch_local
 from mtrain.layout import Layout
-from mtrain.verify import inject as injections
+from mtrain.verify.inject import NAMES
+from mtrain.verify.resume_inject import RESUME_NAMES
 
 app = typer.Typer(
     help="Pretrains and finetunes language models on Megatron-Core; the layout does not change the run.",
@@ -91,26 +92,35 @@ def compare(
     raise typer.Exit(0 if is_equal else 1)
 
 
-def _list_injections(wanted: bool) -> None:
-    if wanted:
-        print(*injections.NAMES, sep="\n")
-        raise typer.Exit
+def _listing(names: Sequence[str]) -> Callable[[bool], None]:
+    def list_names(wanted: bool) -> None:
+        if wanted:
+            print(*names, sep="\n")
+            raise typer.Exit
+
+    return list_names
+
+
+LayoutsOption = Annotated[
+    str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
+]
+MaxRanksOption = Annotated[int, typer.Option(min=1, help="Most ranks of a layout; on GPUs, one each.")]
+InjectOption = Annotated[str | None, typer.Option(metavar="NAME", help="Plants a known fault, to see it found.")]
 
 
 @verify_app.command()
 def parity(
     arguments: ConfigArguments,
-    layouts: Annotated[
-        str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
-    ] = None,
+    layouts: LayoutsOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each layout.")] = 3,
-    max_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout; on GPUs, one each.")] = 8,
+    max_ranks: MaxRanksOption = 8,
     output: Annotated[
         Path | None, typer.Option(help="Folder for parity.json and parity.html; by default run.dir/parity.")
     ] = None,
-    inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plants a known fault, to see it found.")] = None,
+    inject: InjectOption = None,
     list_injections: Annotated[
-        bool, typer.Option("--list-injections", is_eager=True, callback=_list_injections, help="Names for --inject.")
+        bool,
+        typer.Option("--list-injections", is_eager=True, callback=_listing(NAMES), help="Names for --inject."),
     ] = False,
 ) -> None:
     """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
@@ -128,9 +138,35 @@ def parity(
     raise typer.Exit(0 if report.passed else 1)
 
 
-@verify_app.callback()
-def _verify() -> None:
-    """Keeps `parity` a verb of its own, though it is the only one."""
+@verify_app.command()
+def resume(
+    arguments: ConfigArguments,
+    layouts: LayoutsOption = None,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of the straight run.")] = 6,
+    at: Annotated[int, typer.Option(min=1, help="Steps after which the run stops.")] = 3,
+    max_ranks: MaxRanksOption = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for resume.json and resume.html; by default run.dir/resume.")
+    ] = None,
+    inject: InjectOption = None,
+    list_injections: Annotated[
+        bool,
+        typer.Option("--list-injections", is_eager=True, callback=_listing(RESUME_NAMES), help="Names for --inject."),
+    ] = False,
+) -> None:
+    """Stops a small copy of the run and resumes it, after a crash and on other layouts too; exit 0 pass, 1 fail."""
+    with one_message(), prefixed_traceback():
+        paths, overrides = split_arguments(arguments)
+        config = load_config(paths, overrides)
+        from mtrain.verify.report import print_report, write_report
+        from mtrain.verify.resuming import ResumeRequest, verify_resume  # loads torch
+
+        folder = Path(config.run.dir) / "resume" if output is None else output
+        request = ResumeRequest(layouts, steps, max_ranks, inject, " ".join(["mtrain", *sys.argv[1:]]), at)
+        report = verify_resume(config, request, lambda line: print(line, flush=True))
+        write_report(report, folder)
+        print_report(report, folder)
+    raise typer.Exit(0 if report.passed else 1)
 
 
 @launch_app.callback()

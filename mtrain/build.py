@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mtrain.checkpoint.directory import checkpoint_at
 from mtrain.config import Config, guards
 from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet
-from mtrain.layout import Layout
 from mtrain.loss.terms import Objective
-from mtrain.mcore.groups import Groups, open_groups
+from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.teacher import Teacher, teacher_config
@@ -45,29 +43,6 @@ class Run:
     """Optimizer updates already completed."""
 
 
-def build_run(config: Config, layout: Layout, device: torch.device, folder: RunFolder) -> Run:
-    """Opens the groups, builds the model and the optimizer, and takes up the newest checkpoint. Collective.
-
-    Raises:
-        ConfigError: A loss function or a backend is not there.
-        DataError: Data or a checkpoint is missing or damaged.
-        RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
-    """
-    objective = Objective.from_config(config.loss, config.model.mtp_depths)
-    groups = open_groups(layout, device, config.train.seed, config.train.process_group_timeout_s)
-    if groups.rank == 0:
-        for note in guards.notes(config):
-            print(f"note: {note}", flush=True)
-    loader = StepLoader(config, groups.dp_rank, layout.dp) if groups.tp_rank == 0 else None
-    chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    teacher = load_teacher(config, groups)
-    training = TrainingStep(config, groups, chunks, optimizer, objective, teacher)
-    validation = ValidationSet.open(loader)
-    start_step = take_up(config, folder, groups, chunks, optimizer, loader)
-    return Run(config, groups, chunks, optimizer, objective, teacher, training, loader, validation, start_step)
-
-
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
     """The teacher of `loss.teacher`; None where there is none. Collective over the world.
 
@@ -83,3 +58,35 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
         assert entry is not None, "checkpoint_at raises where there is none"
         teachers = on_first_rank(lambda: teacher_config(config, entry.path))
         return Teacher.load(teachers, entry, groups)
+
+
+TeacherOf = Callable[[Config, Groups], Teacher | None]
+"""None where no loss function compares with one."""
+
+
+def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
+    """Builds the model and the optimizer, and takes up the newest checkpoint. Collective.
+
+    Args:
+        config: Of the run.
+        groups: Newly opened: dropout draws from the random states that they were seeded with.
+        folder: The run folder, whose lock the first rank holds.
+        teacher_of: Finds the teacher.
+
+    Raises:
+        ConfigError: A loss function or a backend is not there.
+        DataError: Data or a checkpoint is missing or damaged.
+        RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
+    """
+    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    if groups.rank == 0:
+        for note in guards.notes(config):
+            print(f"note: {note}", flush=True)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    teacher = teacher_of(config, groups)
+    training = TrainingStep(config, groups, chunks, optimizer, objective, teacher)
+    validation = ValidationSet.open(loader)
+    start_step = take_up(config, folder, groups, chunks, optimizer, loader)
+    return Run(config, groups, chunks, optimizer, objective, teacher, training, loader, validation, start_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from mtrain.health.signals import StopSignal
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.lr import learning_rate
+from mtrain.mcore.groups import Groups, open_groups
 from mtrain.mcore.optimizer import Update
 from mtrain.mcore.saving import Origin, Saver
 from mtrain.mcore.world import on_first_rank, open_world
@@ -44,15 +45,31 @@ def train(config: Config) -> None:
     """
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)
+    timeout_s = config.train.process_group_timeout_s
+    with StopSignal() as signal, open_world(environment, config.train.device, timeout_s) as device:
+        train_on(open_groups(layout, device, config.train.seed, timeout_s), config, signal)
+
+
+Build = Callable[[Config, Groups, RunFolder], Run]
+
+
+def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = build_run) -> None:
+    """Trains as `train` does, on groups that were just opened. Collective over the world.
+
+    Args:
+        groups: The process groups.
+        config: Of the run.
+        signal: What this rank was sent.
+        build: Makes the run; a check adds to it what it wants to see.
+
+    Raises:
+        MtrainError: As `train` does.
+    """
     folder = RunFolder(Path(config.run.dir))
-    with (
-        StopSignal() as signal,
-        open_world(environment, config.train.device, config.train.process_group_timeout_s) as device,
-        contextlib.ExitStack() as held,
-    ):
-        surroundings = _surroundings(device, layout)
+    with contextlib.ExitStack() as held:
+        surroundings = _surroundings(groups.device, groups.layout)
         lock = on_first_rank(lambda: _enter(folder, config, surroundings, held))
-        run = build_run(config, layout, device, folder)
+        run = build(config, groups, folder)
         if config.checkpoint.rehearse:
             rehearse(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))

@@ -24,18 +24,26 @@ class Updated(NamedTuple):
     """By element: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon), the size of what float32 adds up."""
 
 
+class Moments(NamedTuple):
+    """Adam's state after some updates."""
+
+    num_updates: int
+    first: Arrays
+    second: Arrays
+
+
 class AdamW:
     """Decoupled weight decay and clipping by a given global norm.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
     """
 
-    def __init__(self, section: OptimizerSection) -> None:
+    def __init__(self, section: OptimizerSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
         self._section = section
-        self._num_updates = 0
-        self._first: Arrays = {}
-        self._second: Arrays = {}
-        self._magnitude: Arrays = {}
+        self._num_updates = start.num_updates
+        self._first = {name: np.asarray(value, np.float64) for name, value in start.first.items()}
+        self._second = {name: np.asarray(value, np.float64) for name, value in start.second.items()}
+        self._magnitude = {name: np.abs(value) for name, value in self._first.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
         """One step.

@@ -9,34 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.verify.result import Deviation, Diagnosis, LayoutResult
+from mtrain.verify.wording import IN_WORDS, Wording
 
 EVERY_LAYOUT = "every layout"
 
 Watched = Callable[[LayoutResult, int], str | None]
 """(layout, step from 1) -> the first module of the forward pass whose output deviates."""
 
-_IN_WORDS = {
-    "denominator": "denominator of term {name}",
-    "loss": "loss of term {name}",
-    "gradient": "gradient of {name}",
-    "grad_norm": "gradient norm",
-    "update": "updated weights of {name}",
-}
-_BEFORE = {
-    "denominator": "",
-    "loss": "; denominators agree",
-    "gradient": "; denominators and losses agree",
-    "grad_norm": "; denominators, losses and gradients agree",
-    "update": "; denominators, losses, gradients and their norm agree",
-}
 
-
-def diagnosed(results: Sequence[LayoutResult], watched: Watched) -> Diagnosis | None:
+def diagnosed(results: Sequence[LayoutResult], watched: Watched, wording: Wording) -> Diagnosis | None:
     """The diagnosis; None where every layout passes.
 
     Args:
         results: Of all layouts.
         watched: Runs a layout again and watches its modules; asked once, for the smallest layout that fails.
+        wording: Of the check.
     """
     axis = failing_axis(results)
     if axis is None:
@@ -53,7 +40,7 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched) -> Diagnosis | 
         value=None if first is None else first.value,
         tolerance=None if first is None else first.tolerance,
         module=module,
-        lines=(_where(axis, smallest, first), _what(smallest, first, module)),
+        lines=(_where(axis, smallest, first, wording), _what(smallest, first, module, wording)),
     )
 
 
@@ -83,24 +70,26 @@ def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
     return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
 
 
-def _where(axis: str, result: LayoutResult, first: Deviation | None) -> str:
+def _where(axis: str, result: LayoutResult, first: Deviation | None, wording: Wording) -> str:
     if axis == EVERY_LAYOUT:
-        fails = "every layout fails, even one process"
+        fails = wording.everything
     else:
         fails = f"each of {axis} alone breaks the run" if ", " in axis else f"{axis} alone breaks the run"
     when = f", step {first.step}" if first is not None else ""
-    return f"mtrain verify parity: {fails}; smallest layout {result.name} ({result.num_ranks} ranks){when}"
+    told = f"{wording.noun} {result.name} ({result.num_ranks} ranks){when}"
+    return f"mtrain verify {wording.verb}: {fails}; smallest {told}"
 
 
-def _what(result: LayoutResult, first: Deviation | None, module: str | None) -> str:
+def _what(result: LayoutResult, first: Deviation | None, module: str | None, wording: Wording) -> str:
     if first is None:
         return f"stopped: {result.error or '; '.join(result.guards)}"
-    quantity = _IN_WORDS[first.kind].format(name=first.name)
+    quantity = IN_WORDS[first.kind].format(name=first.name)
+    deviation = f"{first.value:.1e} (tolerance {first.tolerance:.1e})"
+    agreed = wording.agreed_before(first.kind, {each.kind for each in result.deviations if each.step == first.step})
+    if "gradient" not in wording.maps:
+        return f"first deviation: {quantity} by {deviation}{agreed}"
     forward = f"first module that deviates: {module}" if module else "outputs of all modules agree"
-    return (
-        f"first deviation: {quantity} by {first.value:.1e} (tolerance {first.tolerance:.1e}){_BEFORE[first.kind]}; "
-        f"{forward}"
-    )
+    return f"first deviation: {quantity} by {deviation}{agreed}; {forward}"
 
 
 def first_deviating(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.verify.adamw import AdamW, Updated
+from mtrain.verify.adamw import AdamW, Moments, Updated
 from mtrain.verify.layouts import Prepared
 from mtrain.verify.reference import Exact
 from mtrain.verify.result import Deviation, LayoutResult, StepValues, Tolerance
@@ -51,20 +51,34 @@ def compared(
         seconds=seconds,
         steps=tuple(step.values for step in first.steps),
         expected=tuple(each.values for each in exact),
-        deviations=tuple(_Comparison(trial.config, tolerances, tensors).of(first, exact)),
+        deviations=tuple(StepComparison(trial.config, tolerances, tensors).of(first, exact)),
         guards=tuple(guards),
     )
 
 
-class _Comparison:
+class StepComparison:
     """Deviations in the order in which a step computes the quantities."""
 
-    def __init__(self, config: Config, tolerances: Sequence[Tolerance], tensors: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tolerances: Sequence[Tolerance],
+        tensors: Sequence[str],
+        start: Moments = Moments(0, {}, {}),  # noqa: B008
+    ) -> None:
+        """
+        Args:
+            config: Of the layout.
+            tolerances: Of all kinds.
+            tensors: Names in the order of the forward pass.
+            start: Adam's state before the first step that is compared.
+        """
         self._config, self._tensors = config, tensors
         self._tolerance = {each.kind: each.value for each in tolerances}
-        self._adamw = AdamW(config.optimizer)
+        self._adamw = AdamW(config.optimizer, start)
 
     def of(self, outcome: Outcome, exact: Sequence[Exact]) -> Iterator[Deviation]:
+        """All of them, step by step."""
         assert outcome.initial is not None, "rank 0 holds the gathered weights"
         before = outcome.initial.tensors
         for step, expected in zip(outcome.steps, exact):

@@ -230,3 +230,13 @@ PLANTS: dict[str, Plant] = {
     "norms-decayed": lambda: replaced(optimizer, "get_standard_config_overrides", lambda translated: {}),
     "norms-counted-per-tp-rank": _norm_parameters(tensor_model_parallel=True),
 }
+
+
+@contextlib.contextmanager
+def planted(name: str | None, plants: Mapping[str, Plant]) -> Iterator[None]:
+    """Carries the fault on this rank while the block runs; None plants nothing."""
+    if name is None:
+        yield
+        return
+    with plants[name]():
+        yield

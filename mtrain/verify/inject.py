@@ -5,9 +5,8 @@ Every one of them has been made by a real trainer. The reference never carries o
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mtrain.config import Config
@@ -128,20 +127,21 @@ FAULTS = (
 NAMES = tuple(fault.name for fault in FAULTS)
 
 
-def chosen(name: str, config: Config, axes: Iterable[str]) -> Fault:
+def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Fault] = FAULTS) -> Fault:
     """The fault of this name.
 
     Args:
         name: From the command line.
         config: The shrunk configuration.
         axes: Every axis that the layouts use.
+        faults: That there are.
 
     Raises:
         ConfigError: there is no such fault, or nothing here could show it.
     """
-    fault = next((each for each in FAULTS if each.name == name), None)
+    fault = next((each for each in faults if each.name == name), None)
     if fault is None:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(name, [each.name for each in faults], n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}?" if near else "see --list-injections"
         raise ConfigError(f"--inject {name}: there is no such fault; {hint}")
     if fault.axis is not None and fault.axis not in axes:
@@ -152,15 +152,3 @@ def chosen(name: str, config: Config, axes: Iterable[str]) -> Fault:
     if not fault.condition(config):
         raise ConfigError(f"--inject {name} cannot show: it needs {fault.condition_text}; set it")
     return fault
-
-
-@contextlib.contextmanager
-def planted(name: str | None) -> Iterator[None]:
-    """Carries the fault on this rank while the block runs; None plants nothing."""
-    if name is None:
-        yield
-        return
-    from mtrain.verify.faults import PLANTS
-
-    with PLANTS[name]():
-        yield

@@ -87,6 +87,24 @@ def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
     return list(dict.fromkeys(fitting))
 
 
+def full_trial(config: Config, max_ranks: int) -> Trial:
+    """The user's layout with all of its axes, on two data-parallel ranks if these fit."""
+    fullest = tuple(variants[-1] for variants in _parts(config.layout, max_ranks).values())
+    joint = _together(fullest, max_ranks)
+    while joint.num_ranks > max_ranks:
+        fullest = fullest[:-1]
+        joint = _together(fullest, max_ranks)
+    return replace(joint, dp=2) if 2 * joint.num_ranks <= max_ranks else joint
+
+
+def other_trials(config: Config, max_ranks: int) -> list[Trial]:
+    """Layouts that a run of the user's may go on with: one process, its axes alone, tensor and data parallelism."""
+    parts = _parts(config.layout, max_ranks)
+    alone = {"tp": Trial(tp=2, micro_batch_size=2)} | {axis: variants[-1] for axis, variants in parts.items()}
+    trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
+    return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
+
+
 def _parts(section: LayoutSection, max_ranks: int) -> dict[str, list[Trial]]:
     """For each axis of the user's layout its trials alone, the one that uses most of it last."""
     tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))

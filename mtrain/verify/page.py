@@ -1,9 +1,9 @@
-"""The parity report as one HTML file that needs nothing else."""
+"""The report of a check as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mtrain.files import disk_faults, write_atomically
@@ -26,19 +26,13 @@ from mtrain.verify.drawing.document import (
 )
 from mtrain.verify.drawing.heat_map import Cell, heat_legend, heat_map
 from mtrain.verify.drawing.markup import Markup, element, joined
-from mtrain.verify.result import KINDS, Deviation, Diagnosis, LayoutResult, ParityReport, StepValues, Tolerance
+from mtrain.verify.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, Tolerance
+from mtrain.verify.wording import TITLES
 
-_TITLES = {
-    "denominator": "denominator",
-    "loss": "loss",
-    "gradient": "gradients",
-    "grad_norm": "gradient norm",
-    "update": "updated weights",
-}
 _NOTHING = element("td", {}, "none")
 
 
-def write_page(report: ParityReport, path: Path) -> None:
+def write_page(report: Report, path: Path) -> None:
     """Writes the report's page, in one move.
 
     Raises:
@@ -46,26 +40,27 @@ def write_page(report: ParityReport, path: Path) -> None:
     """
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, parity_page(report))
+        write_atomically(path, report_page(report))
 
 
-def parity_page(report: ParityReport) -> str:
+def report_page(report: Report) -> str:
     """The page's text: verdict, diagnosis, layouts, curves, tensors, tolerances, configuration, in this order."""
     verdict = "PASS" if report.passed else "FAIL"
     parts = [_header(report, verdict)]
     if report.diagnosis is not None:
         parts.append(_diagnosis(report.diagnosis))
     parts += [_layouts(report), _curves(report), _tensors(report), _tolerances(report), _circumstances(report)]
-    return document(f"{verdict}: parity of {len(report.layouts)} layouts", *parts)
+    return document(f"{verdict}: {report.wording.verb} of {len(report.layouts)} {report.wording.noun}s", *parts)
 
 
-def _header(report: ParityReport, verdict: str) -> Markup:
+def _header(report: Report, verdict: str) -> Markup:
     num_layouts, num_failed = len(report.layouts), sum(not layout.passed for layout in report.layouts)
     if report.passed:
-        headline = f"All {num_layouts} layouts are the same run as the reference, as far as rounding can tell."
+        headline = report.wording.headline.format(count=num_layouts)
     else:
-        headline = f"{num_failed} of {num_layouts} layouts are not the same run as the reference."
-    notes = [f"Every layout ran {report.num_steps} steps. Data: {report.data}. {report.created}"]
+        headline = report.wording.failed_headline.format(failed=num_failed, count=num_layouts)
+    length = report.wording.length.format(steps=report.num_steps)
+    notes = [f"{length} Data: {report.data}. {report.created}"]
     if report.injected is not None:
         notes.append(f"A known fault was planted on purpose: {report.injected}.")
     return verdict_header(verdict, headline, is_good=report.passed, notes=notes)
@@ -76,7 +71,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Markup:
         "axis that fails": diagnosis.axis,
         "smallest layout": diagnosis.layout,
         "first step": None if diagnosis.step is None else str(diagnosis.step),
-        "first quantity": diagnosis.kind and f"{_TITLES[diagnosis.kind]}: {diagnosis.name}",
+        "first quantity": diagnosis.kind and f"{TITLES[diagnosis.kind]}: {diagnosis.name}",
         "deviation": _against_tolerance(diagnosis),
         "first module": diagnosis.module,
     }
@@ -91,33 +86,30 @@ def _against_tolerance(diagnosis: Diagnosis) -> str | None:
     return f"{diagnosis.value:.2e}, where {diagnosis.tolerance:.2e} is tolerated"
 
 
-def _layouts(report: ParityReport) -> Markup:
-    headings = [_kind_heading(kind, _tolerance(report, kind)) for kind in KINDS]
-    columns = ["layout", "verdict", *headings, "worst tensor", "time"]
-    words = (
-        "Worst relative deviation from the exact value over all steps. The reference is one process with one batch in "
-        "float64 at the same weights."
-    )
-    rows = [_layout_row(layout) for layout in report.layouts]
+def _layouts(report: Report) -> Markup:
+    wording = report.wording
+    headings = [_heading(report, name, kinds) for name, kinds in wording.columns.items()]
+    columns = [wording.noun, "verdict", *headings, "worst tensor", "time"]
+    rows = [_layout_row(layout, wording.columns) for layout in report.layouts]
     stops = [part for layout in report.layouts for part in _stops(layout)]
-    return section(
-        "Layouts", paragraph(words), table("Every layout against the reference", columns, rows, "layouts"), *stops
-    )
+    overview = table(f"Every {wording.noun} against the reference", columns, rows, "layouts")
+    return section(f"{wording.noun.capitalize()}s", paragraph(wording.compared), overview, *stops)
 
 
-def _kind_heading(kind: str, tolerance: Tolerance | None) -> Markup:
+def _heading(report: Report, name: str, kinds: Sequence[str]) -> Markup:
+    tolerance = _tolerance(report, kinds[0]) if report.wording.shows_tolerances else None
     small = [] if tolerance is None else [element("small", {}, f"tolerance {_short(tolerance.value)}")]
-    return joined([_TITLES[kind], *small])
+    return joined([TITLES.get(name, name), *small])
 
 
-def _layout_row(layout: LayoutResult) -> list[str]:
+def _layout_row(layout: LayoutResult, columns: Mapping[str, tuple[str, ...]]) -> list[str]:
     tensor = layout.worst_tensor()
     told = [] if tensor is None else [element("code", {}, tensor.name), _details(tensor)]
     ranks = "1 rank" if layout.num_ranks == 1 else f"{layout.num_ranks} ranks"
     return [
         joined([layout.name, element("small", {}, ranks)]),
         element("td", {"class": "pass" if layout.passed else "fail"}, "✓ pass" if layout.passed else "✗ FAIL"),
-        *(_worst_cell(layout.worst(kind)) for kind in KINDS),
+        *(_worst_cell(layout.worst(*kinds)) for kinds in columns.values()),
         element("td", {"class": "words"}, *told) if told else _NOTHING,
         element("td", {"class": "number"}, f"{layout.seconds:.1f} s"),
     ]
@@ -133,7 +125,7 @@ def _worst_cell(worst: Deviation | None) -> Markup:
 
 
 def _details(tensor: Deviation) -> Markup:
-    return element("small", {}, f"{_TITLES[tensor.kind]}, step {tensor.step}")
+    return element("small", {}, f"{TITLES[tensor.kind]}, step {tensor.step}")
 
 
 def _stops(layout: LayoutResult) -> Iterator[Markup]:
@@ -144,19 +136,13 @@ def _stops(layout: LayoutResult) -> Iterator[Markup]:
         yield preformatted("\n".join(said))
 
 
-def _curves(report: ParityReport) -> Markup:
+def _curves(report: Report) -> Markup:
     entries = [(str(slot), layout.name, slot) for slot, layout in enumerate(report.layouts)]
-    words = (
-        "Above: the values. The broad grey band is the reference; on it the layouts take turns in a striped line, so "
-        "that equal curves stay visible. Layouts that fail have filled markers and lines of their own; after a wrong "
-        "update they go their own way. Below: the relative deviation from the exact value of each step, which is taken "
-        "at the weights that the layout had; layouts side by side."
-    )
     drawn = [drawing for kind, name in _plotted(report) for drawing in _curve_figure(report, kind, name)]
-    return section("Curves", paragraph(words), legend(entries), figures(*drawn))
+    return section("Curves", paragraph(report.wording.curves), legend(entries), figures(*drawn))
 
 
-def _plotted(report: ParityReport) -> list[tuple[str, str]]:
+def _plotted(report: Report) -> list[tuple[str, str]]:
     """(kind, name) of every quantity that is one number a step."""
     terms = dict.fromkeys(
         term for run in (report.reference, *report.layouts) for step in run.steps for term in step.denominators
@@ -165,8 +151,8 @@ def _plotted(report: ParityReport) -> list[tuple[str, str]]:
     return [*by_term[: len(terms)], ("grad_norm", "grad_norm"), *by_term[len(terms) :]]
 
 
-def _curve_figure(report: ParityReport, kind: str, name: str) -> Iterator[Markup]:
-    title = _TITLES[kind] if kind == "grad_norm" else f"{_TITLES[kind]} of {name}"
+def _curve_figure(report: Report, kind: str, name: str) -> Iterator[Markup]:
+    title = TITLES[kind] if kind == "grad_norm" else f"{TITLES[kind]} of {name}"
     values, differences = [], []
     for slot, layout in enumerate(report.layouts):
         found = sorted((each.step, each.value) for each in layout.deviations if (each.kind, each.name) == (kind, name))
@@ -177,16 +163,19 @@ def _curve_figure(report: ParityReport, kind: str, name: str) -> Iterator[Markup
     unit = {"loss": "nats", "denominator": "sum of shares"}.get(kind, "L2, before clipping")
     pictures = []
     if backdrop or any(curve.points for curve in values):
-        pictures += [axis_name(f"{unit}, by step"), value_chart(f"{title} of every layout by step", values, backdrop)]
+        pictures += [
+            axis_name(f"{unit}, by step"),
+            value_chart(f"{title} of every {report.wording.noun} by step", values, backdrop),
+        ]
     if any(curve.points for curve in differences):
         pictures += _deviation_pictures(report, kind, title, differences)
     if pictures:
         yield figure(title, *pictures)
 
 
-def _deviation_pictures(report: ParityReport, kind: str, title: str, curves: Sequence[Curve]) -> list[Markup]:
+def _deviation_pictures(report: Report, kind: str, title: str, curves: Sequence[Curve]) -> list[Markup]:
     if all(value == 0 for curve in curves for _, value in curve.points):
-        return [axis_name("relative deviation: exactly 0 in every step of every layout")]
+        return [axis_name(f"relative deviation: exactly 0 in every step of every {report.wording.noun}")]
     tolerance = _tolerance(report, kind)
     limit = None if tolerance is None else tolerance.value
     words = f"relative deviation of the {title} by step, logarithmic: {_in_words(report, curves)}"
@@ -204,23 +193,25 @@ def _values(steps: Sequence[StepValues], kind: str, name: str) -> tuple[tuple[in
             return tuple((step.step, step.grad_norm) for step in steps)
 
 
-def _in_words(report: ParityReport, differences: Sequence[Curve]) -> str:
+def _in_words(report: Report, differences: Sequence[Curve]) -> str:
     failed = [report.layouts[curve.slot].name for curve in differences if curve.stands_out]
     worst = max((value if not math.isnan(value) else math.inf) for curve in differences for _, value in curve.points)
-    verdict = "all layouts within the tolerance" if not failed else f"beyond the tolerance: {', '.join(failed)}"
+    verdict = (
+        f"all {report.wording.noun}s within the tolerance"
+        if not failed
+        else f"beyond the tolerance: {', '.join(failed)}"
+    )
     return f"{verdict}, worst {_short(worst)}"
 
 
-def _tensors(report: ParityReport) -> Markup:
-    words = (
-        "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors stand in the "
-        "order of the forward pass. A cross marks what rounding cannot explain."
+def _tensors(report: Report) -> Markup:
+    drawings = [_tensor_map(report, kind) for kind in report.wording.maps]
+    return section(
+        "Tensors", paragraph(report.wording.tensors), heat_legend(), figures(*drawings), _tensor_numbers(report)
     )
-    drawings = [_tensor_map(report, kind) for kind in ("gradient", "update")]
-    return section("Tensors", paragraph(words), heat_legend(), figures(*drawings), _tensor_numbers(report))
 
 
-def _tensor_map(report: ParityReport, kind: str) -> Markup:
+def _tensor_map(report: Report, kind: str) -> Markup:
     columns = [layout.name for layout in report.layouts]
     cells: dict[tuple[str, str], Cell] = {}
     for layout in report.layouts:
@@ -231,11 +222,13 @@ def _tensor_map(report: ParityReport, kind: str) -> Markup:
             )
             cells[each.name, layout.name] = Cell(each.excess, words)
     num_failed = sum(not cell.excess <= 1 for cell in cells.values())
-    name = f"worst deviation of the {_TITLES[kind]}, {len(report.tensors)} tensors by {len(columns)} layouts"
+    name = (
+        f"worst deviation of the {TITLES[kind]}, {len(report.tensors)} tensors by {len(columns)} {report.wording.noun}s"
+    )
     told = f"{name}: {num_failed} of {len(cells)} beyond the tolerance"
     picture = heat_map(told, report.tensors, columns, cells)
     return figure(
-        f"{_TITLES[kind].capitalize()}: {num_failed} of {len(cells)} beyond the tolerance", scrolling(name, picture)
+        f"{TITLES[kind].capitalize()}: {num_failed} of {len(cells)} beyond the tolerance", scrolling(name, picture)
     )
 
 
@@ -251,12 +244,12 @@ def _badness(deviation: Deviation) -> tuple[float, float]:
     return deviation.excess, math.inf if math.isnan(deviation.value) else deviation.value
 
 
-def _tensor_numbers(report: ParityReport) -> Markup:
+def _tensor_numbers(report: Report) -> Markup:
     """The same as a table: the worst layout of each tensor."""
     rows = []
     found = {
         kind: [(layout.name, _worst_by_tensor(layout, kind)) for layout in report.layouts]
-        for kind in ("gradient", "update")
+        for kind in report.wording.maps
     }
     for tensor in report.tensors:
         cells = []
@@ -268,8 +261,11 @@ def _tensor_numbers(report: ParityReport) -> Markup:
             )
             cells.append(_NOTHING if worst is None else _tensor_cell(*worst))
         rows.append([tensor, *cells])
-    columns = ["tensor", *(_TITLES[kind] for kind in found)]
-    return folded("The numbers: the worst layout of every tensor", table("Worst layout of every tensor", columns, rows))
+    columns = ["tensor", *(TITLES[kind] for kind in found)]
+    return folded(
+        f"The numbers: the worst {report.wording.noun} of every tensor",
+        table(f"Worst {report.wording.noun} of every tensor", columns, rows),
+    )
 
 
 def _tensor_cell(worst: Deviation, layout: str) -> Markup:
@@ -277,7 +273,7 @@ def _tensor_cell(worst: Deviation, layout: str) -> Markup:
     return element("td", {"class": kind}, f"{sign}{_short(worst.value)}", element("small", {}, layout))
 
 
-def _tolerances(report: ParityReport) -> Markup:
+def _tolerances(report: Report) -> Markup:
     words = (
         "A layout adds the same numbers in another order, so its results differ from the exact ones by rounding. Each "
         "tolerance bounds that rounding from the precision and from how many numbers are added; none is tuned. What "
@@ -285,7 +281,7 @@ def _tolerances(report: ParityReport) -> Markup:
     )
     rows = [
         [
-            _TITLES[each.kind],
+            TITLES[each.kind],
             element("td", {"class": "number"}, _short(each.value)),
             element("td", {"class": "words"}, each.meaning),
             element("td", {}, element("code", {}, each.formula)),
@@ -299,7 +295,7 @@ def _tolerances(report: ParityReport) -> Markup:
     return section("Tolerances", paragraph(words), table("Where the tolerances come from", columns, rows))
 
 
-def _circumstances(report: ParityReport) -> Markup:
+def _circumstances(report: Report) -> Markup:
     changes = [element("li", {}, element("code", {}, change)) for change in report.changes]
     shrunk = [element("h3", {}, "Changed to make it small"), element("ul", {}, *changes)] if changes else []
     return section(
@@ -308,11 +304,11 @@ def _circumstances(report: ParityReport) -> Markup:
         facts({**report.environment, "data": report.data}),
         *shrunk,
         folded("The configuration that ran", preformatted(yaml_like(report.config))),
-        paragraph("Every number of this page stands in parity.json beside it."),
+        paragraph(f"Every number of this page stands in {report.wording.json_name} beside it."),
     )
 
 
-def _tolerance(report: ParityReport, kind: str) -> Tolerance | None:
+def _tolerance(report: Report, kind: str) -> Tolerance | None:
     return next((each for each in report.tolerances if each.kind == kind), None)
 
 

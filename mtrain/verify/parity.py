@@ -19,18 +19,16 @@ from mtrain.verify.bisect import diagnosed, first_deviating
 from mtrain.verify.compare import compared
 from mtrain.verify.inject import chosen
 from mtrain.verify.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
-from mtrain.verify.ranks import Pool, RankFailedError
+from mtrain.verify.ranks import Pool, RankFailedError, reason_of
 from mtrain.verify.reference import exact_run, exact_steps
-from mtrain.verify.result import LayoutResult, ParityReport, StepValues
-from mtrain.verify.samples import NUM_HARD_KINDS, Plan, has_loss_tokens
-from mtrain.verify.shrink import SEQ_LENGTH, Shrunk, shrink
+from mtrain.verify.result import LayoutResult, ParityReport, StepValues, told
+from mtrain.verify.samples import NUM_HARD_KINDS, Plan, with_loss_tokens
+from mtrain.verify.shrink import Shrunk, shrink
 from mtrain.verify.tolerances import forward_tolerance, tolerances
 from mtrain.verify.weights import Arrays, forward_order
 from mtrain.verify.worker import Job, Outcome, pieces_of, run_layout
 
 PRELOADED = ("mtrain.verify.worker", "mtrain.verify.reference", "mtrain.verify.faults")
-_LONGEST = 512
-"""Tokens to which rows grow in search of answers; more would take minutes."""
 
 Progress = Callable[[str], None]
 
@@ -61,7 +59,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         DataError: the user's data cannot be read.
         MachineError: the device that was asked for is not there.
     """
-    device, max_ranks = _device(config, request.max_ranks)
+    device, max_ranks = device_for(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
     plan = _plan(shrunk, config, request.num_steps)
     check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
@@ -80,11 +78,11 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         reference=check.reference,
         layouts=tuple(layouts),
         injected=request.fault,
-        diagnosis=diagnosed(layouts, check.first_module),
+        diagnosis=diagnosed(layouts, check.first_module, ParityReport.wording),
     )
 
 
-def _device(config: Config, max_ranks: int) -> tuple[str, int]:
+def device_for(config: Config, max_ranks: int) -> tuple[str, int]:
     """Where ranks run, and how many at most."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.train.device == "cuda":
@@ -112,14 +110,7 @@ def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, li
 
 
 def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
-    """With rows long enough to hold loss tokens of the user's samples."""
-    length = SEQ_LENGTH
-    shrunk = shrink(config, trials, length)
-    limit = min(config.data.seq_length, _LONGEST)
-    while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, config.model.vocab_size):
-        length *= 2
-        shrunk = shrink(config, trials, length)
-    return shrunk
+    return with_loss_tokens(lambda length: shrink(config, trials, length), config)
 
 
 def _plan(shrunk: Shrunk, config: Config, num_steps: int) -> Plan:
@@ -168,8 +159,7 @@ class _Check:
             seconds = time.monotonic() - began
             result = compared(trial, everyone, exact, self.tolerances, self.tensors, seconds)
         except (RankFailedError, MtrainError) as fault:
-            lines = str(fault).strip().splitlines()
-            reason = lines[-1] if isinstance(fault, RankFailedError) else lines[0]
+            reason = reason_of(fault)
             seconds = time.monotonic() - began
             return self._done(
                 LayoutResult(trial.name, trial.axes, trial.layout.world_size, seconds, error=reason), progress
@@ -180,7 +170,7 @@ class _Check:
 
     def _done(self, result: LayoutResult, progress: Progress) -> LayoutResult:
         with self._lock:
-            progress(f"{result.name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)")
+            progress(told(result))
         return result
 
     def first_module(self, result: LayoutResult, step: int) -> str | None:

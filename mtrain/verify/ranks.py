@@ -33,6 +33,12 @@ class RankFailedError(RuntimeError):
     """A rank raised, died or hung; carries its traceback."""
 
 
+def reason_of(fault: RankFailedError | MtrainError) -> str:
+    """What went wrong, in one line."""
+    lines = str(fault).strip().splitlines()
+    return lines[-1] if isinstance(fault, RankFailedError) else lines[0]
+
+
 class Pool:
     """Starts ranks; at most one call runs at a time."""
 

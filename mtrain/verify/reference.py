@@ -45,16 +45,17 @@ class Exact:
     """Module outputs, where the step was watched."""
 
 
-def exact_steps(groups: Groups, job: Job, weights: Sequence[Arrays]) -> list[Exact]:
+def exact_steps(groups: Groups, job: Job, weights: Sequence[Arrays], first: int = 0) -> list[Exact]:
     """Loss and gradients of each step at the weights that a layout had before it.
 
     Args:
         groups: Of one process.
         job: The configuration with the whole global batch in one microbatch.
         weights: One set a step.
+        first: Index of the first of these steps.
     """
     evaluator = _Evaluator(groups, job)
-    return [evaluator.step(number, each) for number, each in enumerate(weights)]
+    return [evaluator.step(number, each) for number, each in enumerate(weights, first)]
 
 
 def exact_run(groups: Groups, job: Job) -> tuple[list[StepValues], list[str]]:

@@ -1,4 +1,4 @@
-"""What `mtrain verify parity` prints and writes."""
+"""What `mtrain verify` prints and writes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mtrain.files import disk_faults, write_atomically
-from mtrain.verify.result import KINDS, Deviation, LayoutResult, ParityReport
+from mtrain.verify.result import Deviation, LayoutResult, Report
 
-JSON_NAME, PAGE_NAME = "parity.json", "parity.html"
 _PLAIN_WIDTH = 220
 """Characters of a line where the output is no terminal, so that no row is broken in two."""
 
@@ -23,9 +22,9 @@ def console() -> Console:
     return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
-def print_report(report: ParityReport, folder: Path) -> None:
+def print_report(report: Report, folder: Path) -> None:
     """The table, the tolerances, the diagnosis and the verdict."""
-    output = console()
+    output, wording = console(), report.wording
     output.print(_table(report, plain=not output.is_terminal))
     output.print()
     for tolerance in report.tolerances:
@@ -33,18 +32,19 @@ def print_report(report: ParityReport, folder: Path) -> None:
         output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e} = {tolerance.formula}, {inputs}"))
     for layout in report.layouts:
         if said := [*layout.guards, *([layout.error] if layout.error else [])]:
-            more = f" (and {len(said) - 1} more in {JSON_NAME})" if len(said) > 1 else ""
+            more = f" (and {len(said) - 1} more in {wording.json_name})" if len(said) > 1 else ""
             output.print(escape(f"{layout.name}: {said[0]}{more}"), soft_wrap=True)
     if report.diagnosis is not None:
         output.print()
         for line in report.diagnosis.lines:
             output.print(escape(line), soft_wrap=True)
     output.print()
-    output.print(escape(f"{_verdict(report)}; {folder / JSON_NAME}, {folder / PAGE_NAME}"), soft_wrap=True)
+    files = f"{folder / wording.json_name}, {folder / wording.page_name}"
+    output.print(escape(f"{_verdict(report)}; {files}"), soft_wrap=True)
 
 
-def write_report(report: ParityReport, folder: Path) -> None:
-    """Writes parity.json and parity.html.
+def write_report(report: Report, folder: Path) -> None:
+    """Writes the JSON file and the page.
 
     Raises:
         MachineError: the folder cannot be written.
@@ -53,29 +53,29 @@ def write_report(report: ParityReport, folder: Path) -> None:
 
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / JSON_NAME, report.to_json())
-    write_page(report, folder / PAGE_NAME)
+        write_atomically(folder / report.wording.json_name, report.to_json())
+    write_page(report, folder / report.wording.page_name)
 
 
-def _verdict(report: ParityReport) -> str:
+def _verdict(report: Report) -> str:
     failed = sum(not layout.passed for layout in report.layouts)
     planted = f" with the planted fault {report.injected}" if report.injected else ""
     if failed:
-        return f"FAIL: {failed} of {len(report.layouts)} layouts are not the run of one process{planted}"
-    return f"PASS: {len(report.layouts)} layouts are the run of one process{planted}"
+        return f"FAIL: {failed} of {len(report.layouts)} {report.wording.disagreement}{planted}"
+    return f"PASS: {len(report.layouts)} {report.wording.agreement}{planted}"
 
 
-def _table(report: ParityReport, plain: bool) -> Table:
-    title = f"Worst deviation from one process in float64: {report.data}"
+def _table(report: Report, plain: bool) -> Table:
+    title = f"{report.wording.caption}: {report.data}"
     table = Table(title=title, title_justify="left", pad_edge=False, box=None if plain else Table().box)
-    table.add_column("layout", no_wrap=True)
-    for name in ("ranks", *KINDS):
+    table.add_column(report.wording.noun, no_wrap=True)
+    for name in ("ranks", *report.wording.columns):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("worst tensor")
     table.add_column("verdict", no_wrap=True)
     for layout in report.layouts:
         verdict = "[green]pass[/green]" if layout.passed else "[red]FAIL[/red]"
-        kinds = [_cell(layout.worst(kind)) for kind in KINDS]
+        kinds = [_cell(layout.worst(*kinds)) for kinds in report.wording.columns.values()]
         table.add_row(escape(layout.name), str(layout.num_ranks), *kinds, _worst_tensor(layout), verdict)
     return table
 

@@ -1,4 +1,4 @@
-"""What `mtrain verify parity` found, as data: the table, `parity.json` and `parity.html` are made from this alone."""
+"""What a check found, as data: the table, the JSON file and the page are made from this alone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from mtrain.errors import DataError
+from mtrain.verify.wording import PARITY, RESUME, TENSOR_KINDS, TITLES, Wording
 
 FORMAT = 1
-"""Of parity.json; raised when a field changes its meaning."""
+"""Of the JSON file; raised when a field changes its meaning."""
 
 KINDS = ("denominator", "loss", "gradient", "grad_norm", "update")
-"""Kinds of quantities in the order in which a step computes them: the first that deviates is nearest to the cause."""
+"""Kinds that parity compares, in the order in which a step computes them: the first that deviates is nearest to the
+cause."""
+_ORDER = {kind: number for number, kind in enumerate(TITLES)}
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,14 @@ class Deviation:
     """How far one quantity of one step is from the exact one."""
 
     kind: str
-    """One of KINDS."""
+    """One of TITLES."""
     name: str
-    """denominator, loss: the term. gradient, update: the tensor. grad_norm: `grad_norm`."""
+    """denominator, loss: the term. Kinds of tensors: the parameter. grad_norm: `grad_norm`."""
     step: int
     """Counted from 1, as in metrics.jsonl."""
     value: float
-    """Relative; inf where the exact value is 0 and this one is not, nan where it is not a number."""
+    """Relative; inf where the exact value is 0 and this one is not, nan where it is not a number. Of what is no number,
+    such as samples: the share that differs."""
     tolerance: float
 
     @property
@@ -103,19 +107,23 @@ class LayoutResult:
         """Whether every deviation is within its tolerance and nothing was refused."""
         return self.error is None and not self.guards and all(each.passed for each in self.deviations)
 
-    def worst(self, kind: str) -> Deviation | None:
-        """The deviation of this kind that exceeds its tolerance most; None where there is none of this kind."""
-        return max((each for each in self.deviations if each.kind == kind), key=_badness, default=None)
+    def worst(self, *kinds: str) -> Deviation | None:
+        """The deviation of these kinds that exceeds its tolerance most; None where there is none of them."""
+        return max((each for each in self.deviations if each.kind in kinds), key=_badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
-        """The worst deviation of a gradient or an updated weight."""
-        found = [each for each in self.deviations if each.kind in ("gradient", "update")]
-        return max(found, key=_badness, default=None)
+        """The worst deviation of a tensor."""
+        return self.worst(*TENSOR_KINDS)
 
     def first_failure(self) -> Deviation | None:
-        """The first in time: by step, then by kind in the order of KINDS, then in the order of the forward pass."""
+        """The first in time: by step, then by kind in the order of TITLES, then in the order of the forward pass."""
         failed = (each for each in self.deviations if not each.passed)
-        return min(failed, key=lambda each: (each.step, KINDS.index(each.kind)), default=None)
+        return min(failed, key=lambda each: (each.step, _ORDER[each.kind]), default=None)
+
+
+def told(result: LayoutResult) -> str:
+    """One line of progress."""
+    return f"{result.name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)"
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ class Diagnosis:
     """The smallest layout that fails."""
     step: int | None
     kind: str | None
-    """One of KINDS; None where the layout stopped with an error."""
+    """One of TITLES; None where the layout stopped with an error."""
     name: str | None
     """Term or tensor."""
     value: float | None
@@ -140,8 +148,11 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class ParityReport:
+class Report:
     """Everything that was compared."""
+
+    wording: ClassVar[Wording]
+    """Of the check that this is a report of."""
 
     created: str
     """ISO 8601, UTC."""
@@ -160,7 +171,7 @@ class ParityReport:
     tensors: tuple[str, ...]
     """Names of all parameters in the order of the forward pass."""
     reference: LayoutResult
-    """One process, one batch, float64, without pipeline schedule, DDP or optimizer of Megatron-Core."""
+    """What the others are compared with."""
     layouts: tuple[LayoutResult, ...]
     injected: str | None = None
     """Name of the fault that was planted by `--inject`."""
@@ -182,20 +193,36 @@ class ParityReport:
         return json.dumps(_encoded(asdict(self)), allow_nan=False, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> ParityReport:
+    def from_json(cls, text: str) -> Self:
         """The report that `to_json` wrote.
 
         Raises:
             DataError: the text is no report, or one of another format.
         """
+        verb = cls.wording.verb
         try:
             content = json.loads(text)
             found = content["format"]
             if found != FORMAT:
-                raise DataError(f"the parity report has format {found}, but this version reads {FORMAT}; run it again")
+                raise DataError(f"the {verb} report has format {found}, but this version reads {FORMAT}; run it again")
             return cls(**{**content, **_members(content)})
         except (ValueError, KeyError, TypeError) as fault:
-            raise DataError(f"the text is not a parity report ({fault}); run `mtrain verify parity` again") from fault
+            raise DataError(f"the text is not a {verb} report ({fault}); run `mtrain verify {verb}` again") from fault
+
+
+@dataclass(frozen=True)
+class ParityReport(Report):
+    """Of `mtrain verify parity`; the reference is one process with one batch in float64, without pipeline schedule, DDP
+    or optimizer of Megatron-Core."""
+
+    wording = PARITY
+
+
+@dataclass(frozen=True)
+class ResumeReport(Report):
+    """Of `mtrain verify resume`; the reference is the run that never stopped."""
+
+    wording = RESUME
 
 
 _TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

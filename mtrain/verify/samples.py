@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,11 @@ from mtrain.data.collate import collate, loss_terms
 from mtrain.data.loader import StepLoader
 from mtrain.data.order import key_of, slots
 from mtrain.data.sample import Sample
+from mtrain.verify.shrink import SEQ_LENGTH, Shrunk
 
 NUM_HARD_KINDS = 3
+_LONGEST = 512
+"""Tokens to which rows grow in search of answers; more would take minutes."""
 _TOKEN_WEIGHTS = (1.0, 0.5, 0.3, 0.125)
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
 
@@ -139,3 +142,19 @@ def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
     (batch,) = own_loader(config, own_vocab_size, 0, 1).batches(0)
     learned = (batch.weights["main"] != 0).any(dim=1)
     return bool(learned.double().mean() > 0.5)
+
+
+def with_loss_tokens(made: Callable[[int], Shrunk], user: Config) -> Shrunk:
+    """The small configuration with rows long enough to hold loss tokens of the user's samples.
+
+    Args:
+        made: Shrinks to a row length.
+        user: The user's configuration.
+    """
+    length = SEQ_LENGTH
+    shrunk = made(length)
+    limit = min(user.data.seq_length, _LONGEST)
+    while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, user.model.vocab_size):
+        length *= 2
+        shrunk = made(length)
+    return shrunk

@@ -7,7 +7,7 @@ for every pipeline stage at least), sizes, sequence, batch. Precision is float32
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Shrunk:
 
 
 def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH) -> Shrunk:
-    """The small configuration on which all trials are legal where the user's structure allows it.
+    """The small configuration on which all trials are legal where the user's structure allows it, and comparable.
 
     Args:
         config: The user's.
@@ -59,18 +59,32 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
     _refuse_dropout(config)
     _refuse_layout_dependent(config)
     _refuse_balancing(config)
+    constant = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "min_lr": 0.0}
+    return small(config, trials, seq_length, {"train": {"precision": "fp32"}, "optimizer": constant})
+
+
+def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mapping[str, Mapping[str, Any]]) -> Shrunk:
+    """The small configuration; precision, dropout and schedule are the user's.
+
+    Args:
+        config: The user's.
+        trials: As for `shrink`.
+        seq_length: As for `shrink`.
+        also: Section -> key -> value, of what else is changed.
+    """
     reads_files = has_files(config.data)
     length = _multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = _multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
     content = config.model_dump()
     content["model"] |= _model(config, trials, length, reads_files)
     content["layout"] = {}
-    content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch, "precision": "fp32"}
-    content["optimizer"] |= {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "min_lr": 0.0}
+    content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
     content["data"] |= {"seq_length": length, "prefetch_steps": 0} | _data(config.data, reads_files)
     content["valid"], content["checkpoint"] = {}, {}
-    small = Config.model_validate(content)
-    return Shrunk(small, tuple(_changes(config, small)), reads_files)
+    for section, values in also.items():
+        content[section] |= values
+    changed = Config.model_validate(content)
+    return Shrunk(changed, tuple(_changes(config, changed)), reads_files)
 
 
 def has_files(data: DataSection) -> bool:
@@ -93,7 +107,16 @@ def _refuse_dropout(config: Config) -> None:
 
 
 def _refuse_balancing(config: Config) -> None:
-    """The reference chooses experts, but neither moves their bias nor computes losses of routers."""
+    given = balancing_keys(config)
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: the reference of mtrain verify does not balance experts; set it to 0 to compare the "
+            "rest"
+        )
+
+
+def balancing_keys(config: Config) -> list[str]:
+    """What moves experts' biases or adds losses of routers: the reference chooses experts, but does neither."""
     router = config.loss.router
     asked = {
         "model.experts.bias_update_rate": 0.0
@@ -102,12 +125,7 @@ def _refuse_balancing(config: Config) -> None:
         "loss.router.z_coefficient": router.z_coefficient,
         "loss.router.sequence_balance_coefficient": router.sequence_balance_coefficient,
     }
-    given = [f"{key}={value}" for key, value in asked.items() if value > 0]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: the reference of mtrain verify does not balance experts; set it to 0 to compare the "
-            "rest"
-        )
+    return [f"{key}={value}" for key, value in asked.items() if value > 0]
 
 
 def _refuse_layout_dependent(config: Config) -> None:

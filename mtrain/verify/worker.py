@@ -18,7 +18,7 @@ from mtrain.mcore.pairs import TermTotals
 from mtrain.mcore.teacher import Teacher
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.verify.activations import Piece, Watch
-from mtrain.verify.inject import planted
+from mtrain.verify.faults import PLANTS, planted
 from mtrain.verify.result import StepValues
 from mtrain.verify.samples import Batches, Plan
 from mtrain.verify.weights import Whole, drawn, gathered, set_weights
@@ -76,7 +76,7 @@ class _WatchedStep(TrainingStep):
 
 def run_layout(groups: Groups, job: Job) -> Outcome:
     """Trains a few steps from weights that do not depend on the layout. Collective."""
-    with planted(job.fault):
+    with planted(job.fault, PLANTS):
         return _Runner(groups, job).run()
 
 

@@ -16,7 +16,7 @@ from mtrain.build import build_run
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore import optimizer_state
-from mtrain.mcore.groups import Groups, close_groups
+from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer_state import MAIN, STATES
 from mtrain.run_folder import RunFolder
@@ -142,7 +142,6 @@ def first_loss(groups: Groups, config: Config) -> float:
 
 def said_at_the_start(groups: Groups, config: Config, folder: Path) -> str:
     """What building a run prints on this rank."""
-    close_groups()  # the run opens its own
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        build_run(config, groups.layout, groups.device, RunFolder(folder))
+        build_run(config, groups, RunFolder(folder))
     return said.getvalue()

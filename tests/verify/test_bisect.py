@@ -7,12 +7,14 @@ import pytest
 
 from mtrain.verify.bisect import diagnosed, failing_axis, first_deviating
 from mtrain.verify.result import Deviation, LayoutResult
+from mtrain.verify.wording import PARITY
 
 
 def layout(*axes: str, fails: bool = False, error: str | None = None) -> LayoutResult:
     """A layout that uses some axes."""
     value = 1.0 if fails else 0.0
-    deviations = (Deviation("loss", "main", 1, 0.0, 1e-6), Deviation("grad_norm", "grad_norm", 2, value, 1e-6))
+    kinds = [("loss", 1, 0.0), ("loss", 2, 0.0), ("gradient", 2, 0.0), ("grad_norm", 2, value)]
+    deviations = tuple(Deviation(kind, kind, step, found, 1e-6) for kind, step, found in kinds)
     used = dict.fromkeys(axes, "2")
     return LayoutResult("-".join(axes) or "one", used, 2 ** len(axes), 1.0, deviations=deviations, error=error)
 
@@ -45,7 +47,7 @@ def test_the_smallest_failing_layout_is_watched_at_its_first_failure() -> None:
         return "layer 0 mlp"
 
     results = [layout(), layout("tp", "cp", fails=True), layout("cp", fails=True), layout("tp")]
-    diagnosis = diagnosed(results, watched)
+    diagnosis = diagnosed(results, watched, PARITY)
     assert diagnosis is not None
     assert asked == [("cp", 2)]
     assert (diagnosis.axis, diagnosis.layout, diagnosis.step) == ("cp", "cp", 2)
@@ -56,14 +58,14 @@ def test_the_smallest_failing_layout_is_watched_at_its_first_failure() -> None:
 
 
 def test_a_layout_that_stopped_says_why() -> None:
-    diagnosis = diagnosed([layout(), layout("pp", error="rank 1 died")], lambda result, step: "unasked")
+    diagnosis = diagnosed([layout(), layout("pp", error="rank 1 died")], lambda result, step: "unasked", PARITY)
     assert diagnosis is not None
     assert (diagnosis.axis, diagnosis.step, diagnosis.kind, diagnosis.module) == ("pp", None, None, None)
     assert diagnosis.lines[1] == "stopped: rank 1 died"
 
 
 def test_there_is_nothing_to_say_where_all_pass() -> None:
-    assert diagnosed([layout(), layout("tp")], lambda result, step: "unasked") is None
+    assert diagnosed([layout(), layout("tp")], lambda result, step: "unasked", PARITY) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtrain.errors import MachineError
-from mtrain.verify.page import parity_page, write_page
+from mtrain.verify.page import report_page, write_page
 from mtrain.verify.result import KINDS, LayoutResult, ParityReport
 from tests.verify.browser import Browser
 from tests.verify.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
@@ -24,7 +24,7 @@ GRADIENTS = [1e-7, 0.5, math.inf, math.nan]
 
 
 def page(found: ParityReport) -> Element:
-    return read_html(parity_page(found))
+    return read_html(report_page(found))
 
 
 def stopped() -> ParityReport:

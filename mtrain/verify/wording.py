@@ -1,0 +1,174 @@
+"""What differs between the reports of the checks: which quantities they compare, and what they say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+TITLES = {
+    "counters": "counters",
+    "samples": "samples",
+    "lr": "learning rate",
+    "denominator": "denominator",
+    "loss": "loss",
+    "gradient": "gradients",
+    "grad_norm": "gradient norm",
+    "update": "updated weights",
+    "weights": "weights",
+    "param": "main weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "random": "random states",
+    "records": "records",
+}
+"""Every kind of quantity, in the order in which a step computes them, and its name for readers."""
+
+TENSOR_KINDS = ("gradient", "update", "weights", "param", "exp_avg", "exp_avg_sq")
+"""Kinds whose names are those of parameters."""
+
+IN_WORDS = {
+    "counters": "counter {name}",
+    "samples": "samples",
+    "lr": "learning rate",
+    "denominator": "denominator of term {name}",
+    "loss": "loss of term {name}",
+    "gradient": "gradient of {name}",
+    "grad_norm": "gradient norm",
+    "update": "updated weights of {name}",
+    "weights": "weights of {name}",
+    "param": "main weights of {name}",
+    "exp_avg": "first moment of {name}",
+    "exp_avg_sq": "second moment of {name}",
+    "random": "random state {name}",
+    "records": "{name} in metrics.jsonl",
+}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """One check."""
+
+    verb: str
+    """`mtrain verify VERB` writes VERB.json and VERB.html."""
+    noun: str
+    """What is compared: a layout, a case."""
+    columns: Mapping[str, tuple[str, ...]]
+    """Headings of the table -> kinds that they sum up."""
+    maps: tuple[str, ...]
+    """Kinds of tensors that are drawn as fields of deviations."""
+    shows_tolerances: bool
+    """Whether one tolerance holds in a whole column."""
+    agreement: str
+    """What passes, after the number of them."""
+    disagreement: str
+    """What fails, after `2 of 7 `."""
+    headline: str
+    """Where all pass, with `{count}`."""
+    failed_headline: str
+    """With `{failed}` and `{count}`."""
+    caption: str
+    """Of the table on the terminal."""
+    length: str
+    """With `{steps}`."""
+    compared: str
+    """What the table of the page compares with what."""
+    curves: str
+    tensors: str
+    everything: str
+    """What fails where nothing narrows it down."""
+
+    @property
+    def json_name(self) -> str:
+        """The report as data."""
+        return f"{self.verb}.json"
+
+    @property
+    def page_name(self) -> str:
+        """The report to read."""
+        return f"{self.verb}.html"
+
+    def agreed_before(self, kind: str, compared: Collection[str]) -> str:
+        """What agrees where this kind is the first to deviate, of the kinds that were compared in that step."""
+        earlier = [each for each in TITLES if each in compared and _is_before(each, kind)]
+        names = [_PLURALS.get(name, name) for name, kinds in self.columns.items() if {*kinds} & {*earlier}]
+        if not names:
+            return ""
+        return f"; {names[0] if len(names) == 1 else ', '.join(names[:-1]) + ' and ' + names[-1]} agree"
+
+
+def _is_before(one: str, other: str) -> bool:
+    order = list(TITLES)
+    return order.index(one) < order.index(other)
+
+
+_PLURALS = {"denominator": "denominators", "loss": "losses", "gradient": "gradients", "grad_norm": "their norm"}
+
+PARITY = Wording(
+    verb="parity",
+    noun="layout",
+    columns={kind: (kind,) for kind in ("denominator", "loss", "gradient", "grad_norm", "update")},
+    maps=("gradient", "update"),
+    shows_tolerances=True,
+    agreement="layouts are the run of one process",
+    disagreement="layouts are not the run of one process",
+    headline="All {count} layouts are the same run as the reference, as far as rounding can tell.",
+    failed_headline="{failed} of {count} layouts are not the same run as the reference.",
+    caption="Worst deviation from one process in float64",
+    length="Every layout ran {steps} steps.",
+    compared=(
+        "Worst relative deviation from the exact value over all steps. The reference is one process with one batch in "
+        "float64 at the same weights."
+    ),
+    curves=(
+        "Above: the values. The broad grey band is the reference; on it the layouts take turns in a striped line, so "
+        "that equal curves stay visible. Layouts that fail have filled markers and lines of their own; after a wrong "
+        "update they go their own way. Below: the relative deviation from the exact value of each step, which is taken "
+        "at the weights that the layout had; layouts side by side."
+    ),
+    tensors=(
+        "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors stand in the "
+        "order of the forward pass. A cross marks what rounding cannot explain."
+    ),
+    everything="every layout fails, even one process",
+)
+
+RESUME = Wording(
+    verb="resume",
+    noun="case",
+    columns={
+        "counters": ("counters",),
+        "samples": ("samples",),
+        "lr": ("lr",),
+        "denominator": ("denominator",),
+        "loss": ("loss",),
+        "gradient": ("gradient", "grad_norm"),
+        "weights": ("update", "weights", "param"),
+        "moments": ("exp_avg", "exp_avg_sq"),
+        "random": ("random",),
+        "records": ("records",),
+    },
+    maps=("weights", "param", "exp_avg", "exp_avg_sq"),
+    shows_tolerances=False,
+    agreement="resumed runs are the straight run",
+    disagreement="resumed runs are not the straight run",
+    headline="All {count} resumed runs are the run that never stopped.",
+    failed_headline="{failed} of {count} resumed runs are not the run that never stopped.",
+    caption="Worst deviation from the run that never stopped",
+    length="The straight run has {steps} steps.",
+    compared=(
+        "On the layout that saved, everything is compared bit by bit with the straight run: the state right after "
+        "loading and after every step, the samples, what was recorded. On another layout the state that was loaded is "
+        "compared bit by bit with the files, samples, learning rates and counters must be the same, and every step is "
+        "compared with its exact values in float64 at the weights that it started from, within the tolerances below."
+    ),
+    curves=(
+        "Above: the values. The broad grey band is the straight run; on it the resumed runs take turns in a striped "
+        "line, so that equal curves stay visible. Those that fail have filled markers and lines of their own. Below: "
+        "the relative deviation."
+    ),
+    tensors=(
+        "Each square is the worst moment of one tensor in one case: 0, or deviating. Tensors stand in the order of the "
+        "forward pass. A cross marks what must not be."
+    ),
+    everything="resuming changes the run, even on the layout that saved",
+)
