@@ -15,4 +15,4 @@ class Pool(ranks.Pool):
     """Ranks on gloo."""
 
     def __init__(self) -> None:
-        super().__init__(preloaded=["pytest", "tests.pool"])
+        super().__init__(preloaded=["pytest", "tests.pool", "mtrain.verify.segment"])

@@ -65,7 +65,7 @@ def same_layout(
             found += _states(step, own.states[step], other.states[step])
     found += samples(everyone, straight)
     found += _recorded(records, expected, everyone[0].start_step)
-    return _worst_of_ranks(found)
+    return found
 
 
 def other_layout(
@@ -100,7 +100,7 @@ def other_layout(
     found += _steps_recorded(records, expected)
     rates = {record.step: record.lr for record in expected}
     found += [_exact("lr", "lr", each.step, each.lr, rates[each.step]) for each in records if each.step > start]
-    return _worst_of_ranks([*found, *steps])
+    return [*found, *steps]
 
 
 def exact_deviations(
@@ -224,12 +224,18 @@ def _exact(kind: str, name: str, step: int, found: float, expected: float) -> De
     return Deviation(kind, name, step, value, 0.0)
 
 
-def _worst_of_ranks(found: Sequence[Deviation]) -> list[Deviation]:
-    """One for each quantity and step, in the order of time; equal quantities keep the order in which they came."""
+def worst_in_order(found: Sequence[Deviation], tensors: Sequence[str]) -> list[Deviation]:
+    """The worst of all ranks for each quantity and step, in the order of time and of the forward pass.
+
+    Args:
+        found: In any order.
+        tensors: Names of parameters in the order of the forward pass.
+    """
     worst: dict[tuple[str, str, int], Deviation] = {}
     for each in found:
         key = (each.kind, each.name, each.step)
         if key not in worst or each.excess > worst[key].excess or each.value > worst[key].value:
             worst[key] = each
     order = {kind: number for number, kind in enumerate(TITLES)}
-    return sorted(worst.values(), key=lambda each: (each.step, order[each.kind]))
+    place = {name: number for number, name in enumerate(tensors)}
+    return sorted(worst.values(), key=lambda each: (each.step, order[each.kind], place.get(each.name, 0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from mtrain import build, lr, resume, trainer
 from mtrain.config.train import OptimizerSection
 from mtrain.data.loader import StepLoader
-from mtrain.mcore import optimizer_state, random_state
+from mtrain.mcore import checkpoint, optimizer_state, random_state, torch_dist
 from mtrain.mcore.optimizer_state import MAIN
+from mtrain.mcore.places import optimizer_key
 from mtrain.metrics.sinks import JsonlSink
 from mtrain.verify.faults import Plant, replaced
 
@@ -60,17 +61,20 @@ def _shared_step() -> contextlib.AbstractContextManager[None]:
 
 
 def _stale_shard() -> contextlib.AbstractContextManager[None]:
-    original = optimizer_state.set_states
+    original = torch_dist.load_tensors
 
     @torch.no_grad()
-    def faulty(optimizer: Any, whole: _States, adam_step: int) -> None:
-        first = optimizer_state.portions(optimizer)[0]
-        before = first.main.clone()
-        original(optimizer, whole, adam_step)
+    def faulty(reader: Any, tensors: Sequence[Any], may_be_left: Callable[[str], bool], rows: int) -> None:
+        weights = tensors[0]
+        alike = {weights.key, optimizer_key(MAIN, weights.key)}
+        stale = [each for each in tensors if each.key in alike and each.global_offset == weights.global_offset]
+        before = weights.data.clone()
+        original(reader, tensors, may_be_left, rows)
         if dist.get_rank() == dist.get_world_size() - 1:
-            first.main.copy_(before)
+            for each in stale:
+                each.data.copy_(before)
 
-    return replaced(optimizer_state, "set_states", faulty)
+    return replaced(checkpoint, "load_tensors", faulty)
 
 
 def _one_step_later() -> contextlib.AbstractContextManager[None]:

@@ -38,6 +38,7 @@ from mtrain.verify.resume_compare import (
     same_layout,
     step_values,
     weights_before_each_step,
+    worst_in_order,
 )
 from mtrain.verify.resume_inject import CRASH, RESUME_FAULTS
 from mtrain.verify.samples import Plan, with_loss_tokens
@@ -80,10 +81,13 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
             "save and something to go on with"
         )
     device, max_ranks = device_for(config, request.max_ranks)
-    plan = _planned(config, request, max_ranks)
+    plan = planned(config, request, max_ranks)
+    if request.fault is not None:
+        chosen(request.fault, plan.base.config, {CRASH}, RESUME_FAULTS)
     with tempfile.TemporaryDirectory(prefix="mtrain-resume-") as folder:
-        check = _Check(plan, request, Path(folder), pool or Pool(device, PRELOADED))
-        results = check.run(progress)
+        check = ResumeCheck(plan, request.at, Path(folder), pool or Pool(device, PRELOADED))
+        check.prepare()
+        results = check.run(progress, request.fault)
     environment = {key: str(value) for key, value in program_versions().items()}
     return ResumeReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -103,7 +107,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ResumePlan:
     """What is compared with what."""
 
     shrunk: Shrunk
@@ -119,7 +123,13 @@ class _Plan:
     notes: tuple[str, ...]
 
 
-def _planned(config: Config, request: ResumeRequest, max_ranks: int) -> _Plan:
+def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePlan:
+    """The layouts and the small configurations.
+
+    Raises:
+        ConfigError: as `verify_resume` does.
+        DataError: as `verify_resume` does.
+    """
     base = full_trial(config, max_ranks)
     named = None if request.layouts is None else parse_trials(request.layouts, config, max_ranks)
     trials = other_trials(config, max_ranks) if named is None else named
@@ -138,7 +148,7 @@ def _planned(config: Config, request: ResumeRequest, max_ranks: int) -> _Plan:
         trials = []
     saving = prepared(base, shrunk.config)
     others = [each for trial in trials if (each := _fitting(trial, comparable, named is not None)) is not None]
-    return _Plan(
+    return ResumePlan(
         shrunk,
         saving,
         prepared(base, comparable),
@@ -166,7 +176,7 @@ def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
     return {"warmup_steps": warmup, "decay_steps": None}
 
 
-def _data(plan: _Plan, request: ResumeRequest) -> str:
+def _data(plan: ResumePlan, request: ResumeRequest) -> str:
     samples = "the run's own data" if plan.shrunk.reads_files else "random tokens"
     return f"{request.num_steps} steps of {samples}, stopped after {request.at}"
 
@@ -178,33 +188,47 @@ class _Finding(NamedTuple):
     deviations: list[Deviation]
 
 
-class _Check:
-    """All runs of one check."""
+class ResumeCheck:
+    """All runs of one check; the straight run and the stop are made once, by `prepare`."""
 
-    def __init__(self, plan: _Plan, request: ResumeRequest, folder: Path, pool: Pool) -> None:
-        self._plan, self._request, self._folder, self._pool = plan, request, folder, pool
-        if request.fault is not None:
-            axes = {CRASH, *(axis for trial in plan.others for axis in trial.axes)}
-            chosen(request.fault, plan.base.config, axes, RESUME_FAULTS)
+    def __init__(self, plan: ResumePlan, at: int, folder: Path, pool: Pool) -> None:
+        """
+        Args:
+            plan: What is compared with what.
+            at: Updates after which the run stops.
+            folder: For the run folders; empty.
+            pool: Starts the ranks.
+        """
+        self._plan, self._at, self._folder, self._pool = plan, at, folder, pool
         self._lock = threading.Lock()
         self._saved: dict[str, list[Seen]] = {}
 
-    def run(self, progress: Progress) -> list[LayoutResult]:
-        """The straight run and the stop, then every case; two at a time on CPUs."""
-        plan, threads = self._plan, ThreadPoolExecutor(2 if self._pool.device == "cpu" else 1)
-        try:
-            stops = {"stopped": plan.base}
-            if plan.others and plan.comparable.config != plan.base.config:
-                stops["comparable"] = plan.comparable
+    def prepare(self) -> None:
+        """The straight run, and those that stop."""
+        plan = self._plan
+        stops = {"stopped": plan.base}
+        if plan.others and plan.comparable.config != plan.base.config:
+            stops["comparable"] = plan.comparable
+        with ThreadPoolExecutor(self._at_once) as threads:
             straight = threads.submit(self._straight)
             saved = {folder: threads.submit(self._stopped, trial, folder) for folder, trial in stops.items()}
             self._everyone = straight.result()
             self._saved = {folder: stop.result() for folder, stop in saved.items()}
-            source = list(stops)[-1]
-            cases = [self._same, self._crashed, *(partial(self._other, trial, source) for trial in plan.others)]
-            return list(threads.map(lambda case: self._reported(case(), progress), cases))
+
+    def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
+        """Every case; two at a time on CPUs."""
+        others = (partial(self.elsewhere, trial) for trial in self._plan.others)
+        threads = ThreadPoolExecutor(self._at_once)
+        try:
+            return list(
+                threads.map(lambda case: self._reported(case(fault), progress), (self.alike, self.crashed, *others))
+            )
         finally:
             threads.shutdown(cancel_futures=True)  # an interrupted check starts nothing further
+
+    @property
+    def _at_once(self) -> int:
+        return 2 if self._pool.device == "cpu" else 1
 
     def _start(self, trial: Prepared, folder: str, saving: Mapping[str, Any] = EMPTY, **how: Any) -> list[Seen]:
         run = trial.config.run.model_copy(update={"dir": str(self._folder / folder)})
@@ -215,7 +239,7 @@ class _Check:
 
     def _straight(self) -> list[Seen]:
         began, base = time.monotonic(), self._plan.base
-        everyone = self._start(base, "straight", watched_from=self._request.at)
+        everyone = self._start(base, "straight", watched_from=self._at)
         seconds = time.monotonic() - began
         self._expected = records_of(self._folder / "straight")
         names = dict.fromkeys(name for seen in everyone for name in seen.parameter_names)
@@ -225,50 +249,55 @@ class _Check:
         return everyone
 
     def _stopped(self, trial: Prepared, folder: str) -> list[Seen]:
-        return self._start(trial, folder, watched_from=self._request.at, stop_after=self._request.at)
+        return self._start(trial, folder, watched_from=self._at, stop_after=self._at)
 
-    def _same(self) -> LayoutResult:
-        return self._judged("same layout", self._plan.base, {}, lambda: self._resumed_alike("stopped", "same"))
+    def alike(self, fault: str | None) -> LayoutResult:
+        """Goes on on the layout that saved."""
+        return self._judged("same layout", self._plan.base, {}, lambda: self._resumed_alike("stopped", fault))
 
-    def _crashed(self) -> LayoutResult:
-        base, at = self._plan.base, self._request.at
-        crash, rank = min(at + 2, self._request.num_steps), base.layout.world_size - 1
+    def crashed(self, fault: str | None) -> LayoutResult:
+        """Goes on after the last rank was killed between saves."""
+        base, at = self._plan.base, self._at
+        crash, rank = min(at + 2, base.config.train.num_steps), base.layout.world_size - 1
 
         def find() -> _Finding:
+            source = self._new_folder()
             try:
-                self._start(base, "crashed", {"interval_steps": at, "async_save": False}, crash_in=crash)
+                self._start(base, source, {"interval_steps": at, "async_save": False}, crash_in=crash)
             except RankFailedError:
-                return self._resumed_alike("crashed", "after-crash")
+                return self._resumed_alike(source, fault)
             raise NumericError("the rank that was to be killed went on")
 
         return self._judged(f"after a crash of rank {rank} in step {crash}", base, {CRASH: f"rank {rank}"}, find)
 
-    def _other(self, trial: Prepared, source: str) -> LayoutResult:
+    def elsewhere(self, trial: Prepared, fault: str | None) -> LayoutResult:
+        """Goes on on another layout."""
         axes = _changed_axes(self._plan.base, trial)
-        return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_elsewhere(trial, source))
+        return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_elsewhere(trial, fault))
 
-    def _resumed_alike(self, source: str, folder: str) -> _Finding:
-        """Goes on on the layout that saved."""
-        everyone, records = self._resumed(self._plan.base, source, folder)
+    def _resumed_alike(self, source: str, fault: str | None) -> _Finding:
+        everyone, records = self._resumed(self._plan.base, source, fault=fault)
         return _Finding(records, same_layout(everyone, self._everyone, records, self._expected))
 
-    def _resumed_elsewhere(self, trial: Prepared, source: str) -> _Finding:
-        everyone, records = self._resumed(trial, source, trial.name, gathers=True)
-        first = everyone[0]
-        plan = Plan(self._request.num_steps, 0, self._plan.own_vocab_size)
-        job, weights = Job(self._plan.one.config, plan), weights_before_each_step(first)
-        exact = self._pool.run(exact_steps, self._plan.one.layout, job, weights, first.start_step)[0]
+    def _resumed_elsewhere(self, trial: Prepared, fault: str | None) -> _Finding:
+        source = list(self._saved)[-1]
+        everyone, records = self._resumed(trial, source, gathers=True, fault=fault)
+        first, one = everyone[0], self._plan.one
+        job = Job(one.config, Plan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
+        exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first), first.start_step)[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)
         found = other_layout(everyone, self._saved[source], self._everyone, records, self._expected, steps)
         return _Finding(records, found)
 
-    def _resumed(
-        self, trial: Prepared, source: str, folder: str, gathers: bool = False
-    ) -> tuple[list[Seen], list[StepRecord]]:
+    def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[Seen], list[StepRecord]]:
         """Goes on in a copy of a run folder; what the ranks have seen, and all records."""
-        shutil.copytree(self._folder / source, self._folder / folder)
-        everyone = self._start(trial, folder, gathers=gathers, fault=self._request.fault)
+        folder = self._new_folder()
+        shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)
+        everyone = self._start(trial, folder, **how)
         return everyone, records_of(self._folder / folder)
+
+    def _new_folder(self) -> str:
+        return Path(tempfile.mkdtemp(dir=self._folder)).name
 
     def _judged(self, name: str, trial: Prepared, axes: dict[str, str], find: Callable[[], _Finding]) -> LayoutResult:
         began, error, finding = time.monotonic(), None, _Finding([], [])
@@ -276,7 +305,7 @@ class _Check:
             finding = find()
         except (RankFailedError, MtrainError) as fault:
             error = reason_of(fault)
-        seconds, at = time.monotonic() - began, self._request.at
+        seconds, at = time.monotonic() - began, self._at
         return LayoutResult(
             name,
             axes,
@@ -284,7 +313,7 @@ class _Check:
             seconds,
             steps=tuple(step_values(record) for record in finding.records if record.step > at),
             expected=tuple(step_values(record) for record in self._expected if record.step > at),
-            deviations=tuple(finding.deviations),
+            deviations=tuple(worst_in_order(finding.deviations, self.tensors)),
             error=error,
         )
 
