@@ -10,10 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from mtrain.checkpoint.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
+from mtrain.checkpoint.foreign import foreign_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.errors import DataError, RunFolderError
 from mtrain.mcore.checkpoint import load_checkpoint, load_weights
+from mtrain.mcore.foreign import load_foreign_weights
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.verified import opened_checkpoint
@@ -63,6 +65,12 @@ def take_up(
             return state.step
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
+        foreign = on_first_rank(lambda: foreign_folder(source))
+        if foreign is not None:
+            if groups.rank == 0:
+                say(f"loading {foreign}, which another program wrote: there are no checksums to verify it by")
+            load_foreign_weights(foreign, chunks, optimizer, groups, config)
+            return 0
         with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
             start = announced(newest)
             assert start is not None, "checkpoint_at raises where there is none"

@@ -37,7 +37,7 @@ class CheckpointSection(Section):
     """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""
     initialize_from: str | None = None
     """A checkpoint directory, or a run folder (its newest one), whose weights this run starts from; optimizer, step
-    and data order start anew."""
+    and data order start anew. Of Megatron-LM or Megatron-Bridge (torch_dist): an iteration, or its parent."""
 
 
 class MetricsSection(Section):

@@ -4,77 +4,71 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mtrain import build, lr, resume, trainer
+from mtrain.checkpoint.tensor_file import Part
 from mtrain.config.train import OptimizerSection
 from mtrain.data.loader import StepLoader
 from mtrain.mcore import checkpoint, optimizer_state, random_state, torch_dist
 from mtrain.mcore.optimizer_state import MAIN
-from mtrain.mcore.places import optimizer_key
 from mtrain.metrics.sinks import JsonlSink
 from mtrain.verify.faults import Plant, replaced
 
-_States = Mapping[Tensor, Mapping[str, Tensor]]
+
+def _after_loading(change: Callable[[Any, int], None]) -> Plant:
+    """Spoils the optimizer after its tensors were read; `change` gets it and Adam's number of updates."""
+    original = optimizer_state.set_adam_step
+
+    @torch.no_grad()
+    def faulty(optimizer: Any, adam_step: int) -> None:
+        original(optimizer, adam_step)
+        change(optimizer, adam_step)
+
+    return lambda: replaced(optimizer_state, "set_adam_step", faulty)
 
 
-def _loading(change: Callable[[Any, _States, int], tuple[_States, int]]) -> Plant:
-    """Puts something else into the optimizer than what was read."""
-    original = optimizer_state.set_states
-
-    def faulty(optimizer: Any, whole: _States, adam_step: int) -> None:
-        original(optimizer, *change(optimizer, whole, adam_step))
-
-    return lambda: replaced(optimizer_state, "set_states", faulty)
+def _no_moments(optimizer: Any, adam_step: int) -> None:
+    for _, states in optimizer_state.portion_states(optimizer):
+        for name, values in states.items():
+            if name != MAIN:
+                values.zero_()
 
 
-def _no_moments(optimizer: Any, whole: _States, adam_step: int) -> tuple[_States, int]:
-    return {
-        parameter: {name: values if name == MAIN else torch.zeros_like(values) for name, values in states.items()}
-        for parameter, states in whole.items()
-    }, adam_step
+def _rounded(optimizer: Any, adam_step: int) -> None:
+    for portion in optimizer_state.portions(optimizer):
+        values = portion.parameter.detach().flatten()[portion.start : portion.end]
+        portion.main.copy_(values.view(portion.main.shape))
 
 
-def _rounded(optimizer: Any, whole: _States, adam_step: int) -> tuple[_States, int]:
-    return {
-        parameter: {**states, MAIN: parameter.detach().float().cpu()} for parameter, states in whole.items()
-    }, adam_step
+def _shared_step(optimizer: Any, adam_step: int) -> None:
+    shared = torch.tensor(float(adam_step))
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["step"] = shared
 
 
-def _shared_step() -> contextlib.AbstractContextManager[None]:
-    original = optimizer_state.set_states
-
-    def faulty(optimizer: Any, whole: _States, adam_step: int) -> None:
-        original(optimizer, whole, adam_step)
-        shared = torch.tensor(float(adam_step))
-        for part in optimizer.chained_optimizers:
-            for state in part.optimizer.state.values():
-                state["step"] = shared
-
-    return replaced(optimizer_state, "set_states", faulty)
+def _one_update_more() -> contextlib.AbstractContextManager[None]:
+    original = optimizer_state.set_adam_step
+    return replaced(optimizer_state, "set_adam_step", lambda optimizer, count: original(optimizer, count + 1))
 
 
 def _stale_shard() -> contextlib.AbstractContextManager[None]:
-    original = torch_dist.load_tensors
+    original = torch_dist.load_parts
 
     @torch.no_grad()
-    def faulty(reader: Any, tensors: Sequence[Any], may_be_left: Callable[[str], bool], rows: int) -> None:
-        weights = tensors[0]
-        alike = {weights.key, optimizer_key(MAIN, weights.key)}
-        stale = [each for each in tensors if each.key in alike and each.global_offset == weights.global_offset]
-        before = weights.data.clone()
-        original(reader, tensors, may_be_left, rows)
+    def faulty(saved: Any, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int) -> None:
+        before = parts[0].data.clone()
+        original(saved, parts, may_be_left, vocab_size)
         if dist.get_rank() == dist.get_world_size() - 1:
-            for each in stale:
-                each.data.copy_(before)
+            parts[0].data.copy_(before)
 
-    return replaced(checkpoint, "load_tensors", faulty)
+    return replaced(checkpoint, "load_parts", faulty)
 
 
 def _one_step_later() -> contextlib.AbstractContextManager[None]:
@@ -108,10 +102,10 @@ PLANTS: dict[str, Plant] = {
     "run-step-off-by-one": _one_step_later,
     "samples-restarted": _first_samples,
     "learning-rate-restarted": _restarted_rate,
-    "moments-not-restored": _loading(_no_moments),
-    "adam-step-off-by-one": _loading(lambda optimizer, whole, adam_step: (whole, adam_step + 1)),
-    "adam-step-shared": _shared_step,
-    "main-weights-rounded": _loading(_rounded),
+    "moments-not-restored": _after_loading(_no_moments),
+    "adam-step-off-by-one": _one_update_more,
+    "adam-step-shared": _after_loading(_shared_step),
+    "main-weights-rounded": _after_loading(_rounded),
     "stale-shard": _stale_shard,
     "loss-scale-restarted": lambda: replaced(optimizer_state, "set_loss_scaler", lambda optimizer, saved: None),
     "random-states-not-restored": lambda: replaced(random_state, "set_random_states", lambda states: None),

@@ -1,0 +1,100 @@
+"""What lies in a checkpoint, from its lists alone: no tensor is read. Checkpoints of Megatron-LM and Bridge too."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain.checkpoint.directory import checkpoint_at
+from mtrain.checkpoint.foreign import foreign_folder
+from mtrain.checkpoint.manifest import Manifest
+from mtrain.checkpoint.tensors import CheckpointTensors, GlobalTensor
+from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
+
+OPTIMIZER, RANDOM = "optimizer", "random states"
+WEIGHTS = "weights"
+
+
+class Contents(NamedTuple):
+    """A checkpoint that was looked at."""
+
+    folder: Path
+    tensors: CheckpointTensors
+    manifest: Manifest | None
+    """None of other programs' checkpoints."""
+    state: TrainingState | None
+    warnings: tuple[str, ...]
+    """Newer checkpoints that are not whole."""
+
+
+class Total(NamedTuple):
+    """A group of tensors."""
+
+    num_tensors: int
+    num_elements: int
+    size_bytes: int
+
+
+def contents_of(path: Path) -> Contents:
+    """Opens a checkpoint, a run folder (its newest good checkpoint), or a checkpoint of Megatron-LM or Bridge.
+
+    Raises:
+        DataError: There is none, or it is not whole: a list is damaged, a file is missing or has another size.
+        MachineError: It cannot be read.
+    """
+    foreign = foreign_folder(path)
+    if foreign is not None:
+        return Contents(foreign, CheckpointTensors(foreign), None, None, ())
+    newest = checkpoint_at(path)
+    assert newest.entry is not None, "checkpoint_at raises where there is none"
+    folder = newest.entry.path
+    state = read_state(folder) if (folder / STATE_NAME).exists() else None
+    return Contents(folder, CheckpointTensors(folder), newest.entry.manifest, state, newest.warnings)
+
+
+def group_of(key: str) -> str:
+    """WEIGHTS, OPTIMIZER or RANDOM."""
+    if key.startswith(("optimizer.", "chained_")):
+        return OPTIMIZER
+    return RANDOM if key.startswith(("rng.", "rng_state")) else WEIGHTS
+
+
+def size_bytes(tensor: GlobalTensor) -> int:
+    """Of the values, without padding of files."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def totals(contents: Contents) -> dict[tuple[str, str], Total]:
+    """(group, dtype) -> how much there is of it."""
+    found: dict[tuple[str, str], Total] = {}
+    for key, tensor in contents.tensors.tensors.items():
+        kind = group_of(key), str(tensor.dtype).removeprefix("torch.")
+        known = found.get(kind, Total(0, 0, 0))
+        found[kind] = Total(
+            known.num_tensors + 1,
+            known.num_elements + math.prod(tensor.shape),
+            known.size_bytes + size_bytes(tensor),
+        )
+    return found
+
+
+def described(contents: Contents) -> dict[str, str]:
+    """What a checkpoint says of itself: name -> value, for people."""
+    told = {"checkpoint": str(contents.folder)}
+    if contents.manifest is None:
+        return told | {"written by": "another program (torch_dist); no manifest, no checksums"}
+    manifest = contents.manifest
+    told |= {"step": str(manifest.step), "tokens": f"{manifest.tokens:,}", "layout": manifest.layout}
+    if contents.state is not None:
+        told |= {"vocabulary": str(contents.state.vocab_size), "device": contents.state.device}
+    told |= {"versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items())}
+    told |= {"configuration": f"SHA-256 {manifest.config_hash}"}
+    if manifest.dataset is not None:
+        told["data"] = f"fingerprint {manifest.dataset}"
+    if manifest.git is not None:
+        told["git"] = manifest.git.commit + (" with local changes" if manifest.git.dirty else "")
+    if manifest.valid_loss is not None:
+        told["validation"] = f"{manifest.valid_loss} nats"
+    size = sum(facts.size_bytes for facts in manifest.files.values())
+    return told | {"files": f"{len(manifest.files)}, {size:,} bytes"}

@@ -1,0 +1,141 @@
+"""Two checkpoints against each other, one saved box at a time; the layouts that saved them may differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.checkpoint.contents import RANDOM, Contents, group_of
+from mtrain.checkpoint.tensors import GlobalTensor
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+class Compared(NamedTuple):
+    """One tensor that both have."""
+
+    key: str
+    num_elements: int
+    num_differing: int
+    """As bits; of different dtypes, as numbers."""
+    largest_difference: float
+    """Absolute; inf where only one of two elements is a number."""
+    largest: float
+    """Absolute value of the first checkpoint."""
+    dtypes: tuple[str, str]
+
+    @property
+    def relative(self) -> float:
+        """Largest difference in units of the largest element."""
+        if self.largest_difference == 0:
+            return 0.0
+        return self.largest_difference / self.largest if self.largest > 0 else math.inf
+
+
+class Differences(NamedTuple):
+    """Everything that is not the same."""
+
+    missing: tuple[str, ...]
+    """Keys that only the first has."""
+    extra: tuple[str, ...]
+    """Keys that only the second has."""
+    misshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    compared: tuple[Compared, ...]
+    """The worst first."""
+    left_out: tuple[str, ...]
+    """Random states of other numbers of ranks, which mean nothing to each other."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every tensor is there twice with the same bits."""
+        differs = any(each.num_differing or each.dtypes[0] != each.dtypes[1] for each in self.compared)
+        return not (self.missing or self.extra or self.misshaped or differs)
+
+
+def differences(a: Contents, b: Contents) -> Differences:
+    """Compares all tensors; memory is that of two boxes.
+
+    Rows of the padded vocabulary are left out where both say how many rows are tokens.
+
+    Raises:
+        DataError: A file is cut or damaged.
+    """
+    ours, theirs = a.tensors.tensors, b.tensors.tensors
+    both = [key for key in ours if key in theirs]
+    shapes = {key: _shapes(key, a, b) for key in both}
+    unlike = [key for key in both if shapes[key][0] != shapes[key][1]]
+    left_out = [key for key in ours.keys() ^ theirs.keys() | set(unlike) if group_of(key) == RANDOM]
+    compared = [_compared(key, shapes[key][0], a, b) for key in both if key not in unlike]
+    return Differences(
+        missing=tuple(key for key in ours if key not in theirs and key not in left_out),
+        extra=tuple(key for key in theirs if key not in ours and key not in left_out),
+        misshaped=tuple((key, *shapes[key]) for key in unlike if key not in left_out),
+        compared=tuple(sorted(compared, key=lambda each: (-each.relative, -each.num_differing, each.key))),
+        left_out=tuple(sorted(left_out)),
+    )
+
+
+def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of both, without padding rows where these are known."""
+    shapes = (a.tensors.tensors[key].shape, b.tensors.tensors[key].shape)
+    if not key.endswith(_VOCABULARY) or a.state is None or b.state is None:
+        return shapes
+    first, second = ((state.vocab_size, *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
+    return first, second
+
+
+def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Compared:
+    ours, theirs = a.tensors.tensors[key], b.tensors.tensors[key]
+    count, worst, largest = 0, 0.0, 0.0
+    for offsets, sizes in _boxes(ours, shape):
+        own, other = (each.tensors.read(key, offsets, sizes) for each in (a, b))
+        largest = max(largest, _largest(own))
+        if ours.dtype == theirs.dtype and torch.equal(_bits(own), _bits(other)):
+            continue
+        differing = _differing(own, other)
+        count += int(differing.sum())
+        worst = max(worst, _largest_difference(own, other, differing))
+    dtypes = (str(ours.dtype).removeprefix("torch."), str(theirs.dtype).removeprefix("torch."))
+    return Compared(key, math.prod(shape), count, worst, largest, dtypes)
+
+
+def _boxes(tensor: GlobalTensor, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the saved boxes, cut to the shape."""
+    for box in tensor.boxes:
+        sizes = tuple(min(size, end - start) for start, size, end in zip(box.offsets, box.sizes, shape))
+        if all(size > 0 for size in sizes):
+            yield box.offsets, sizes
+
+
+def _differing(own: Tensor, other: Tensor) -> Tensor:
+    """[elements] bool."""
+    if own.dtype != other.dtype:
+        return (own.double() != other.double()).view(-1)
+    width = own.element_size()
+    first, second = (_bits(each).view(-1, width) for each in (own, other))
+    return (first != second).any(dim=1)
+
+
+def _largest_difference(own: Tensor, other: Tensor, differing: Tensor) -> float:
+    first, second = (each.reshape(-1)[differing].double() for each in (own, other))
+    difference = (first - second).abs()
+    is_same = (first == second) | (first.isnan() & second.isnan())
+    return _maximum(difference.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0))
+
+
+def _largest(tensor: Tensor) -> float:
+    values = tensor.abs().double() if tensor.dtype != torch.bool else tensor.double()
+    return _maximum(values.nan_to_num(nan=0.0, posinf=0.0))
+
+
+def _maximum(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Bytes, as not-a-number is not equal to itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

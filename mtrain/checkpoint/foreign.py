@@ -1,0 +1,117 @@
+"""Checkpoints that Megatron-LM and Megatron-Bridge wrote: where they lie.
+
+    DIR/latest_checkpointed_iteration.txt       100, or `release`
+    DIR/latest_train_state.pt                   Bridge's; not read
+    DIR/iter_0000100/.metadata common.pt metadata.json *.distcp [run_config.yaml]
+
+Of these only `.metadata`, as far as it is data, the tensors' bytes and plain text are read; common.pt, which holds the
+arguments as a pickle, never is. So the model's configuration has to be given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtrain.checkpoint.manifest import MANIFEST_NAME
+from mtrain.config.model import ModelSection
+from mtrain.errors import DataError
+from mtrain.files import disk_faults
+
+_LIST, _LATEST, _RUN_CONFIG = ".metadata", "latest_checkpointed_iteration.txt", "run_config.yaml"
+_LEGACY = ("mp_rank_00", "mp_rank_00_000")
+
+
+def foreign_folder(path: Path) -> Path | None:
+    """The folder with the tensors of another program's checkpoint; None where the path holds none.
+
+    Args:
+        path: Of one iteration, or of the folder that holds them: then the latest.
+
+    Raises:
+        DataError: It is one, but the latest iteration is not there, or it has the old format of one file a rank.
+        MachineError: It cannot be read.
+    """
+    with disk_faults(f"read {path}"):
+        if (path / MANIFEST_NAME).exists():
+            return None
+        if (path / _LIST).exists():
+            return path
+        if (path / _LATEST).exists():
+            return _checked(path, (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip())
+        if any((path / name).exists() for name in _LEGACY):
+            raise _legacy(path)
+    return None
+
+
+def _checked(path: Path, latest: str) -> Path:
+    if latest != "release" and not re.fullmatch(r"\d{1,9}", latest):
+        raise DataError(
+            f"{path / _LATEST} says {latest[:40]!r}, which is neither a number nor `release`; name the iteration's "
+            "folder instead"
+        )
+    folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}")
+    if (folder / _LIST).exists():
+        return folder
+    if any((folder / name).exists() for name in _LEGACY):
+        raise _legacy(folder)
+    raise DataError(f"{path / _LATEST} names {folder.name}, which has no {_LIST}; name a whole iteration's folder")
+
+
+def _legacy(folder: Path) -> DataError:
+    return DataError(
+        f"{folder} has one pickled file a rank (--ckpt-format torch), which is never loaded; convert it with "
+        "Megatron-LM's --ckpt-convert-format torch_dist"
+    )
+
+
+def check_run_config(folder: Path, model: ModelSection) -> None:
+    """Compares the model with what Bridge has written beside the tensors, as far as shapes cannot tell.
+
+    Raises:
+        DataError: A value differs, or the file cannot be understood.
+    """
+    path = folder / _RUN_CONFIG
+    if not path.exists():
+        return
+    with disk_faults(f"read {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = yaml.safe_load(text)
+        theirs: Mapping[str, Any] = content["model"]
+        faults = [
+            f"{name}={theirs[name]}, but {key}={value}"
+            for name, (key, value) in _comparable(model).items()
+            if theirs.get(name) is not None and float(theirs[name]) != float(value)
+        ]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as fault:
+        raise DataError(
+            f"{path} cannot be understood ({type(fault).__name__}); remove it if it is not Bridge's"
+        ) from fault
+    if faults:
+        raise DataError(f"{path} says {'; '.join(faults)}; set the model as it was trained")
+
+
+def _comparable(model: ModelSection) -> dict[str, tuple[str, float]]:
+    """Name in Bridge's file -> our key and its value."""
+    found: dict[str, tuple[str, float]] = {
+        "num_layers": ("model.num_layers", model.num_layers),
+        "hidden_size": ("model.hidden_size", model.hidden_size),
+        "num_attention_heads": ("model.num_attention_heads", model.num_attention_heads),
+        "num_query_groups": ("model.num_query_groups", model.query_groups),
+        "kv_channels": ("model.head_dim", model.head_size),
+        "layernorm_epsilon": ("model.norm_epsilon", model.norm_epsilon),
+        "rotary_base": ("model.rope.base", model.rope.base),
+        "share_embeddings_and_output_weights": ("model.tied_embeddings", model.tied_embeddings),
+    }
+    if model.experts is not None:
+        found |= {
+            "num_moe_experts": ("model.experts.num_experts", model.experts.num_experts),
+            "moe_router_topk": ("model.experts.top_k", model.experts.top_k),
+            "moe_router_pre_softmax": ("model.experts.pre_softmax", model.experts.pre_softmax),
+        }
+    return found
