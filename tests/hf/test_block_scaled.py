@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,13 +11,19 @@ from safetensors.torch import load_file, save_file
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
+from mtrain.convert.logits import random_tokens
 from mtrain.errors import DataError
+from mtrain.hf.logits import transformers_logits
+from mtrain.layout import Layout
+from tests.hf import hf_ranks
 from tests.hf.deepseek import save_published
+from tests.hf.folders import save
+from tests.pool import Pool
 
 SCALE = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"
 
 
-def test_scaled_weights_and_depths_come_back_as_what_they_mean(tmp_path: Path) -> None:
+def test_scaled_weights_and_depths_come_back_as_what_they_mean(pool: Pool, tmp_path: Path) -> None:
     meant = save_published(tmp_path / "theirs")
     import_hf(tmp_path / "theirs", tmp_path / "ours", torch.bfloat16, num_workers=2)
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
@@ -31,6 +38,19 @@ def test_scaled_weights_and_depths_come_back_as_what_they_mean(tmp_path: Path) -
     tensors = CheckpointTensors(tmp_path / "ours").tensors
     assert tensors["mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"].shape == (6, 48, 32)
     assert tensors["mtp.layers.0.eh_proj.weight"].shape == (32, 64)
+    expected = transformers_logits(tmp_path / "back", random_tokens(57)).numpy()
+    found = pool.run(hf_ranks.logits, Layout(), tmp_path / "ours")[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_a_tied_table_may_lie_there_twice(tmp_path: Path) -> None:
+    save("llama-tied", tmp_path / "theirs", max_shard_size="1GB")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, {"format": "pt"})
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("fault", ["missing", "misshaped", "copy"])
