@@ -2,7 +2,8 @@
 
 A Llama-shaped model with random bfloat16 weights is written into FOLDER, converted, and deleted. Contenders:
 
-- "raw": the bytes of the safetensors files, from memory, into one new file, with fsync.
+- "raw": the bytes of the safetensors files, from memory, into one new file, then fsync; and the same without
+  fsync, which says how fast the page cache is.
 - "import", "export": ours, with SHA-256 of what is imported and fsync; "and proof" with the bitwise comparison at the
   end, which every conversion has.
 - "transformers": from_pretrained and save_pretrained in the same dtype; no checksum, no fsync, no comparison.
@@ -62,7 +63,8 @@ def main(
         size, largest = write_model(source, layers)
         import_hf(source, ours, None, 1)
         contenders: dict[str, Callable[[Path], Any]] = {
-            "raw": lambda out: write_raw(source, out),
+            "raw": lambda out: write_raw(source, out, syncs=True),
+            "raw, without fsync": lambda out: write_raw(source, out, syncs=False),
             "import and proof, 1 worker": lambda out: import_hf(source, out, None, 1),
             f"import and proof, {workers} workers": lambda out: import_hf(source, out, None, workers),
             "export and proof, 1 worker": lambda out: export_hf(ours, out, None, None, 1),
@@ -120,7 +122,7 @@ def write_model(folder: Path, layers: int) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def write_raw(source: Path, out: Path) -> float:
+def write_raw(source: Path, out: Path, syncs: bool) -> float:
     """Writes the same bytes from memory; the seconds that writing took."""
     content = [path.read_bytes() for path in sorted(source.glob("*.safetensors"))]
     began = time.monotonic()
@@ -128,7 +130,8 @@ def write_raw(source: Path, out: Path) -> float:
         for part in content:
             file.write(part)
         file.flush()
-        os.fsync(file.fileno())
+        if syncs:
+            os.fsync(file.fileno())
     return time.monotonic() - began
 
 
