@@ -17,6 +17,7 @@ from mtrain.errors import DataError, RunFolderError
 from mtrain.mcore.checkpoint import load_checkpoint, load_weights
 from mtrain.mcore.foreign import load_foreign_weights
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.hf_weights import load_hf_weights
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.verified import opened_checkpoint
 from mtrain.mcore.world import on_first_rank
@@ -75,6 +76,10 @@ def take_up(
             start = announced(newest)
             assert start is not None, "checkpoint_at raises where there is none"
             load_weights(start, chunks, optimizer, groups, config)
+    elif config.model.hf is not None:
+        if groups.rank == 0:
+            say(f"loading {config.model.hf}")
+        load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
     return 0
 
 

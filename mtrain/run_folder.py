@@ -31,6 +31,7 @@ NEUTRAL_KEYS = (
     "train.overlap_param_gather",
     "train.process_group_timeout_s",
     "model.backend",
+    "model.hf",
     "data.prefetch_steps",
 )
 """Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""

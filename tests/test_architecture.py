@@ -26,6 +26,15 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "faultpoints": 0,
     "files": 0,
+    "hf.axes": 0,
+    "hf.config": 0,
+    "hf.description": 0,
+    "hf.families": 0,
+    "hf.family": 0,
+    "hf.files": 0,
+    "hf.registry": 0,
+    "hf.rope": 0,
+    "hf.table": 0,
     "launch": 0,
     "layout": 0,
     "lr": 0,
@@ -57,7 +66,7 @@ LAYERS: dict[str, int] = {
     "tools": 4,
 }
 """Room (first name below `mtrain`, or `tools`) -> layer. A room imports from the layers below, and from its own one
-unless that is APART_LAYER."""
+unless that is APART_LAYER. A corner of a room that lies lower than the rest has a line of its own."""
 
 APART_LAYER = 1
 
@@ -75,8 +84,9 @@ class Module:
 
     @property
     def room(self) -> str:
-        parts = self.name.split(".")
-        return "tools" if parts[0] == "tools" else parts[1] if len(parts) > 1 else "__init__"
+        room = room_of(self.name)
+        assert room is not None, self.name
+        return room
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,8 @@ def room_of(target: str) -> str | None:
         return "tools"
     if parts[0] != "mtrain":
         return None
-    return parts[1] if len(parts) > 1 else "__init__"
+    corner = ".".join(parts[1:3])
+    return corner if corner in LAYERS else parts[1] if len(parts) > 1 else "__init__"
 
 
 def is_allowed(room: str, target_room: str) -> bool:
@@ -274,6 +285,8 @@ def test_what_is_confined_is_recognised(rule: Confined) -> None:
     [
         ("config", "layout", True),
         ("config", "loss", False),
+        ("config", "hf", False),
+        ("config", "hf.registry", True),
         ("data", "config", True),
         ("data", "data", True),
         ("data", "loss", False),

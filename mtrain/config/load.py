@@ -25,6 +25,7 @@ from mtrain.config.root import Config
 from mtrain.config.section import BrokenRulesError
 from mtrain.errors import ConfigError
 from mtrain.files import write_atomically
+from mtrain.hf.description import with_architecture
 
 COMMAND_LINE = "the command line"
 
@@ -46,6 +47,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
 
     Raises:
         ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.
+        DataError: the folder that model.hf names cannot be understood.
     """
     sources: list[Source] = []
     faults: list[str] = []
@@ -58,8 +60,9 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
     faults += [line for source in sources for line in _placeholders(source)]
     if faults:
         raise ConfigError("\n".join(faults))
+    content = with_architecture(_merged(sources))
     try:
-        return Config.model_validate(_merged(sources))
+        return Config.model_validate(content)
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, sources))) from None
 

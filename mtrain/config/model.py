@@ -86,6 +86,9 @@ class RopeSection(Section):
 class ModelSection(Section):
     """A decoder-only transformer."""
 
+    hf: str | None = None
+    """A folder of Hugging Face that gives the architecture and the weights to start from; the keys below that say what
+    its weights mean may be left out and must agree with it otherwise. A checkpoint of the run's own goes first."""
     num_layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     ffn_hidden_size: int = Field(gt=0)

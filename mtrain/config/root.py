@@ -32,6 +32,15 @@ class Config(Section):
         return bool(rules.layout_dependent_keys(self.model, self.loss))
 
     @rule
+    def a_run_starts_from_one_place(self) -> str | None:
+        if self.model.hf is None or self.checkpoint.initialize_from is None:
+            return None
+        return (
+            f"checkpoint.initialize_from={self.checkpoint.initialize_from} and model.hf={self.model.hf} both give the "
+            "weights to start from; remove one of them"
+        )
+
+    @rule
     def the_steps_fit_the_schedule(self) -> str | None:
         return _lines(rules.steps(self.train, self.optimizer))
 

@@ -18,7 +18,8 @@ from mtrain.convert.target import Target, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
-from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, HfFolder, read_json, side_files
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_json, side_files
+from mtrain.hf.folder import HfFolder
 from mtrain.hf.matching import check_names
 from mtrain.hf.safetensors import header_of, raw_bytes
 from mtrain.hf.table import HfTensor, stream_tensor

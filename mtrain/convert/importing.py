@@ -19,18 +19,15 @@ from mtrain.checkpoint.manifest import MANIFEST_NAME, FileFacts, GitState, Manif
 from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_list
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
-from mtrain.config.model import ModelSection
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.environment import git_checkout, program_versions
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
-from mtrain.hf.block_scaled import Weights, plain_config, plain_weights
-from mtrain.hf.family import Family
-from mtrain.hf.folder import CONFIG_NAME, INDEX_NAME, HfFolder
-from mtrain.hf.matching import check_names
-from mtrain.hf.registry import family_of
+from mtrain.hf.block_scaled import plain_config
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME
+from mtrain.hf.source import Source, open_source
 from mtrain.hf.table import Piece, Table, boxes_to_write, cut, read_box
 
 ORIGIN = "hf"
@@ -40,32 +37,6 @@ MODEL_NAME = "model.yaml"
 _FILE_BYTES = 1 << 29
 _BOX_BYTES = 1 << 26
 """Larger boxes are cut into rows, so that a reader of a part, and a cast, need little memory."""
-
-
-class Source(NamedTuple):
-    """An opened folder and what it means."""
-
-    folder: HfFolder
-    weights: Weights
-    """The folder's, as plain numbers."""
-    family: Family
-    model: ModelSection
-    table: Table
-
-
-def open_source(path: Path) -> Source:
-    """Opens and checks a folder completely; no tensor is read.
-
-    Raises:
-        DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
-    """
-    folder = HfFolder(path)
-    family = family_of(folder.config)
-    weights = plain_weights(folder)
-    model = family.model(family.as_held(folder.config, weights.names()))
-    table = family.table(model)
-    check_names(path, weights, table, family.dropped)
-    return Source(folder, weights, family, model, table)
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
@@ -216,7 +187,7 @@ def _write_side_files(folder: Path, source: Source, out: Path) -> None:
 def _model_yaml(source: Source, out: Path) -> str:
     """The part of a configuration that starts from these weights."""
     content: dict[str, Any] = {
-        "model": source.model.model_dump(exclude={"backend", "megatron"}),
+        "model": source.model.model_dump(exclude={"hf", "backend", "megatron"}),
         "checkpoint": {"initialize_from": str(out)},
     }
     names = {path.name for path in source.folder.side_files()}

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Listing
 
-from mtrain.convert.importing import open_source
 from mtrain.convert.target import open_target
 from mtrain.hf.axes import Sizes
-from mtrain.hf.folder import CONFIG_NAME
+from mtrain.hf.files import CONFIG_NAME
+from mtrain.hf.source import open_source
 from mtrain.planning import num_parameters
 
 

@@ -17,7 +17,7 @@ from mtrain.convert.importing import MODEL_NAME, ORIGIN
 from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.family import Family
-from mtrain.hf.folder import CONFIG_NAME, read_json
+from mtrain.hf.files import CONFIG_NAME, read_json
 from mtrain.hf.registry import family_of, fitting_family
 from mtrain.hf.table import Piece, Table
 

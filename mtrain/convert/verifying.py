@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtrain.convert.importing import open_source
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
+from mtrain.hf.source import open_source
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:

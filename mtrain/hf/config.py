@@ -21,7 +21,7 @@ from mtrain.hf.rope import read_rope, same_rope, written_rope
 
 DEPTHS = "num_nextn_predict_layers"
 """Predictions further ahead, which transformers configures but neither computes nor writes."""
-_NOT_ARCHITECTURE = {"vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
+_NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
 """Fields of `model.*` that config.json has no word for, or that do not change what the weights mean."""
 
 

@@ -5,28 +5,16 @@ Nothing in it runs as code, and no name in it leads out of it.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, read_json, side_files
 from mtrain.hf.safetensors import SafetensorsFile
-
-CONFIG_NAME = "config.json"
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-_SIDE_FILES = re.compile(
-    r"generation_config\.json|tokenizer.*\.(json|model)|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
-    r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|preprocessor_config\.json|"
-    r"sentencepiece.*\.model|LICENSE.*|NOTICE.*|USE_POLICY.*|README\.md"
-)
-_SIDE_FOLDERS = ("additional_chat_templates",)
 
 
 class HfFolder:
@@ -92,55 +80,3 @@ class HfFolder:
             for name in content.entries:
                 if self._place.get(name) != file:
                     raise DataError(f"{self.path / file} holds {name}, which {INDEX_NAME} does not place there")
-
-
-def side_files(folder: Path) -> Iterator[Path]:
-    """Tokenizer, chat templates, generation defaults, licence: what a conversion copies. Paths inside the folder."""
-    for place in (folder, *(folder / name for name in _SIDE_FOLDERS)):
-        for file in sorted(place.iterdir()) if place.is_dir() else ():
-            name = file.relative_to(folder)
-            if file.is_file() and _SIDE_FILES.fullmatch(file.name):
-                inside(folder, name.as_posix())
-                yield name
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The path of a file that must lie in the folder.
-
-    Raises:
-        DataError: It is missing, or the name or a link leads elsewhere.
-    """
-    path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or not name:
-        raise DataError(f"{folder} names the file {name!r}, which does not lie inside it")
-    try:
-        real = path.resolve(strict=True)
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    if not any(real.is_relative_to(root) for root in _roots(folder)):
-        raise DataError(f"{path} is a link to {real}, outside of the folder; copy the file itself")
-    return path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        DataError: The file cannot be read or holds something else.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    except ValueError as fault:
-        raise DataError(f"{path} is not JSON: {fault}; download it again") from fault
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds a {type(content).__name__}, but a JSON object is needed")
-    return content
-
-
-def _roots(folder: Path) -> list[Path]:
-    """The folder, and in the cache of huggingface_hub the model's own blobs, where its files are links to."""
-    real = folder.resolve()
-    blobs = real.parent.parent / "blobs"
-    return [real, blobs] if real.parent.name == "snapshots" and blobs.is_dir() else [real]

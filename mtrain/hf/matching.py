@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrain.errors import DataError
 from mtrain.hf.block_scaled import Weights
-from mtrain.hf.folder import CONFIG_NAME
+from mtrain.hf.files import CONFIG_NAME
 from mtrain.hf.safetensors import raw_bytes
 from mtrain.hf.table import Table
 

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from mtrain.config.model import ModelSection
 from mtrain.hf.axes import Arrangement, Block, Fixed, Sizes, shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Condition: TypeAlias = Callable[[ModelSection, int], bool]
 """Model and layer (-1 outside of layers) -> whether the tensor is there."""
@@ -171,7 +171,7 @@ def _names(axes: str) -> list[str]:
     return axes.replace("(", " ").replace(")", " ").split()
 
 
-Read: TypeAlias = Callable[[str], Tensor]
+Read: TypeAlias = "Callable[[str], Tensor]"
 """Name of a tensor of Hugging Face -> the tensor, as a view where it can be one."""
 
 
@@ -202,7 +202,7 @@ def read_box(piece: Piece, offsets: Sizes, sizes: Sizes, read: Read) -> Tensor:
             if tuple(extent) == sizes and found.is_contiguous():
                 return found
             if result is None:
-                result = torch.empty(sizes, dtype=found.dtype)
+                result = found.new_empty(sizes)
             narrowed(result, target_at, extent).copy_(found)
     assert result is not None, piece.key
     return result
@@ -216,7 +216,7 @@ def boxes_to_write(piece: Piece) -> list[Block]:
     return [Block(piece.offsets, (0,) * len(piece.offsets), piece.sizes)]
 
 
-ReadGlobal: TypeAlias = Callable[[str, Sizes, Sizes], Tensor]
+ReadGlobal: TypeAlias = "Callable[[str, Sizes, Sizes], Tensor]"
 """Key, offsets and sizes -> that box of a global tensor, as a view where it can be one."""
 
 

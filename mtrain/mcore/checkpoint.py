@@ -9,7 +9,7 @@ mtrain.checkpoint's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from mtrain.mcore.optimizer_state import MAIN, STATES
 from mtrain.mcore.parts import run_of, whole_of
 from mtrain.mcore.places import Place, optimizer_key, parameter_places
 from mtrain.mcore.saving import Saver
-from mtrain.mcore.torch_dist import load_parts
+from mtrain.mcore.torch_dist import GlobalTensors, load_parts
 from mtrain.mcore.world import on_all_ranks, on_first_rank
 
 _TE_STATE = "._extra_state/"
@@ -150,7 +150,17 @@ def load_weights(
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
     optimizer.gather_parameters()
-    weights = _read_weights(entry, chunks, groups, config)
+    set_weights(_read_weights(entry, chunks, groups, config), optimizer)
+
+
+@torch.no_grad()
+def set_weights(weights: Mapping[Tensor, Tensor], optimizer: Optimizer) -> None:
+    """Puts values into parameters, and into the optimizer's main weights in the precision that they have.
+
+    Args:
+        weights: Parameter -> values.
+        optimizer: Of the parameters.
+    """
     for parameter, values in weights.items():
         parameter.copy_(values)
     optimizer_state.set_main_weights(optimizer.inner, weights)
@@ -175,21 +185,49 @@ def _read_weights(
     """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
     state = on_first_rank(lambda: _read_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
-    weights: dict[Tensor, Tensor] = {}
-    parts: list[Part] = []
-    for place in _places(chunks, groups):
-        main_key = optimizer_key(MAIN, place.key)
-        key = main_key if main_key in saved.tensors else place.key
-        dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
-        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
-        parts += whole_of(place, key, weights[place.data])
+
+    def key_of(key: str) -> str:
+        main_key = optimizer_key(MAIN, key)
+        return main_key if main_key in saved.tensors else key
 
     def may_be_left(key: str) -> bool:
         is_beside = key.startswith(random_state.PREFIX) or _TE_STATE in key
         is_moment = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN)
         return is_beside or is_moment or optimizer_key(MAIN, key) in saved.tensors
 
-    load_parts(saved, parts, may_be_left, state.vocab_size)
+    return read_weights(saved, chunks, groups, state.vocab_size, key_of, may_be_left)
+
+
+def read_weights(
+    saved: GlobalTensors,
+    chunks: Sequence[torch.nn.Module],
+    groups: Groups,
+    vocab_size: int,
+    key_of: Callable[[str], str],
+    may_be_left: Callable[[str], bool],
+) -> dict[Tensor, Tensor]:
+    """This rank's parameter -> its weights on disk, in the precision that they have there. Collective over the world.
+
+    Args:
+        saved: What is on disk.
+        chunks: This rank's model chunks.
+        groups: The process groups.
+        vocab_size: Rows of the vocabulary that are tokens.
+        key_of: Global name of a parameter -> key on disk.
+        may_be_left: As for `load_parts`.
+
+    Raises:
+        DataError: As `load_parts`.
+    """
+    weights: dict[Tensor, Tensor] = {}
+    parts: list[Part] = []
+    for place in _places(chunks, groups):
+        key = key_of(place.key)
+        dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
+        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
+        parts += whole_of(place, key, weights[place.data])
+    parts.sort(key=lambda part: (part.key, part.offset))  # neighbours on disk are read together
+    load_parts(saved, parts, may_be_left, vocab_size)
     return weights
 
 

@@ -110,8 +110,8 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
             f"model.vocab_size={config.model.vocab_size}; use a teacher with the same tokenizer"
         )
     content = config.model_dump()
-    padding = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend}
-    content["model"] = model.model_dump() | padding
+    of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
+    content["model"] = model.model_dump() | of_run
     if model.num_layers != config.model.num_layers:
         content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))
     try:

@@ -1,4 +1,4 @@
-"""Reads boxes of global tensors into the state of each rank, from files of the `torch_dist` format.
+"""Reads boxes of global tensors into the state of each rank, from a checkpoint or from a folder of Hugging Face.
 
 Every rank maps the files and copies what it needs, straight to where it computes; nothing is planned or sent between
 ranks. Whatever fails on one rank is raised on all of them.
@@ -6,13 +6,15 @@ ranks. Whatever fails on one rank is raised on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from mtrain.checkpoint.tensor_file import Part
-from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.errors import DataError
 from mtrain.mcore.world import on_all_ranks
 
@@ -20,15 +22,52 @@ _NAMES_TOLD = 8
 """Most names in one message."""
 
 
+class TensorFacts(Protocol):
+    """What is known of a global tensor without reading it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all its numbers."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        ...
+
+
+class GlobalTensors(Protocol):
+    """Global tensors on disk, by key, of which boxes are read."""
+
+    @property
+    def folder(self) -> Path:
+        """For messages."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """Key -> facts."""
+        ...
+
+    @property
+    def others(self) -> AbstractSet[str]:
+        """Keys of what is there and is no tensor."""
+        ...
+
+    def read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """One box; not to be written to."""
+        ...
+
+
 def load_parts(
-    saved: CheckpointTensors, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int
+    saved: GlobalTensors, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int
 ) -> None:
     """Reads into `data` of each part, in place. Collective over the world.
 
     Everything is compared before anything is read.
 
     Args:
-        saved: The checkpoint.
+        saved: What is on disk.
         parts: What this rank needs, with data of the dtype that was saved, on any device.
         may_be_left: Which keys of the checkpoint may stay unread.
         vocab_size: Rows that a padded tensor must have at least; what lies behind is padding.
@@ -44,7 +83,7 @@ def load_parts(
 
 
 @torch.no_grad()
-def _read(saved: CheckpointTensors, parts: Sequence[Part]) -> None:
+def _read(saved: GlobalTensors, parts: Sequence[Part]) -> None:
     """Rows that the checkpoint has not are padding, and zero."""
     for part in parts:
         target = part.data.view(part.sizes)
@@ -56,7 +95,7 @@ def _read(saved: CheckpointTensors, parts: Sequence[Part]) -> None:
             target.copy_(saved.read(part.key, part.offset, tuple(target.shape)))
 
 
-def _check_keys(saved: CheckpointTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
+def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
     """One all-gather of key names: stages ask for different tensors."""
     everyone: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyone, set(keys))
@@ -73,7 +112,7 @@ def _check_keys(saved: CheckpointTensors, keys: Collection[str], may_be_left: Ca
         raise error
 
 
-def _check_shapes(saved: CheckpointTensors, parts: dict[str, Part], vocab_size: int) -> None:
+def _check_shapes(saved: GlobalTensors, parts: dict[str, Part], vocab_size: int) -> None:
     faults = []
     for key, part in sorted(parts.items()):
         if key in saved.others:

@@ -145,6 +145,7 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
     is_own_width = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
     width = max(1.0, min(4.0, model.ffn_hidden_size / model.hidden_size))
     return {
+        "hf": None,
         "num_layers": _num_layers(model, trials),
         "num_attention_heads": heads,
         "num_query_groups": None if model.num_query_groups is None else groups,

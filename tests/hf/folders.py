@@ -112,10 +112,14 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "30KB") -> Any:
-    """Makes the model `name` with random weights in every tensor, saves it and gives it."""
+def save(
+    name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "30KB", **changes: Any
+) -> Any:
+    """Makes the model `name`, its config changed, with random weights in every tensor, saves it and gives it."""
     torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager")
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         for value in model.state_dict().values():
             if value.is_floating_point():

@@ -10,7 +10,9 @@ from mtrain.convert.target import source_of
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.gather import gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_frozen_model
+from mtrain.mcore.hf_weights import load_hf_weights
+from mtrain.mcore.model import build_frozen_model, build_model
+from mtrain.mcore.optimizer import Optimizer
 
 
 def logits(groups: Groups, checkpoint: Path) -> Any:
@@ -23,5 +25,24 @@ def weights(groups: Groups, checkpoint: Path, config: Config) -> dict[str, Any]:
     """All weights by global name after loading; on rank 0, else empty."""
     chunks = build_frozen_model(config, groups)
     load_frozen_weights(load_entry(checkpoint), chunks, groups, config)
+    return gathered(chunks, groups)
+
+
+def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
+    """Weights by global name after a start from `model.hf` and an update by nothing, which writes the optimizer's
+    main weights into the model; on rank 0, else empty."""
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    assert config.model.hf is not None
+    load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
+    optimizer.zero_grad()
+    optimizer.squared_part()
+    optimizer.update(0.0, 0.0)
+    optimizer.gather_parameters()
+    return gathered(chunks, groups)
+
+
+def gathered(chunks: list[Any], groups: Groups) -> dict[str, Any]:
+    """Global name -> values, as numpy; on rank 0, else empty."""
     whole = gather_whole(parameter_shards(chunks, groups)) or {}
     return {name: value.float().numpy() for name, value in whole.items()}

@@ -1,0 +1,110 @@
+"""The architecture that a folder in Hugging Face's layout describes, as `model.hf` asks for it; loads no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtrain.config.model import ModelSection
+from mtrain.errors import ConfigError, DataError
+from mtrain.hf.config import DEPTHS, differences
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, read_json
+from mtrain.hf.registry import family_of
+
+_LENGTH_BYTES = 8
+_FREE_OF_EXPERTS = ("dispatcher", "implementation", "capacity_factor", "bias_update_rate")
+"""Fields of `model.experts` that do not change what the weights mean."""
+
+
+def described_model(folder: Path) -> ModelSection:
+    """The model whose weights the folder holds.
+
+    Raises:
+        DataError: Files are missing or damaged, or the model is one that is not supported.
+    """
+    config = read_json(inside(folder, CONFIG_NAME))
+    names = tensor_names(folder) if config.get(DEPTHS) else ()
+    family = family_of(config)
+    return family.model(family.as_held(config, names))
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Names of all tensors, from the index or from the header of the one file, unchecked.
+
+    Raises:
+        DataError: There are neither, or they are damaged.
+    """
+    if (folder / INDEX_NAME).exists():
+        places = read_json(inside(folder, INDEX_NAME)).get("weight_map")
+        return places if isinstance(places, dict) else ()
+    path = inside(folder, SINGLE_NAME)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+    except (OSError, ValueError) as fault:
+        raise DataError(f"{path} cannot be read: {fault}; download it again") from fault
+    return header if isinstance(header, dict) else ()
+
+
+def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
+    """The content of a configuration with `model.*` filled in from the folder that `model.hf` names.
+
+    Where the folder is gone, as it may be long after a run, the section has to describe the model itself.
+
+    Args:
+        content: Sections by name, not validated yet.
+
+    Raises:
+        ConfigError: A key of `model.*` does not agree with the folder, or there is no such folder.
+        DataError: As `described_model`.
+    """
+    given = content.get("model")
+    if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str):
+        return content
+    if not (Path(folder) / CONFIG_NAME).exists():
+        if "num_layers" in given:
+            return content
+        raise ConfigError(
+            f"model.hf={folder} holds no {CONFIG_NAME}; name a folder of Hugging Face with {CONFIG_NAME} and "
+            "*.safetensors"
+        )
+    described = described_model(Path(folder))
+    filled = _merged(described.model_dump(), given)
+    try:
+        model = ModelSection.model_validate(filled)
+    except ValidationError:  # told with everything else that is wrong
+        return {**content, "model": filled}
+    if differing := disagreements(described, model):
+        told = (
+            f"model.{name}={mine} does not agree with {folder}, which says {theirs}" for name, theirs, mine in differing
+        )
+        raise ConfigError("\n".join(f"{line}; remove the key, or name another model.hf" for line in told))
+    return {**content, "model": filled}
+
+
+def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[str, Any, Any]]:
+    """Fields that would make the folder's weights mean something else: name, the folder's value, the model's.
+
+    Fewer predictions further ahead are allowed: their weights stay unread.
+    """
+    if described.experts is not None and model.experts is not None:
+        free = {name: getattr(described.experts, name) for name in _FREE_OF_EXPERTS}
+        model = model.model_copy(update={"experts": model.experts.model_copy(update=free)})
+    found = differences(described, model)
+    if model.mtp_depths > described.mtp_depths == 0:
+        found.append(("mtp_depths", 0, model.mtp_depths))
+    return found
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Section by section; `over` is the stronger one."""
+    both = {
+        name: _merged(under[name], value) if isinstance(value, dict) and isinstance(under.get(name), dict) else value
+        for name, value in over.items()
+    }
+    return {**under, **both}
