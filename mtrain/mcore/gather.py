@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import sharded_tensors
@@ -25,11 +25,9 @@ class Shard(NamedTuple):
     values: Tensor
 
 
-def parameter_shards(
-    chunks: Sequence[DistributedDataParallel], groups: Groups, with_buffers: bool = True
-) -> list[Shard]:
+def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
     """Copies of this rank's parameters, in their own dtype, on the CPU; of buffers too, which have no gradient."""
-    return _shards(chunks, groups, lambda value: value if with_buffers or isinstance(value, nn.Parameter) else None)
+    return _shards(chunks, groups, lambda value: value)
 
 
 def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:

@@ -46,7 +46,7 @@ class AdamW:
         self._magnitude = {name: np.abs(value) for name, value in self._first.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
-        """One step.
+        """One step of everything that has a gradient.
 
         Args:
             weights: Before the step.
@@ -59,9 +59,9 @@ class AdamW:
         factor = min(1.0, clip / (grad_norm + _CLIPPING_OFFSET)) if clip > 0 else 1.0
         new: Arrays = {}
         scales: Arrays = {}
-        for name, value in weights.items():
-            gradient = np.asarray(gradients[name], np.float64) * factor
-            new[name], scales[name] = self._one(name, np.asarray(value, np.float64), gradient, lr)
+        for name, gradient in gradients.items():
+            value, clipped = np.asarray(weights[name], np.float64), np.asarray(gradient, np.float64) * factor
+            new[name], scales[name] = self._one(name, value, clipped, lr)
         return Updated(new, scales)
 
     def _one(

@@ -87,7 +87,7 @@ class StepComparison:
             yield from self._values(step.values, expected.values)
             yield from self._gradients(step.values.step, step.gradients, expected.gradients)
             yield self._norm(step.values, expected.values)
-            updated = self._updated(before, step.gradients.tensors, step.values)
+            updated = self._updated(before, step.gradients.tensors, step.values, expected.biases)
             yield from self._weights(step.values.step, step.weights, updated)
             before = step.weights.tensors
 
@@ -102,7 +102,7 @@ class StepComparison:
 
     def _gradients(self, step: int, found: Whole, exact: Arrays) -> Iterator[Deviation]:
         """From the loss backwards, as they are computed."""
-        for name in reversed(self._tensors):
+        for name in reversed([name for name in self._tensors if name in exact]):
             value = self._tensor(name, found, exact[name])
             yield Deviation("gradient", name, step, value, self._tolerance["gradient"])
 
@@ -120,11 +120,14 @@ class StepComparison:
         value = relative(found.grad_norm, exact.grad_norm)
         return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
 
-    def _updated(self, before: Arrays, gradients: Arrays, values: StepValues) -> Updated:
-        """Exact AdamW on the layout's own gradients; an empty step leaves the weights as they are."""
+    def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
+        """Exact AdamW on the layout's own gradients, and exact biases; an empty step leaves all as it is."""
+        scales = {name: np.abs(value) + 1e-30 for name, value in before.items()}
         if values.denominators["main"] == 0:
-            return Updated(before, {name: np.abs(value) + 1e-30 for name, value in before.items()})
-        return self._adamw.updated(before, gradients, values.grad_norm, rate(self._config, values.step - 1))
+            return Updated(before, scales)
+        updated = self._adamw.updated(before, gradients, values.grad_norm, rate(self._config, values.step - 1))
+        moved = {name: np.abs(value) + np.abs(value - before[name]) for name, value in biases.items()}
+        return Updated({**before, **updated.weights, **biases}, {**scales, **updated.scales, **moved})
 
     def _weights(self, step: int, found: Whole, exact: Updated) -> Iterator[Deviation]:
         for name in self._tensors:

@@ -20,8 +20,9 @@ from mtrain.layout import Layout
 MAX_STAGES = 8
 """Pipeline stages, virtual ones counted, of a derived layout: each needs a layer."""
 
+_DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
-    r"(?P<axis>vpp|tp|pp|cp|dp|mbs)(?P<number>\d+)|(?P<flag>sp|ulysses|allgather)|\[(?P<stages>[\d+]+)\]|-"
+    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<flag>sp|ulysses|allgather)|\[(?P<stages>[\d+]+)\]|-"
 )
 
 
@@ -36,6 +37,8 @@ class Trial:
     cp: int = 1
     cp_comm: Literal["allgather", "ulysses"] = "allgather"
     dp: int = 1
+    ep: int = 1
+    etp: int = 1
     micro_batch_size: int | None = 1
     """None: a data-parallel rank's whole part of the global batch in one microbatch."""
     stage_shares: tuple[int, ...] | None = None
@@ -71,7 +74,7 @@ class Prepared:
 def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
     """The default set: every degree that the user's layout has above 1, alone and together, over micro-batch sizes and
     data parallelism, on at most `max_ranks` ranks; larger degrees are brought down to a divisor that fits."""
-    parts = _parts(config.layout, max_ranks)
+    parts = _parts(config, max_ranks)
     trials = [Trial(micro_batch_size=None), Trial(micro_batch_size=1), Trial(micro_batch_size=4)]
     trials += [Trial(dp=2, micro_batch_size=None), Trial(dp=4, micro_batch_size=2)]
     for variants in parts.values():
@@ -82,44 +85,62 @@ def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
     richest = (
         [*fullest.values(), _together(tuple(fullest.values()), max_ranks)] if len(fullest) > 1 else fullest.values()
     )
-    trials += [replace(_limited(trial, max_ranks // 2), dp=2, micro_batch_size=2) for trial in richest]
+    trials += [_doubled(_limited(trial, max_ranks // 2)) for trial in richest]
     fitting = [trial for trial in trials if trial.num_ranks <= max_ranks]
     return list(dict.fromkeys(fitting))
 
 
 def full_trial(config: Config, max_ranks: int) -> Trial:
     """The user's layout with all of its axes, on two data-parallel ranks if these fit."""
-    fullest = tuple(variants[-1] for variants in _parts(config.layout, max_ranks).values())
+    fullest = tuple(variants[-1] for variants in _parts(config, max_ranks).values())
     joint = _together(fullest, max_ranks)
     while joint.num_ranks > max_ranks:
         fullest = fullest[:-1]
         joint = _together(fullest, max_ranks)
-    return replace(joint, dp=2) if 2 * joint.num_ranks <= max_ranks else joint
+    return replace(joint, dp=2 * joint.dp) if 2 * joint.num_ranks <= max_ranks else joint
 
 
 def other_trials(config: Config, max_ranks: int) -> list[Trial]:
     """Layouts that a run of the user's may go on with: one process, its axes alone, tensor and data parallelism."""
-    parts = _parts(config.layout, max_ranks)
-    alone = {"tp": Trial(tp=2, micro_batch_size=2)} | {axis: variants[-1] for axis, variants in parts.items()}
+    parts = _parts(config, max_ranks)
+    has_routers = config.model.experts is not None
+    alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {axis: variants[-1] for axis, variants in parts.items()}
     trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
     return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
 
 
-def _parts(section: LayoutSection, max_ranks: int) -> dict[str, list[Trial]]:
+def _doubled(trial: Trial) -> Trial:
+    """With twice the data parallelism."""
+    return replace(trial, dp=2 * trial.dp, micro_batch_size=2)
+
+
+def _parts(config: Config, max_ranks: int) -> dict[str, list[Trial]]:
     """For each axis of the user's layout its trials alone, the one that uses most of it last."""
+    section = config.layout
     tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
     parts: dict[str, list[Trial]] = {}
     if tp > 1:
-        parts["tp"] = [Trial(tp=tp, micro_batch_size=None)]
-        if section.sp:
-            parts["tp"].append(Trial(tp=tp, sp=True, micro_batch_size=None))
+        kinds_of_tp = [False] if config.model.experts is None else []  # routers need sp beside tp
+        parts["tp"] = [Trial(tp=tp, sp=sp, micro_batch_size=None) for sp in [*kinds_of_tp, *[True] * section.sp]]
     if pp > 1:
         parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
     if cp > 1:
         kinds: list[Literal["allgather", "ulysses"]] = ["allgather", "ulysses"]
         kinds.sort(key=lambda kind: kind == section.cp_comm)  # the user's own last
         parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
+    if section.ep > 1:
+        ep = _divisor_below(section.ep, min(4, max_ranks))
+        parts["ep"] = [_seated(Trial(ep=ep, micro_batch_size=None))]
+    if section.etp > 1:
+        etp = _divisor_below(section.etp, max_ranks)
+        parts["etp"] = [_seated(Trial(etp=etp, micro_batch_size=None))]
     return parts
+
+
+def _seated(trial: Trial) -> Trial:
+    """With so much data parallelism that every expert has a place."""
+    places = trial.ep * trial.etp
+    return replace(trial, dp=math.lcm(trial.dp, places // math.gcd(places, trial.tp * trial.cp)))
 
 
 def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
@@ -150,20 +171,21 @@ def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
     joint = Trial(micro_batch_size=2)
     for trial in trials:
         changed = {name: value for name, value in vars(trial).items() if value != getattr(Trial(), name)}
-        changed.pop("micro_batch_size", None)
+        changed = {name: value for name, value in changed.items() if name not in ("micro_batch_size", "dp")}
         joint = replace(joint, **changed)
-    return _limited(joint, max_ranks)
+    return _limited(_seated(joint), max_ranks)
 
 
 def _limited(trial: Trial, max_ranks: int) -> Trial:
     """With its largest degrees brought down, none of them to 1, until it fits or cannot be smaller."""
     while trial.num_ranks > max_ranks:
-        degrees = {axis: getattr(trial, axis) for axis in ("tp", "pp", "cp")}
+        degrees = {axis: getattr(trial, axis) for axis in ("tp", "pp", "cp", "ep")}
         axis = max(degrees, key=lambda name: degrees[name])
         smaller = degrees[axis] // _smallest_prime(degrees[axis])
         if smaller <= 1:
             return trial
-        trial = replace(trial, **{axis: smaller}, stage_shares=None if axis == "pp" else trial.stage_shares)
+        shares = None if axis == "pp" else trial.stage_shares
+        trial = _seated(replace(trial, **{axis: smaller}, dp=1, stage_shares=shares))
     return trial
 
 
@@ -202,7 +224,8 @@ def _parsed(name: str, config: Config, max_ranks: int) -> Trial:
     if "cp_comm" not in fields:
         fields["cp_comm"] = config.layout.cp_comm if fields.get("cp", 1) > 1 else "allgather"
     trial = Trial(**fields)
-    if min(trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.micro_batch_size or 1) < 1:
+    degrees = (trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.ep, trial.etp, trial.micro_batch_size or 1)
+    if min(degrees) < 1:
         raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; mend the name")
     if trial.num_ranks > max_ranks:
         raise ConfigError(
@@ -226,7 +249,7 @@ def _fields(name: str) -> dict[str, Any]:
         if match is None:
             raise ConfigError(
                 f"--layouts {name}: {name[place:]!r} is not known; a layout is made of tp2, sp, pp2, vpp2, [1+2], cp2, "
-                "ulysses, allgather, dp2 and mbs2"
+                "ulysses, allgather, dp2, ep2, etp2 and mbs2"
             )
         place = match.end()
         for key, value in _meaning(match):
@@ -277,6 +300,8 @@ def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> Layout
             vpp=trial.vpp,
             cp=trial.cp,
             cp_comm=trial.cp_comm,
+            ep=trial.ep,
+            etp=trial.etp,
             stage_layers=layers,
         )
     except ValidationError as error:
@@ -285,12 +310,12 @@ def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> Layout
 
 
 def _short(trial: Trial) -> str:
-    names = [f"{axis}{getattr(trial, axis)}" for axis in ("tp", "pp", "vpp", "cp", "dp") if getattr(trial, axis) > 1]
+    names = [f"{axis}{getattr(trial, axis)}" for axis in _DEGREES if getattr(trial, axis) > 1]
     return "".join(names) or "of one process"
 
 
 def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
-    used = {axis: str(getattr(layout, axis)) for axis in ("tp", "pp", "vpp", "cp", "dp") if getattr(layout, axis) > 1}
+    used = {axis: str(getattr(layout, axis)) for axis in _DEGREES if getattr(layout, axis) > 1}
     if layout.sp:
         used["sp"] = "on"
     if layout.stage_layers is not None:

@@ -8,11 +8,12 @@ term's numerator by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import LossPair, TermInputs
@@ -29,6 +30,7 @@ from mtrain.step import term_inputs_of
 from mtrain.verify.activations import Piece, Watch
 from mtrain.verify.adamw import AdamW
 from mtrain.verify.result import StepValues
+from mtrain.verify.routers import ExactRouters
 from mtrain.verify.samples import Batches
 from mtrain.verify.weights import Arrays, assembled, drawn, given, set_weights
 from mtrain.verify.worker import Job, rate
@@ -41,6 +43,8 @@ class Exact:
     values: StepValues
     gradients: Arrays
     """float64, of the normalised objective, before clipping."""
+    biases: Arrays
+    """float64: the biases of the choice of experts after the step, where they move."""
     pieces: list[Piece]
     """Module outputs, where the step was watched."""
 
@@ -69,7 +73,8 @@ def exact_run(groups: Groups, job: Job) -> tuple[list[StepValues], list[str]]:
         values.append(exact.values)
         if exact.values.denominators["main"] != 0:
             learning_rate = rate(job.config, number)
-            weights = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, learning_rate).weights
+            new = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, learning_rate).weights
+            weights = {**weights, **new, **exact.biases}
     return values, list(weights)
 
 
@@ -86,6 +91,7 @@ class _Evaluator:
         self._model: LanguageModel = unwrap(build_model(config, groups)[0]).double()
         self._draw()  # buffers stay so
         self._objective = Objective.from_config(job.config.loss, config.model.mtp_depths)
+        self._routers = ExactRouters(self._model, config)
         self._teacher = self._exact_teacher()
         self._batches = Batches(config, job.plan, 0, 1)
 
@@ -103,7 +109,7 @@ class _Evaluator:
     def initial(self) -> Arrays:
         """The weights that every layout starts from."""
         self._draw()
-        return self._whole({id(each): each.detach() for each in self._model.parameters()})
+        return self._whole(lambda value: value)
 
     def step(self, number: int, weights: Arrays) -> Exact:
         """Values and gradients at these weights."""
@@ -114,10 +120,11 @@ class _Evaluator:
             output = self._model(batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead)
         logits = output if isinstance(output, Logits) else Logits(output)
         inputs_of = term_inputs_of([batch], self._config, self._groups, self._teacher)
-        pairs = self._pairs(inputs_of(logits, batch))
+        pairs = self._pairs(inputs_of(logits, batch)) | self._routers.pairs(batch.is_padding)
         denominators = self._denominators(batch, pairs)
         gradients = self._gradients(pairs, denominators)
-        return Exact(self._values(number, pairs, denominators, gradients), gradients, watch.pieces)
+        biases = self._whole(self._routers.moved_biases().get)
+        return Exact(self._values(number, pairs, denominators, gradients), gradients, biases, watch.pieces)
 
     def _pairs(self, inputs: dict[str, TermInputs]) -> dict[str, LossPair]:
         """As the objective, but a numerator may be float64, which a user's function makes of float64 logits."""
@@ -130,7 +137,8 @@ class _Evaluator:
         """From whole rows, correctly rounded; measured ones are known to the loss function alone."""
         if self._config.loss.denominator == "measured":
             return {term: float(pair.denominator) for term, pair in pairs.items()}
-        return {term: math.fsum(shares.flatten().tolist()) for term, shares in batch.shares.items()}
+        counted = {term: math.fsum(shares.flatten().tolist()) for term, shares in batch.shares.items()}
+        return {term: counted[term] if term in counted else float(pair.denominator) for term, pair in pairs.items()}
 
     def _gradients(self, pairs: dict[str, LossPair], denominators: dict[str, float]) -> Arrays:
         parameters = list(self._model.parameters())
@@ -144,15 +152,16 @@ class _Evaluator:
                     sum_ += part * (coefficient / denominators[term])
         if denominators["main"] == 0:
             total = [torch.zeros_like(each) for each in parameters]
-        return self._whole({id(each): value for each, value in zip(parameters, total, strict=True)})
+        return self._whole(dict(zip(parameters, total, strict=True)).get)
 
-    def _whole(self, values: dict[int, torch.Tensor]) -> Arrays:
+    def _whole(self, value_of: Callable[[Tensor], Tensor | None]) -> Arrays:
+        """Global tensors of what belongs to parameters and buffers; None leaves one out."""
         shards: list[Any] = []
-        for part in sharded_tensors(self._model, self._groups, lambda parameter: values.get(id(parameter))):
+        for part in sharded_tensors(self._model, self._groups, value_of):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])
-            shards.append(Shard(name, shape, offset, part.data.cpu().numpy()))
+            shards.append(Shard(name, shape, offset, part.data.detach().cpu().numpy()))
         return assembled(shards).tensors
 
     def _values(

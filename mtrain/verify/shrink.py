@@ -14,6 +14,7 @@ from typing import Any
 
 from mtrain.config import Config
 from mtrain.config.data import DataSection
+from mtrain.config.experts import ExpertsSection
 from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.model import ModelSection
 from mtrain.config.rules import layout_dependent_keys
@@ -31,6 +32,7 @@ _MAX_VOCAB = 16384
 """Up to here the user's vocabulary is kept where the user's data are read."""
 _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
+_MAX_DEPTHS = 2
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,10 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
         seq_length: Wanted length of a row; made a multiple of what the trials need.
 
     Raises:
-        ConfigError: the model has dropout, something that changes with the layout by definition, or a balance of
-            experts, which the reference does not compute.
+        ConfigError: the model has dropout, or something that changes with the layout by definition.
     """
     _refuse_dropout(config)
     _refuse_layout_dependent(config)
-    _refuse_balancing(config)
     constant = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "min_lr": 0.0}
     return small(config, trials, seq_length, {"train": {"precision": "fp32"}, "optimizer": constant})
 
@@ -106,28 +106,6 @@ def _refuse_dropout(config: Config) -> None:
         )
 
 
-def _refuse_balancing(config: Config) -> None:
-    given = balancing_keys(config)
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: the reference of mtrain verify does not balance experts; set it to 0 to compare the "
-            "rest"
-        )
-
-
-def balancing_keys(config: Config) -> list[str]:
-    """What moves experts' biases or adds losses of routers: the reference chooses experts, but does neither."""
-    router = config.loss.router
-    asked = {
-        "model.experts.bias_update_rate": 0.0
-        if config.model.experts is None
-        else config.model.experts.bias_update_rate,
-        "loss.router.z_coefficient": router.z_coefficient,
-        "loss.router.sequence_balance_coefficient": router.sequence_balance_coefficient,
-    }
-    return [f"{key}={value}" for key, value in asked.items() if value > 0]
-
-
 def _refuse_layout_dependent(config: Config) -> None:
     keys = layout_dependent_keys(config.model, config.loss)
     if keys:
@@ -148,7 +126,7 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
         "hf": None,
         "num_layers": _num_layers(model, trials),
         "num_attention_heads": heads,
-        "num_query_groups": None if model.num_query_groups is None else groups,
+        "num_query_groups": None if model.num_query_groups is None or model.mla is not None else groups,
         "head_dim": HEAD_DIM if model.mla is None and (is_own_width or heads * HEAD_DIM != hidden) else None,
         "hidden_size": hidden + 2 * HEAD_DIM if is_own_width else hidden,
         "ffn_hidden_size": _multiple_from(round(hidden * width), [tp, HEAD_DIM]),
@@ -156,6 +134,28 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
         "sliding_window": _window(model, config.data.seq_length, seq_length),
         "mla": None if model.mla is None else _latents(model.mla),
+        "experts": None if model.experts is None else _experts(model.experts, trials, tp),
+        "mtp_depths": min(model.mtp_depths, _MAX_DEPTHS),
+    }
+
+
+def _experts(experts: ExpertsSection, trials: Sequence[Trial], tp: int) -> dict[str, Any]:
+    """Few and small, over the user's kind of choice; every trial divides them."""
+    top_k, groups = min(experts.top_k, 2), None
+    if experts.num_groups is not None and experts.group_top_k is not None:
+        groups = {"num_groups": min(experts.num_groups, 4), "group_top_k": min(experts.group_top_k, 2)}
+        top_k = groups["group_top_k"] * min(2, experts.top_k // experts.group_top_k)
+    parts = [trial.ep for trial in trials] + ([groups["num_groups"]] if groups else [])
+    columns = [trial.etp for trial in trials]
+    return {
+        **experts.model_dump(),
+        **(groups or {}),
+        "top_k": top_k,
+        "num_experts": _multiple_from(max(4, 2 * top_k), parts),
+        "ffn_hidden_size": _multiple_from(2 * HEAD_DIM, columns),
+        "shared_ffn_hidden_size": _multiple_from(3 * HEAD_DIM, [tp]) if experts.shared_ffn_hidden_size else 0,
+        "first_dense_layers": min(experts.first_dense_layers, 1),
+        "every": min(experts.every, 2),
     }
 
 

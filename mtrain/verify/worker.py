@@ -97,7 +97,7 @@ class _Runner:
 
     def run(self) -> Outcome:
         """All steps, or those up to the watched one."""
-        initial = gathered(parameter_shards(self._chunks, self._groups, with_buffers=False))
+        initial = gathered(parameter_shards(self._chunks, self._groups))
         watched = self._job.watched_step
         steps: list[StepOutcome] = []
         pieces: list[Piece] = []
@@ -116,7 +116,7 @@ class _Runner:
         gradients = gathered(gradient_shards(self._chunks, self._groups))
         grad_norm, said = self._update(totals, number)
         self._optimizer.gather_parameters()
-        weights = gathered(parameter_shards(self._chunks, self._groups, with_buffers=False))
+        weights = gathered(parameter_shards(self._chunks, self._groups))
         return StepOutcome(_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
 
     def _update(self, totals: StepTotals, number: int) -> tuple[float, str | None]:
