@@ -17,6 +17,7 @@ from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore import attention, finalize, norm, optimizer, pairs, share, translate
+from mtrain.mcore.experts import balance
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.schedule import run_schedule
@@ -203,6 +204,43 @@ def _rank_order() -> contextlib.AbstractContextManager[None]:
     return replaced(attention, "_row_order", faulty)
 
 
+def _router_losses_shared_out() -> contextlib.AbstractContextManager[None]:
+    original = balance.RouterWatch.logits
+
+    def faulty(self: balance.RouterWatch, logits: Tensor, is_padding: Tensor | None) -> Tensor:
+        whole = self._balance.step
+        if whole is None:
+            return original(self, logits, is_padding)
+        sharers = dist.get_world_size(self._sharers)
+        self._balance.step = replace(whole, factors=lambda: whole.factors() / sharers)
+        try:
+            return original(self, logits, is_padding)
+        finally:
+            self._balance.step = whole
+
+    return replaced(balance.RouterWatch, "logits", faulty)
+
+
+def _experts_left_out() -> contextlib.AbstractContextManager[None]:
+    original = optimizer.Optimizer._counts_here
+
+    def faulty(self: optimizer.Optimizer, part: Any) -> bool:
+        is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
+        return original(self, part) and not (is_of_experts and self._collection.ep.rank() > 0)
+
+    return replaced(optimizer.Optimizer, "_counts_here", faulty)
+
+
+def _depths_by_main() -> contextlib.AbstractContextManager[None]:
+    original = step.side_term_factors
+
+    def faulty(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Any]:
+        factors = original(planned, coefficients)
+        return {name: coefficients[name] if name.startswith("mtp_") else factors[name] for name in factors}
+
+    return replaced(step, "side_term_factors", faulty)
+
+
 PLANTS: dict[str, Plant] = {
     "microbatch-means": _scaled(_microbatch_means),
     "dp-means": _scaled(_dp_means),
@@ -229,6 +267,10 @@ PLANTS: dict[str, Plant] = {
     "local-side-term-denominators": _local_plan,
     "norms-decayed": lambda: replaced(optimizer, "get_standard_config_overrides", lambda translated: {}),
     "norms-counted-per-tp-rank": _norm_parameters(tensor_model_parallel=True),
+    "router-losses-shared-out": _router_losses_shared_out,
+    "expert-loads-per-rank": lambda: replaced(balance, "_sum_over", lambda group, counts: None),
+    "experts-left-out-of-norm": _experts_left_out,
+    "depths-divided-by-main": _depths_by_main,
 }
 
 

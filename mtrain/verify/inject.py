@@ -57,6 +57,18 @@ def _isolates(config: Config) -> bool:
     return config.data.isolate_documents
 
 
+def _has_router_losses(config: Config) -> bool:
+    return bool(config.loss.router.coefficients)
+
+
+def _moves_biases(config: Config) -> bool:
+    return config.model.experts is not None and config.model.experts.bias_update_rate > 0
+
+
+def _predicts_ahead(config: Config) -> bool:
+    return config.model.mtp_depths > 0
+
+
 FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
     Fault("dp-means", "averages the token means of the data-parallel ranks", "dp"),
@@ -120,6 +132,30 @@ FAULTS = (
     ),
     Fault(
         "norms-counted-per-tp-rank", "counts replicated gradients once for each tensor-parallel rank in the norm", "tp"
+    ),
+    Fault(
+        "router-losses-shared-out",
+        "divides losses of routers by tp x cp, as Megatron-Core does",
+        "cp",
+        _has_router_losses,
+        "a coefficient of loss.router above 0",
+    ),
+    Fault(
+        "expert-loads-per-rank",
+        "moves the biases of the choice by the load that one rank sees",
+        "dp",
+        _moves_biases,
+        "model.experts.bias_update_rate > 0",
+    ),
+    Fault(
+        "experts-left-out-of-norm", "takes the experts of one expert-parallel rank alone into the gradient norm", "ep"
+    ),
+    Fault(
+        "depths-divided-by-main",
+        "divides the losses of further tokens by the loss tokens of the main term, as Megatron-Core does",
+        None,
+        _predicts_ahead,
+        "model.mtp_depths > 0",
     ),
 )
 """By the order of loss, layout, data, engine."""

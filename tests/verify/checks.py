@@ -28,6 +28,34 @@ def rich_config(**changes: Any) -> Config:
     return config(**(defaults | changes))
 
 
+def expert_config(**changes: Any) -> Config:
+    """Experts of every kind behind a dense layer, losses on their routers, moving biases, and a token ahead."""
+    experts = {
+        "num_experts": 16,
+        "top_k": 4,
+        "ffn_hidden_size": 64,
+        "shared_ffn_hidden_size": 64,
+        "first_dense_layers": 1,
+        "score": "sigmoid",
+        "num_groups": 4,
+        "group_top_k": 2,
+        "expert_bias": True,
+        "bias_update_rate": 0.01,
+    }
+    defaults: dict[str, Any] = {
+        "model__num_layers": 4,
+        "model__experts": experts,
+        "model__mtp_depths": 1,
+        "layout__ep": 4,
+        "layout__etp": 2,
+        "layout__tp": 2,
+        "layout__sp": True,
+        "loss__router": {"z_coefficient": 0.01, "sequence_balance_coefficient": 0.1},
+        "loss__side_terms": {"z": Z_LOSS},
+    }
+    return config(**(defaults | changes))
+
+
 def check(
     pool: Pool, user: Config, layouts: str | None = None, fault: str | None = None, num_steps: int = 3
 ) -> ParityReport:

@@ -7,11 +7,12 @@ from mtrain.verify.faults import PLANTS
 from mtrain.verify.inject import FAULTS, NAMES, chosen
 from mtrain.verify.ranks import Pool
 from mtrain.verify.result import Diagnosis
-from mtrain.verify.weights import EMBEDDING
-from tests.verify.checks import check, rich_config
+from mtrain.verify.weights import EMBEDDING, OUTPUT
+from tests.verify.checks import check, expert_config, rich_config
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION = "layer 0 self_attention.core_attention"
+BIAS = "decoder.layers.1.mlp.router.expert_bias"
 CP, DP, MICRO, PP, SP, TP = "cp2mbs16", "dp2mbs8", "mbs4", "pp2mbs4", "tp2mbs16,tp2spmbs16", "tp2mbs16"
 
 EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
@@ -38,14 +39,19 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "local-side-term-denominators": (DP, "dp", "gradient", FINAL_NORM, None),
     "norms-decayed": (MICRO, "every layout", "update", "decoder.layers.0.input_layernorm.weight", None),
     "norms-counted-per-tp-rank": (TP, "tp", "grad_norm", "grad_norm", None),
+    "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
+    "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
+    "experts-left-out-of-norm": (f"{DP},dp2ep2mbs8", "ep", "grad_norm", "grad_norm", None),
+    "depths-divided-by-main": (MICRO, "every layout", "gradient", OUTPUT, None),
 }
+OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
 """Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     layouts, axis, kind, quantity, module = EXPECTED[name]
-    report = check(pool, rich_config(), layouts, name)
+    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(), layouts, name)
     assert not report.passed
     assert report.injected == name
     assert all(layout.error is None for layout in report.layouts)
@@ -79,6 +85,10 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
         ("norms-decayed", {"optimizer__weight_decay": 0.0}, [], "optimizer.weight_decay > 0"),
         ("local-side-term-denominators", {"loss__side_terms": {}}, ["dp"], "another aggregation"),
         ("vocabulary-padding-in-softmax", {"model__vocab_size": 1024}, [], "not a multiple"),
+        ("router-losses-shared-out", {}, ["cp"], "a coefficient of loss.router"),
+        ("expert-loads-per-rank", {}, ["dp"], "model.experts.bias_update_rate > 0"),
+        ("experts-left-out-of-norm", {}, ["dp"], "a layout that uses ep"),
+        ("depths-divided-by-main", {}, [], "model.mtp_depths > 0"),
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(

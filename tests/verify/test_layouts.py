@@ -7,6 +7,7 @@ from mtrain.errors import ConfigError
 from mtrain.verify.layouts import Trial, derived_trials, parse_trials, prepared, shared_layers
 from mtrain.verify.shrink import shrink
 from tests.config.samples import config
+from tests.verify.checks import expert_config
 
 
 def names(user: Config, max_ranks: int = 8) -> dict[str, dict[str, str]]:
@@ -46,6 +47,15 @@ def test_no_layout_needs_more_ranks_than_there_are(max_ranks: int) -> None:
     assert ranks[0] == 1
 
 
+def test_experts_have_a_place_in_every_layout() -> None:
+    found = names(expert_config(layout__pp=2))
+    used = [frozenset(axes) - {"microbatches"} for axes in found.values()]
+    for alone in ({"dp", "ep"}, {"dp", "etp"}, {"tp", "sp"}, {"pp"}):
+        assert frozenset(alone) in used
+    assert frozenset({"tp", "sp", "ep", "etp", "dp", "pp"}) in used
+    assert frozenset({"tp"}) not in used, "routers need sequence parallelism"
+
+
 def test_large_degrees_are_brought_down() -> None:
     found = names(config(layout__tp=4, layout__sp=True, layout__pp=8, model__num_layers=32, data__seq_length=64))
     assert any(axes.get("pp") == "8" for axes in found.values())
@@ -70,7 +80,11 @@ def test_uneven_stages_stay_uneven(layout: dict[str, object], expected: str) -> 
     [
         ("tp2cp2", Trial(tp=2, cp=2)),
         ("pp4", Trial(pp=4)),
-        ("tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4", Trial(2, True, 2, 2, 2, "ulysses", 1, 4)),
+        (
+            "tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4",
+            Trial(tp=2, sp=True, pp=2, vpp=2, cp=2, cp_comm="ulysses", micro_batch_size=4),
+        ),
+        ("tp2sp-pp1-cp1-dp4-ep4etp2-mbs2", Trial(tp=2, sp=True, dp=4, ep=4, etp=2, micro_batch_size=2)),
         ("tp1-pp2[1+3]-cp1-dp2-mbs2", Trial(pp=2, dp=2, micro_batch_size=2, stage_shares=(1, 3))),
         ("cp2allgather", Trial(cp=2)),
     ],

@@ -10,6 +10,7 @@ from mtrain.layout import broken_rules
 from mtrain.verify.layouts import Trial, derived_trials, prepared
 from mtrain.verify.shrink import shrink
 from tests.config.samples import config
+from tests.verify.checks import expert_config
 
 ROOT = Path(__file__).parents[2]
 ONE = [Trial()]
@@ -93,13 +94,15 @@ def test_global_layers_are_among_the_few_layers() -> None:
 @pytest.mark.parametrize("layout", ["tp8pp4", "tp4cp2"])
 def test_derived_layouts_are_legal_on_every_shipped_model(path: Path, layout: str) -> None:
     files = [path, ROOT / "configs" / "layout" / f"{layout}.yaml", ROOT / "configs" / "run" / "pretrain.yaml"]
-    heads = [
-        "model.num_query_groups=8",
+    sizes = [
         "model.num_attention_heads=32",
         "model.hidden_size=4096",
         "model.num_layers=16",
+        "model.ffn_hidden_size=8192",
     ]
-    user = load_config(files, [*heads, "model.ffn_hidden_size=8192"])
+    if "num_query_groups" in path.read_text():
+        sizes.append("model.num_query_groups=8")
+    user = load_config(files, sizes)
     trials = derived_trials(user, 8)
     small = shrink(user, trials).config
     assert len({prepared(trial, small).name for trial in trials}) == len(trials) >= 8
@@ -117,10 +120,17 @@ def test_dropout_is_refused_with_the_override_that_turns_it_off(key: str) -> Non
         shrink(config(**{f"model__{key}": 0.1}), ONE)
 
 
-def test_balancing_experts_is_refused() -> None:
-    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
-    with pytest.raises(ConfigError, match=r"model\.experts\.bias_update_rate=0\.001: the reference .* set it to 0"):
-        shrink(config(model__experts=experts), [])
+def test_experts_keep_their_choice_and_divide_over_every_layout() -> None:
+    trials = [*ONE, Trial(dp=3, ep=3), Trial(tp=2, sp=True, etp=2)]
+    model = shrink(expert_config(), trials).config.model
+    assert model.experts is not None
+    assert (model.experts.num_groups, model.experts.group_top_k, model.experts.top_k) == (4, 2, 4)
+    assert model.experts.num_experts % 12 == 0
+    assert model.experts.ffn_hidden_size < 64
+    assert model.experts.shared_ffn_hidden_size % 2 == 0
+    assert (model.experts.score, model.experts.bias_update_rate) == ("sigmoid", 0.01)
+    assert [model.has_experts(layer) for layer in range(2)] == [False, True]
+    assert model.mtp_depths == 1
 
 
 def test_what_no_two_layouts_share_is_refused() -> None:
