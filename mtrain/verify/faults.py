@@ -15,6 +15,7 @@ from mtrain import step
 from mtrain.data.batch import Microbatch
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.loss.pair import MAIN_TERM, LossPair
+from mtrain.loss.terms import side_term_factors
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore import attention, finalize, norm, optimizer, pairs, share, translate
 from mtrain.mcore.experts import balance
@@ -232,10 +233,8 @@ def _experts_left_out() -> contextlib.AbstractContextManager[None]:
 
 
 def _depths_by_main() -> contextlib.AbstractContextManager[None]:
-    original = step.side_term_factors
-
     def faulty(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Any]:
-        factors = original(planned, coefficients)
+        factors = side_term_factors(planned, coefficients)
         return {name: coefficients[name] if name.startswith("mtp_") else factors[name] for name in factors}
 
     return replaced(step, "side_term_factors", faulty)

@@ -27,7 +27,7 @@ from mtrain.verify.tolerances import forward_tolerance
 from mtrain.verify.worker import Job, pieces_of, run_layout
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
-from tests.verify.checks import check, rich_config
+from tests.verify.checks import check, expert_config, rich_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +51,19 @@ def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
     assert losses == {round(report.reference.steps[0].objective, 5)}
     assert ParityReport.from_json(report.to_json()) == report
     assert [each.kind for each in report.tolerances] == list(KINDS)
+
+
+def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool) -> None:
+    user = expert_config()
+    report = check(pool, user, "dp4ep4mbs2,tp2spdp2ep2etp2,pp2cp2dp2ep4", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    terms = ["main", "z", "mtp_1", "router_z", "router_sequence_balance"]
+    for layout in report.layouts:
+        first = [each for each in layout.deviations if each.step == 1]
+        assert [each.name for each in first if each.kind == "loss"] == terms
+        biases = [each for each in first if each.name.endswith("expert_bias")]
+        assert {each.kind for each in biases} == {"update"}, "no parameter"
+        assert len(biases) == report.config["model"]["num_layers"] - 1 + user.model.mtp_depths
 
 
 @pytest.mark.parametrize(
