@@ -104,7 +104,9 @@ def other_trials(config: Config, max_ranks: int) -> list[Trial]:
     """Layouts that a run of the user's may go on with: one process, its axes alone, tensor and data parallelism."""
     parts = _parts(config, max_ranks)
     has_routers = config.model.experts is not None
-    alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {axis: variants[-1] for axis, variants in parts.items()}
+    alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {
+        axis: variants[-1] for axis, variants in parts.items()
+    }
     trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
     return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
 

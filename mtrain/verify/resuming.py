@@ -43,7 +43,7 @@ from mtrain.verify.resume_compare import (
 from mtrain.verify.resume_inject import CRASH, RESUME_FAULTS
 from mtrain.verify.samples import Plan, with_loss_tokens
 from mtrain.verify.segment import Seen, Start, run_start
-from mtrain.verify.shrink import Shrunk, balancing_keys, small
+from mtrain.verify.shrink import Shrunk, small
 from mtrain.verify.tolerances import tolerances
 from mtrain.verify.weights import forward_order
 from mtrain.verify.worker import Job
@@ -145,9 +145,6 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
         notes.append("for other layouts: train.precision: fp32, no dropout, whose draws follow the layout")
     if keys := layout_dependent_keys(config.model, config.loss):
         notes.append(f"other layouts are left out: {', '.join(keys)} changes with the layout by definition")
-        trials = []
-    elif keys := balancing_keys(config):
-        notes.append(f"other layouts are left out: the reference does not balance experts ({', '.join(keys)})")
         trials = []
     saving = prepared(base, shrunk.config)
     others = [each for trial in trials if (each := _fitting(trial, comparable, named is not None)) is not None]
