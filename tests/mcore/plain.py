@@ -61,7 +61,7 @@ def plain_step(
         passes_mask: Whether the model gets the loss mask, for multi-token prediction.
         **fields: Further fields of TransformerConfig.
     """
-    config = _config(groups, model, fields)
+    config = plain_config(groups, model, fields)
     chunks = [_chunk(config, groups, model, parameters, stage) for stage in range(groups.layout.vpp)]
     config.finalize_model_grads_func = finalize_model_grads
     reports = get_forward_backward_func()(
@@ -89,12 +89,13 @@ def plain_step(
 
 def plain_initial_weights(groups: Groups, model: ModelSection) -> Arrays:
     """What megatron-core itself draws for a seed, by global name."""
-    config = _config(groups, model, {})
+    config = plain_config(groups, model, {})
     chunks = [_chunk(config, groups, model, None, stage) for stage in range(groups.layout.vpp)]
     return {name: parameter.detach().numpy().copy() for chunk in chunks for name, parameter in _named(chunk.module)}
 
 
-def _config(groups: Groups, model: ModelSection, fields: Mapping[str, Any]) -> TransformerConfig:
+def plain_config(groups: Groups, model: ModelSection, fields: Mapping[str, Any]) -> TransformerConfig:
+    """The model in megatron-core's words, with further fields."""
     layout = groups.layout
     defaults: dict[str, Any] = {
         "num_layers": model.num_layers,
