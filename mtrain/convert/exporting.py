@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 import mtrain
+from mtrain.checkpoint.directory import reading
+from mtrain.checkpoint.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import Target, open_target
@@ -46,7 +48,8 @@ def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | Non
     """
     target = open_target(path, like, dtype)
     files = shards(target, dtype)
-    with working_folder(out, _plan(target, files, dtype)) as folder:
+    with reading(target.entry), working_folder(out, _plan(target, files, dtype)) as folder:
+        verify_files(target.entry, target.files(), num_workers)
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
             shard = files[unit.name]

@@ -57,6 +57,10 @@ class Target(NamedTuple):
         """Key in the table -> key in the checkpoint."""
         return _MAIN + key if self.main_weights and _MAIN + key in self.tensors.tensors else key
 
+    def files(self) -> set[str]:
+        """Files of the checkpoint that hold the weights."""
+        return {box.file for key in self.table.shapes for box in self.tensors.tensors[self.key(key)].boxes}
+
     def dtype(self, piece: Piece, wanted: torch.dtype | None) -> torch.dtype:
         """What a tensor will have outside."""
         held = self.tensors.tensors[self.key(piece.key)].dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mtrain.checkpoint.verification import verify_files
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
 from mtrain.hf.source import open_source
@@ -22,4 +23,5 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     """
     source = open_source(hf)
     target = open_target(checkpoint, hf, None)
+    verify_files(target.entry, target.files(), num_workers)
     return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)
