@@ -12,7 +12,7 @@ from rich.table import Table
 from mtrain.files import disk_faults, write_atomically
 from mtrain.verify.result import Deviation, LayoutResult, Report
 
-_PLAIN_WIDTH = 220
+_PLAIN_WIDTH = 260
 """Characters of a line where the output is no terminal, so that no row is broken in two."""
 
 
