@@ -45,6 +45,9 @@ def foreign_folder(path: Path) -> Path | None:
             return _checked(path, (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip())
         if any((path / name).exists() for name in _LEGACY):
             raise _legacy(path)
+        iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{_LIST}"))
+    if iterations:
+        raise DataError(f"{path} has no {_LATEST} to say which is the latest; name a folder such as {iterations[-1]}")
     return None
 
 

@@ -72,6 +72,9 @@ def load_foreign_weights(
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
         parts += [_theirs(part, theirs) for part in whole_of(place, place.key, weights[place.data])]
     load_parts(saved, parts, lambda key: canonical(key) is None, config.model.vocab_size)
+    for part in parts:
+        if part.may_be_padded:  # theirs is drawn, ours is zero
+            part.data.view(part.sizes)[max(0, config.model.vocab_size - part.offset[0]) :].zero_()
     for parameter, values in weights.items():
         parameter.copy_(values)
     optimizer_state.set_main_weights(optimizer.inner, weights)

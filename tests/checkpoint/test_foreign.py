@@ -44,3 +44,10 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path, latest: str, folder: st
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
     with pytest.raises(DataError, match=words):
         foreign_folder(tmp_path)
+
+
+def test_without_a_latest_an_iteration_has_to_be_named(tmp_path: Path) -> None:
+    iteration(tmp_path / "iter_0000100")
+    iteration(tmp_path / "iter_0000200")
+    with pytest.raises(DataError, match="name a folder such as iter_0000200"):
+        foreign_folder(tmp_path)
