@@ -227,8 +227,16 @@ def changes(old_yaml: str, new_yaml: str) -> list[Change]:
     return [
         Change(key, _told(old, key), _told(new, key), _is_neutral(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, missing) != new.get(key, missing)
+        if old.get(key, missing) != new.get(key, missing) and not _stands_for_a_section(key, old, new)
     ]
+
+
+def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether a null says only that a section is absent whose keys the other configuration tells."""
+    return any(
+        key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
+        for one, other in ((old, new), (new, old))
+    )
 
 
 def difference(old_yaml: str, new_yaml: str) -> list[str]:

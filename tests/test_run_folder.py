@@ -228,6 +228,7 @@ def test_differences_are_told_by_dotted_key() -> None:
 
 def test_a_null_and_a_missing_key_differ() -> None:
     assert difference("a: {b: null, c: 1}", "a: {c: 1}") == ["a.b"]
+    assert difference("a: {b: null}", "a: {b: {d: 1, e: 2}}") == ["a.b.d", "a.b.e"], "an absent section is told by keys"
     assert changes("a: {b: null, c: 1}", "a: {c: 1}") == [Change("a.b", "null", None, is_neutral=False)]
 
 

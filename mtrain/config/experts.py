@@ -70,9 +70,12 @@ class ExpertsSection(Section):
     def groups_come_in_pairs(self) -> str | None:
         if (self.num_groups is None) == (self.group_top_k is None):
             return None
-        return (
-            f"num_groups={self.num_groups} and group_top_k={self.group_top_k} belong together; set both or remove both"
+        given, absent = (
+            (f"group_top_k={self.group_top_k}", "num_groups")
+            if self.num_groups is None
+            else (f"num_groups={self.num_groups}", "group_top_k")
         )
+        return f"{given} needs {absent}, which is not given; set both or remove both"
 
     @rule
     def groups_hold_the_choice(self) -> str | None:

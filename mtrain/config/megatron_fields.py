@@ -54,6 +54,9 @@ TYPED_KNOBS = {
     "moe_router_bias_update_rate": "model.experts.bias_update_rate",
     "moe_token_dispatcher_type": "model.experts.dispatcher",
     "moe_grouped_gemm": "model.experts.implementation",
+    "moe_use_legacy_grouped_gemm": "model.experts.implementation",
+    "moe_router_topk_limited_devices": "model.experts.group_top_k",
+    "moe_layer_recompute": "train.recompute",
     "moe_expert_capacity_factor": "model.experts.capacity_factor",
     "moe_z_loss_coeff": "loss.router.z_coefficient",
     "moe_aux_loss_coeff": "loss.router.sequence_balance_coefficient",
@@ -111,10 +114,33 @@ OURS = {
 }
 """Fields that belong to this program -> why."""
 
-_OTHER_FAMILIES = (
-    "num_moe_experts",
+EXPERTS = {
+    "moe_router_dtype": "scores are computed in float32 at least",
+    "moe_input_jitter_eps": "noise would differ with the layout",
+    "moe_enable_routing_replay": "a choice follows from its scores",
+    "moe_router_force_load_balancing": "a choice follows from its scores",
+    "moe_router_fusion": "the choice of experts is computed by our own router",
+    "moe_router_padding_for_fp8": "tokens of an expert are not padded for low precision",
+    "moe_router_padding_for_quantization": "tokens of an expert are not padded for low precision",
+    "moe_per_layer_logging": "losses of routers are logged as terms, summed over the layers",
+    "moe_pad_expert_input_to_capacity": "model.experts.capacity_factor drops and never pads",
+    "moe_token_drop_policy": "model.experts.capacity_factor drops the least probable",
+    "moe_token_dropping": "nothing in megatron-core reads it; see model.experts.capacity_factor",
+    "moe_extended_tp": "nothing in megatron-core reads it; see layout.etp",
+    "moe_enable_deepep": "model.experts.dispatcher knows alltoall and allgather",
+    "moe_flex_dispatcher_backend": "model.experts.dispatcher knows alltoall and allgather",
+    "moe_deepep_num_sms": "model.experts.dispatcher knows alltoall and allgather",
+    "moe_hybridep_num_sms": "model.experts.dispatcher knows alltoall and allgather",
+    "moe_permute_fusion": "needs kernels that are not proved here",
+    "moe_shared_expert_overlap": "shared experts do not run beside the transfer of tokens",
+    "moe_shared_expert_gate": "shared experts without a gate are what is built",
+    "moe_latent_size": "experts of the hidden size are what is built",
+    "moe_apply_probs_on_input": "an expert's output is weighed, not its input",
+}
+"""Fields of experts that stay at their defaults -> why, or what to use."""
+
+_NOT_BUILT = (
     "moe_",
-    "multi_latent_attention",
     "experimental_attention_variant",
     "dsa_",
     "linear_",
@@ -124,7 +150,7 @@ _OTHER_FAMILIES = (
     "hybrid_context_parallel",
     "hierarchical_context_parallel_sizes",
 )
-"""How the fields of models and schedules begin that this version cannot build."""
+"""How the fields begin of models and schedules that are not built here, and of experts that a new version may bring."""
 
 
 def broken_rules(given: Collection[str]) -> Iterator[str]:
@@ -135,12 +161,12 @@ def broken_rules(given: Collection[str]) -> Iterator[str]:
     for name in given:
         if name in TYPED_KNOBS:
             yield f"megatron.{name} is set by {TYPED_KNOBS[name]}; use that key instead"
-        elif name in OURS:
-            yield f"megatron.{name} is not free ({OURS[name]}); remove it"
+        elif reason := (OURS | EXPERTS).get(name):
+            yield f"megatron.{name} is not free ({reason}); remove it"
         elif name not in known:
             yield f"megatron.{name} is not a field of megatron-core's TransformerConfig; {_nearest(name, known)}"
-        elif name.startswith(_OTHER_FAMILIES):
-            yield f"megatron.{name} belongs to a family of models that this version cannot build; remove it"
+        elif name.startswith(_NOT_BUILT):
+            yield f"megatron.{name} belongs to a kind of layer or schedule that is not built here; remove it"
 
 
 @cache

@@ -24,7 +24,14 @@ def transformer_config_fields() -> frozenset[str]:
 
 
 def test_every_refused_field_exists(transformer_config_fields: frozenset[str]) -> None:
-    assert megatron_fields.TYPED_KNOBS.keys() | megatron_fields.OURS.keys() <= transformer_config_fields
+    refused = (megatron_fields.TYPED_KNOBS, megatron_fields.OURS, megatron_fields.EXPERTS)
+    assert set().union(*refused) <= transformer_config_fields
+    assert sum(map(len, refused)) == len(set().union(*refused)), "a field has two answers"
+
+
+def test_every_field_of_experts_and_depths_is_answered_by_name(transformer_config_fields: frozenset[str]) -> None:
+    answered = megatron_fields.TYPED_KNOBS | megatron_fields.OURS | megatron_fields.EXPERTS
+    assert {field for field in transformer_config_fields if field.startswith(("moe_", "mtp_"))} <= answered.keys()
 
 
 def test_every_typed_knob_exists() -> None:
@@ -53,7 +60,9 @@ def test_free_fields_pass() -> None:
         ("gradient_accumulation_fusion", "megatron.gradient_accumulation_fusion is not free"),
         ("finalize_model_grads_func", "megatron.finalize_model_grads_func is not free"),
         ("moe_router_topk", "megatron.moe_router_topk is set by model.experts.top_k"),
-        ("moe_input_jitter_eps", "megatron.moe_input_jitter_eps belongs to a family of models"),
+        ("moe_input_jitter_eps", "megatron.moe_input_jitter_eps is not free (noise would differ with the layout)"),
+        ("moe_layer_recompute", "megatron.moe_layer_recompute is set by train.recompute"),
+        ("mamba_num_heads", "megatron.mamba_num_heads belongs to a kind of layer or schedule that is not built here"),
         ("deterministic_mod", "TransformerConfig; did you mean megatron.deterministic_mode?"),
         ("sequence_paralel", "TransformerConfig; did you mean layout.sp?"),
         ("zzzzzz", "megatron.zzzzzz is not a field of megatron-core's TransformerConfig; remove it"),

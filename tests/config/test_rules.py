@@ -185,6 +185,11 @@ BROKEN += [
     ),
     ({"loss__router": {"z_coefficient": 0.1}}, "loss.router.z_coefficient is set, but the model has no experts"),
     ({"model__experts": EXPERTS | {"top_k": 5}}, "model.experts.top_k=5 must not be above num_experts=4"),
+    (
+        {"model__experts": EXPERTS | {"num_groups": 2}},
+        "model.experts.num_groups=2 needs group_top_k, which is not given",
+    ),
+    ({"model__experts": EXPERTS | {"group_top_k": 1}}, "model.experts.group_top_k=1 needs num_groups"),
     ({"model__experts": EXPERTS | {"top_k": 1}}, "model.experts.top_k=1 with a softmax over the chosen experts"),
     ({"model__experts": EXPERTS, "layout__ep": 3}, "model.experts.num_experts=4 must be a multiple of layout.ep=3"),
     (

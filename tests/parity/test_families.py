@@ -9,7 +9,7 @@ import torch
 from tests.oracle.loss import Sequence
 from tests.oracle.run import oracle_steps
 from tests.parity import ranks
-from tests.parity.batches import documents_steps, three_steps
+from tests.parity.batches import GlobalBatch, documents_steps, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, deviation, initial_parameters, run_case, run_oracle, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
@@ -42,15 +42,23 @@ CASES: list[tuple[dict[str, Any], Case]] = [
 ]
 
 
+def family(changes: dict[str, Any]) -> str:
+    """Which one a case is of."""
+    return "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
+
+
+def steps_of(changes: dict[str, Any]) -> list[GlobalBatch]:
+    """Rows of several documents where they are kept apart."""
+    return documents_steps() if changes.keys() & ISOLATED.keys() else three_steps()[:2]
+
+
 def named(changes: dict[str, Any], case: Case) -> Any:
-    family = "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
-    return pytest.param(changes, case, id=f"{family}-{case.resolved(case.config(**changes))}")
+    return pytest.param(changes, case, id=f"{family(changes)}-{case.resolved(case.config(**changes))}")
 
 
 @pytest.mark.parametrize(("changes", "case"), [named(*each) for each in CASES])
 def test_families_keep_the_promise(pool: Pool, changes: dict[str, Any], case: Case) -> None:
-    batches = documents_steps() if changes.keys() & ISOLATED.keys() else three_steps()[:2]
-    config = case.config(**changes)
+    batches, config = steps_of(changes), case.config(**changes)
     found = deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config)
     print(case.layout, found)
     found.assert_below()

@@ -12,12 +12,12 @@ from mtrain.mcore.guards import (
     balance,
     checkpoint,
     experts,
-    families,
     latent_attention,
     layers,
     loss,
     multi_token,
     optimizer,
+    schedules,
 )
 from mtrain.mcore.guards.row import VERSION, Guard
 
@@ -32,7 +32,7 @@ GROUPS: dict[str, tuple[Guard, ...]] = {
     "Multi-token prediction": multi_token.ROWS,
     "Optimizer": optimizer.ROWS,
     "Checkpoints": checkpoint.ROWS,
-    "Models that cannot be built yet": families.ROWS,
+    "Schedules that are not built": schedules.ROWS,
 }
 """Rows by heading."""
 

@@ -22,7 +22,7 @@ here:
 - **noted**: it cannot be mended; the run says so once at its start.
 
 Every row names the tests that show the fault in plain Megatron-Core, on CPU ranks, and its absence here. Two kinds of
-row are read from the sources and not shown: those on models that cannot be built yet, and the one that says it needs a
+row are read from the sources and not shown: those on schedules that are not built, and the one that says it needs a
 GPU. Their tests show that they are refused. A test also compares the named lines with the installed sources, so an
 upgrade shows what moved.
 """

@@ -1,19 +1,19 @@
-"""Faults of models and schedules that cannot be built yet: their fields are refused as a family.
+"""Faults of schedules that are not built: their fields are refused.
 
-When a family is built, its rows get an outcome, and tests, of their own.
+When one is built, its rows get an outcome, and tests, of their own.
 """
 
 from __future__ import annotations
 
 from mtrain.mcore.guards.row import Guard, Place, has_field
 
-_REFUSED = "The fields of this family are refused."
+_REFUSED = "Its fields are refused."
 _MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/layout.py")
 _TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",)
 
 
 def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> Guard:
-    """A row whose fields all belong to a family that cannot be built."""
+    """A row whose fields all belong to what is not built."""
     return Guard(
         name,
         fault,
