@@ -31,7 +31,7 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
         case "extra_forbidden":
             yield f"{key}: there is no such key; {_nearest(detail['loc'])}"
         case "missing":
-            yield f"{key}: no value is given; set it"
+            yield f"{key}: no value is given; set {_required(detail['loc']) or 'it'}"
         case "value_error" if isinstance(error, BrokenRulesError):
             yield from (f"{key}.{message}" if key else message for message in error.messages)
         case "value_error":
@@ -41,6 +41,13 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
         case _:
             message = detail["msg"][:1].lower() + detail["msg"][1:]
             yield f"{key}: {message}, but {_shown(detail['input'])} was given; change it"
+
+
+def _required(location: Location) -> str:
+    """The keys that a section at `location` cannot do without; empty where there is a value."""
+    section = _section_at(Config, location)
+    fields = section.model_fields.items() if section else ()
+    return ", ".join(dotted((*location, name)) for name, field in fields if field.is_required())
 
 
 def _shown(value: object) -> str:

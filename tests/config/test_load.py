@@ -94,6 +94,14 @@ def test_a_bad_override_is_named(base: Path, override: str, expected: str) -> No
     assert len(found.splitlines()) == 1
 
 
+def test_a_missing_section_is_told_with_the_keys_that_it_needs(tmp_path: Path) -> None:
+    alone = tmp_path / "alone.yaml"
+    alone.write_text("model: {mla: {kv_rank: 4}}")
+    lines = message([alone], []).splitlines()
+    assert "train: no value is given; set train.global_batch_size, train.num_steps" in lines
+    assert "model.num_layers: no value is given; set it" in lines
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
