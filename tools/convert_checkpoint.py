@@ -18,7 +18,12 @@ import typer
 from mtrain.__main__ import one_message
 from mtrain.errors import DataError
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 class Dtype(StrEnum):
@@ -52,7 +57,8 @@ def import_(
 ) -> None:
     """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes."""
     with one_message():
-        from mtrain.convert.importing import MODEL_NAME, import_hf  # loads torch
+        from mtrain.checkpoint.imported import MODEL_NAME
+        from mtrain.convert.importing import import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
 
         proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)

@@ -25,7 +25,13 @@ from mtrain.errors import DataError
 if TYPE_CHECKING:
     from mtrain.checkpoint.tensors import GlobalTensor
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Looks into checkpoints: of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "
+    "run folder: then its newest good checkpoint. PATH without a command means show PATH.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 _COMMANDS = ("show", "diff", "verify", "--help")
 _PLAIN_WIDTH = 200
 

@@ -140,7 +140,9 @@ def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newe
         return Newest(entry, ())
     newest = newest_good(path / "checkpoints", unusable)
     if newest.entry is None:
-        raise DataError(f"{path} is neither a checkpoint (no {MANIFEST_NAME}) nor a run folder that holds one")
+        is_hf = (path / "config.json").exists()
+        hint = "; a folder of Hugging Face is named by model.hf, or imported first" if is_hf else ""
+        raise DataError(f"{path} is neither a checkpoint (no {MANIFEST_NAME}) nor a run folder that holds one{hint}")
     return newest
 
 

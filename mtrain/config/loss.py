@@ -101,8 +101,8 @@ class TeacherSection(Section):
     """A frozen model whose distribution the terms that ask for one compare with.
 
     It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its own run
-    folder says what model it is; the vocabulary has to be the same. With layers that divide unevenly
-    (layout.stage_layers and the like) it needs as many as the model that is trained.
+    folder, or model.yaml of an import, says what model it is; the vocabulary has to be the same. With layers that
+    divide unevenly (layout.stage_layers and the like) it needs as many as the model that is trained.
 
     Without a pipeline nothing of it is kept: it sees each microbatch just before the model does. With layout.pp > 1 it
     runs through the pipeline before the model, and the last stage holds its logits of all the step's microbatches until
@@ -111,7 +111,7 @@ class TeacherSection(Section):
     """
 
     checkpoint: str
-    """A run folder (its newest checkpoint), or a checkpoint directory inside one."""
+    """A run folder (its newest checkpoint), a checkpoint directory inside one, or an import from Hugging Face."""
 
 
 class RouterLossSection(Section):

@@ -15,6 +15,7 @@ import yaml
 
 import mtrain
 from mtrain.checkpoint.hashed_file import HashedFile, read_facts
+from mtrain.checkpoint.imported import MODEL_NAME
 from mtrain.checkpoint.manifest import MANIFEST_NAME, FileFacts, GitState, Manifest
 from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_list
 from mtrain.checkpoint.tensors import CheckpointTensors
@@ -33,7 +34,6 @@ from mtrain.hf.table import Piece, Table, boxes_to_write, cut, read_box
 ORIGIN = "hf"
 """Folder in a checkpoint with what came with the weights: config.json, index, tokenizer."""
 SHARDS_NAME = "shards.json"
-MODEL_NAME = "model.yaml"
 _FILE_BYTES = 1 << 29
 _BOX_BYTES = 1 << 26
 """Larger boxes are cut into rows, so that a reader of a part, and a cast, need little memory."""

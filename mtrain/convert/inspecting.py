@@ -15,6 +15,8 @@ from mtrain.hf.files import CONFIG_NAME
 from mtrain.hf.source import open_source
 from mtrain.planning import num_parameters
 
+_PLAIN_WIDTH = 200
+
 
 def print_contents(path: Path) -> None:
     """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint.
@@ -38,7 +40,10 @@ def print_contents(path: Path) -> None:
     listing = Listing("tensor", "dtype", "shape")
     for name, (dtype, shape) in tensors.items():
         listing.add_row(name, str(dtype).removeprefix("torch."), _told(shape))
-    Console(soft_wrap=True).print(listing)
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe: names are not cut, and there is nothing to draw
+        listing.box, console = None, Console(highlight=False, width=_PLAIN_WIDTH)
+    console.print(listing)
 
 
 def _told(shape: Sizes) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import yaml
-from pydantic import ValidationError
 
 from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.foreign import foreign_folder
+from mtrain.checkpoint.imported import imported_model
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.config.load import load_config
 from mtrain.config.model import ModelSection
-from mtrain.convert.importing import MODEL_NAME, ORIGIN
+from mtrain.convert.importing import ORIGIN
 from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.family import Family
@@ -105,28 +105,19 @@ def source_of(checkpoint: Path) -> Source:
     Raises:
         DataError: Nothing says what model it is.
     """
-    if (checkpoint / ORIGIN / CONFIG_NAME).exists():
-        return Source(_imported_model(checkpoint / MODEL_NAME), checkpoint / ORIGIN, None)
+    imported = imported_model(checkpoint)
+    if imported is not None:
+        return Source(imported, checkpoint / ORIGIN, None)
     path = checkpoint.resolve().parent.parent / "config.yaml"
     if not path.exists():
         raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
     run = load_config([path], [])
     start = run.checkpoint.initialize_from
-    if start is None or not Path(start).exists():
+    if start is None or not Path(start).exists() or foreign_folder(Path(start)) is not None:
         return Source(run.model, None, run.data.seq_length)
     entry = checkpoint_at(Path(start)).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     return Source(run.model, source_of(entry.path).origin, run.data.seq_length)
-
-
-def _imported_model(path: Path) -> ModelSection:
-    try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return ModelSection.model_validate(content["model"])
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValidationError) as fault:
-        raise DataError(
-            f"{path} cannot be understood: {str(fault).splitlines()[0]}; import the weights again"
-        ) from None
 
 
 def _check_keys(target: Target) -> None:

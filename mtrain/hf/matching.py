@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mtrain.errors import DataError
@@ -16,6 +17,8 @@ from mtrain.hf.safetensors import raw_bytes
 from mtrain.hf.table import Table
 
 _NAMES_TOLD = 8
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What weights may be; integers, and FP8 without scales that are known, are codes for other numbers."""
 
 
 def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
@@ -28,7 +31,8 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
         may_be_left: Regular expressions of what may be there and carries nothing.
 
     Raises:
-        DataError: A tensor is missing, unexpected, has another shape, or differs from the one that it is a copy of.
+        DataError: A tensor is missing, unexpected, has another shape, holds codes instead of numbers, or differs from
+            the one that it is a copy of.
     """
     wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
     names = weights.names()
@@ -41,6 +45,11 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
         f"{name} has shape {list(found)} instead of {list(wanted[name])}"
         for name in sorted(wanted.keys() & names)
         if (found := weights.facts(name)[1]) != wanted[name]
+    ][:_NAMES_TOLD]
+    faults += [
+        f"{name} is {found}, but weights have to be plain floating-point numbers"
+        for name in sorted(wanted.keys() & names)
+        if (found := weights.facts(name)[0]) not in _NUMBERS
     ][:_NAMES_TOLD]
     faults += [
         f"{name} differs from {original}, of which it must be a copy"

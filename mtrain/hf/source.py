@@ -14,6 +14,7 @@ from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import Weights, plain_weights
 from mtrain.hf.family import Family
+from mtrain.hf.files import CONFIG_NAME
 from mtrain.hf.folder import HfFolder
 from mtrain.hf.matching import check_names
 from mtrain.hf.registry import family_of
@@ -41,6 +42,11 @@ def open_source(path: Path) -> Source:
     family = family_of(folder.config)
     weights = plain_weights(folder)
     model = family.model(family.as_held(folder.config, weights.names()))
+    if model.num_layers > len(weights.names()):  # the table of a mistyped number would fill the memory
+        raise DataError(
+            f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "
+            f"{len(weights.names())} tensors"
+        )
     table = family.table(model)
     check_names(path, weights, table, family.dropped)
     return Source(folder, weights, family, model, table)

@@ -11,9 +11,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mtrain.checkpoint.directory import CheckpointEntry
+from mtrain.checkpoint.imported import MODEL_NAME, imported_model
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.messages import readable
+from mtrain.config.model import ModelSection
 from mtrain.data.batch import Microbatch
 from mtrain.errors import ConfigError
 from mtrain.layout import Layout
@@ -92,18 +94,15 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
 
     Args:
         config: Of the run.
-        checkpoint: The teacher's checkpoint directory, inside its run folder.
+        checkpoint: The teacher's checkpoint directory, inside its run folder, or an import.
 
     Raises:
-        ConfigError: The run folder has no configuration, its vocabulary is another one, or the layout does not fit.
+        ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
+        DataError: The import's model cannot be understood.
     """
-    path = checkpoint.resolve().parent.parent / "config.yaml"
-    if not path.exists():
-        raise ConfigError(
-            f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
-            "folder, or a checkpoint directory inside one"
-        )
-    model = load_config([path], []).model
+    path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
+    if model is None:
+        path, model = _run_model(checkpoint)
     if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"loss.teacher.checkpoint: the teacher's vocabulary has {model.vocab_size} tokens ({path}), but "
@@ -121,3 +120,14 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
         raise ConfigError(
             f"the layout does not fit the teacher of loss.teacher.checkpoint ({path}): {reasons}"
         ) from None
+
+
+def _run_model(checkpoint: Path) -> tuple[Path, ModelSection]:
+    """The configuration of the run that a checkpoint lies in, and the model that it names."""
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
+            "folder, a checkpoint directory inside one, or an import"
+        )
+    return path, load_config([path], []).model

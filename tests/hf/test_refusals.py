@@ -91,6 +91,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "holds unexpected model.extra",
     ),
     "one layer too many": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "unexpected model.layers.2."),
+    "mistyped number of layers": (
+        lambda f: edit_json(f / "config.json", num_hidden_layers=10**9),
+        "says 1000000000 layers: it holds only",
+    ),
+    "codes instead of numbers": (
+        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
+        f"{NORM} is torch.int8, but weights have to be plain floating-point numbers",
+    ),
     "other shape": (
         lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(31, dtype=torch.bfloat16)})),
         rf"{NORM} has shape \[31\] instead of \[32\]",

@@ -68,12 +68,18 @@ def test_a_start_has_the_weights_of_an_import_on_any_layout(
 
 
 def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> None:
+    """An import of the same folder teaches it, and agrees with it until the first update."""
     save("qwen2", tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "ours", None, num_workers=1)
     configured(tmp_path)
     checked = command("check", tmp_path / "run.yaml", "--world-size", 2, "layout.pp=2", "layout.stage_layers=[1,2]")
     assert checked.returncode == 0, checked.stderr
     split = ("layout.pp=2", "layout.stage_layers=[1,2]")
-    first = command("launch", "local", "-n", 2, tmp_path / "run.yaml", *split)
+    teacher = (
+        f"loss.teacher.checkpoint={tmp_path / 'ours'}",
+        "loss.side_terms.kl.function=mtrain.loss.distillation:distillation_loss",
+    )
+    first = command("launch", "local", "-n", 2, tmp_path / "run.yaml", *split, *teacher)
     assert first.returncode == 0, first.stderr
     assert f"loading {tmp_path / 'hf'}" in first.stdout
     shutil.rmtree(tmp_path / "hf")
@@ -82,7 +88,9 @@ def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> No
     )
     assert again.returncode == 0, again.stderr
     assert "step_00000002" in again.stdout
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    one, two, three = (step["terms"]["kl"]["loss"] for step in steps)
+    assert abs(one) < 1e-7 < two < three
     gone = command("train", tmp_path / "run.yaml")
     assert gone.returncode == 2
     assert "holds no config.json" in gone.stderr

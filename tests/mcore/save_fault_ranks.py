@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain import faultpoints
-from mtrain.checkpoint.directory import newest_good
+from mtrain.checkpoint.directory import newest_good, published_steps
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.errors import MtrainError
@@ -43,6 +43,15 @@ def train_and_save(
         os.environ[faultpoints.VARIABLE] = fault
     parts = build(groups, config)
     return _ending(lambda count: _train(groups, config, parts, Saver(folder, groups, config), saves, num_steps, count))
+
+
+def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
+    """Saves after one step; the steps that are published when `save` returns."""
+    parts, saver = build(groups, config), Saver(folder, groups, config)
+    saver.save(parts.chunks, parts.optimizer, 1)
+    found = published_steps(folder)
+    saver.finish()
+    return found
 
 
 def lose_the_folder(groups: Groups, config: Config, run: Path) -> Ending:

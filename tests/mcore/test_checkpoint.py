@@ -153,6 +153,9 @@ def resharding(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pyt
         (Layout(tp=2, cp=2), OVERLAP),
         (Layout(pp=2, stage_layers=(1, 3)), {"layout.pp": 2, "layout.stage_layers": (1, 3)}),
         (Layout(dp=2), NOT_DISTRIBUTED),
+        (Layout(pp=4), {}),
+        (Layout(cp=2, dp=2), OVERLAP),
+        (Layout(tp=2, sp=True, pp=2, cp=2), {}),
     ],
     ids=lambda value: str(value) if isinstance(value, Layout) else "",
 )

@@ -84,7 +84,7 @@ def test_resuming_on_the_same_layout_is_exact(
         assert_same_standing(one.end, other.end)
 
 
-@pytest.fixture(scope="module", params=[DENSE_FIRST, EVERYWHERE], ids=["dense first", "everywhere"])
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A float32 run that saved after two steps and went on: (its experts, its folder, rank 0)."""
     folder = tmp_path_factory.mktemp("saved")
@@ -92,15 +92,34 @@ def saved(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.T
     return request.param, folder, pool.run(checkpoint_ranks.train, ALL_AXES, config, folder, None, 4, 2, True)[0]
 
 
+def _named(value: Any) -> str:
+    if isinstance(value, Layout):
+        return str(value)
+    names = [name for name, experts in (("dense first", DENSE_FIRST), ("everywhere", EVERYWHERE)) if experts is value]
+    return "".join(names or value.values())
+
+
+SEQUENTIAL, GROUPED = {"implementation": "sequential"}, {"implementation": "grouped"}
+
+
 @pytest.mark.parametrize(
-    ("layout", "experts"),
+    ("saved", "layout", "experts"),
     [
-        (Layout(), {"implementation": "sequential"}),
-        (Layout(dp=4, ep=4), {"implementation": "grouped"}),
-        (Layout(tp=2, sp=True, ep=2), {"dispatcher": "allgather"}),
-        (Layout(tp=2, sp=True, pp=2), {}),
+        (DENSE_FIRST, Layout(), SEQUENTIAL),
+        (DENSE_FIRST, Layout(dp=4, ep=4), GROUPED),
+        (DENSE_FIRST, Layout(tp=2, sp=True, pp=2), {}),
+        (DENSE_FIRST, Layout(tp=2, sp=True, etp=2), {}),
+        (DENSE_FIRST, Layout(tp=4, sp=True, ep=2, etp=2), {}),
+        (DENSE_FIRST, Layout(pp=4, dp=2, ep=2), {}),  # the first stage has no experts
+        (EVERYWHERE, Layout(), SEQUENTIAL),
+        (EVERYWHERE, Layout(dp=2), GROUPED),
+        (EVERYWHERE, Layout(tp=2, sp=True, ep=2), {"dispatcher": "allgather"}),
+        (EVERYWHERE, Layout(tp=2, sp=True, dp=2, ep=2, etp=2), {}),
+        (EVERYWHERE, Layout(pp=2, vpp=2, dp=2, ep=2), {}),
+        (EVERYWHERE, Layout(cp=2, dp=2, ep=4), {}),
     ],
-    ids=str,
+    indirect=["saved"],
+    ids=_named,
 )
 def test_experts_get_the_same_bits_on_another_layout_and_train_alike(
     pool: Pool, saved: Any, layout: Layout, experts: dict[str, Any]
@@ -126,6 +145,7 @@ def test_biases_of_the_choice_travel_between_layouts(pool: Pool, tmp_path: Path)
             assert_same_bits(expected, found)
 
 
+@pytest.mark.parametrize("saved", [DENSE_FIRST, EVERYWHERE], indirect=True, ids=_named)
 def test_checkpoint_keys_are_megatrons(pool: Pool, saved: Any) -> None:
     base, folder, straight = saved
     stored = pool.run(checkpoint_ranks.read_by_megatron, Layout(), folder, 2)[0]

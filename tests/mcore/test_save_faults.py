@@ -15,6 +15,7 @@ from tests.mcore.test_checkpoint import configured
 from tests.pool import Pool, RankFailed
 
 LAYOUT = Layout(dp=2)
+WAITS = {"checkpoint.async_save": False}
 BEFORE = 1
 """The step that is saved before the fault strikes in the save of the next."""
 POINTS = [
@@ -58,10 +59,19 @@ def test_a_process_killed_at_any_of_many_points_of_a_save(pool: Pool, saved: Pat
             (saved / step_name(step)).rmdir()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_full_disk_fails_one_save_and_training_goes_on(pool: Pool, saved: Path, victim: int) -> None:
+def test_a_save_that_training_waits_for_writes_the_same_bytes(pool: Pool, tmp_path: Path) -> None:
+    beside, waiting = tmp_path / "beside", tmp_path / "waiting"
+    pool.run(ranks.save_once, LAYOUT, configured(), beside)
+    assert pool.run(ranks.save_once, LAYOUT, configured(**WAITS), waiting) == [[1], [1]]
+    assert newest_whole(waiting).manifest.files == newest_whole(beside).manifest.files
+
+
+@pytest.mark.parametrize(("victim", "changes"), [(0, {}), (1, {}), (1, WAITS)], ids=["0", "1", "1 waits"])
+def test_a_full_disk_fails_one_save_and_training_goes_on(
+    pool: Pool, saved: Path, victim: int, changes: dict[str, Any]
+) -> None:
     fault = f"full rank={victim} step=2 phase=write.20"
-    endings = pool.run(ranks.train_and_save, LAYOUT, configured(), saved, [2, 4], fault)
+    endings = pool.run(ranks.train_and_save, LAYOUT, configured(**changes), saved, [2, 4], fault)
     assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
     assert newest_whole(saved).step == 4
     assert published_steps(saved) == [BEFORE, 4]

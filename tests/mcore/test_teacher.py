@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mtrain.config.load import config_yaml
-from mtrain.errors import ConfigError
+from mtrain.errors import ConfigError, DataError
 from mtrain.mcore.teacher import teacher_config
 from tests.config.samples import config
 
@@ -47,6 +47,14 @@ def test_a_teacher_that_does_not_fit_is_refused_in_words(
     with pytest.raises(ConfigError) as caught:
         teacher_config(config(**run), saved(tmp_path, **teacher))
     assert all(word in str(caught.value) for word in [*words, "loss.teacher.checkpoint", "config.yaml"])
+
+
+def test_an_import_says_its_model_itself(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(config_yaml(config(model__hidden_size=96)))
+    assert teacher_config(config(), tmp_path).model.hidden_size == 96
+    (tmp_path / "model.yaml").write_text("model: {num_layers: many}")
+    with pytest.raises(DataError, match=r"model.yaml cannot be understood.*import the weights again"):
+        teacher_config(config(), tmp_path)
 
 
 def test_a_checkpoint_outside_a_run_folder_is_refused(tmp_path: Path) -> None:
