@@ -20,14 +20,14 @@ from mtrain.convert.target import Target, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_json, side_files
+from mtrain.hf.block_scaled import plain_config
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files
 from mtrain.hf.folder import HfFolder
 from mtrain.hf.matching import check_names
 from mtrain.hf.safetensors import header_of, raw_bytes
+from mtrain.hf.source import EMBEDDINGS
 from mtrain.hf.table import HfTensor, stream_tensor
 
-_EMBEDDINGS = "embedding.word_embeddings.weight"
-"""Whose dtype config.json tells."""
 _SHARD_BYTES = 5_000_000_000
 
 
@@ -109,15 +109,14 @@ def shards(target: Target, dtype: torch.dtype | None) -> dict[str, Shard]:
         tensor.name: Outgoing(tensor.name, tensor, piece.key, target.dtype(piece, dtype))
         for tensor, piece in target.table.tensors()
     }
-    if target.origin is not None and (target.origin / SHARDS_NAME).exists():
-        copies = {name: wanted[original]._replace(name=name) for name, original in target.table.copies.items()}
-        known = copies | wanted
-        files = {
-            file: Shard([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
-            for file, facts in read_json(target.origin / SHARDS_NAME).items()
-        }
-        if wanted.keys() <= {one.name for shard in files.values() for one in shard.tensors}:
-            return files
+    copies = {name: wanted[original]._replace(name=name) for name, original in target.table.copies.items()}
+    known = copies | wanted
+    files = {
+        file: Shard([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
+        for file, facts in _files_there(target.origin).items()
+    }
+    if wanted.keys() <= {one.name for shard in files.values() for one in shard.tensors}:
+        return {file: shard for file, shard in files.items() if shard.tensors}
     groups: list[list[Outgoing]] = [[]]
     filled = 0
     for one in wanted.values():
@@ -132,6 +131,16 @@ def shards(target: Target, dtype: torch.dtype | None) -> dict[str, Shard]:
         f"model-{number:05d}-of-{len(groups):05d}.safetensors": Shard(group, {"format": "pt"})
         for number, group in enumerate(groups, start=1)
     }
+
+
+def _files_there(origin: Path | None) -> dict[str, Any]:
+    """File -> metadata and tensors, where the weights came from; empty where nothing says it, or there is one file."""
+    if origin is not None and (origin / SHARDS_NAME).exists():
+        return read_json(origin / SHARDS_NAME)
+    found: dict[str, Any] = {}
+    for name, file in places(origin).items() if origin is not None and (origin / INDEX_NAME).exists() else ():
+        found.setdefault(file, {"metadata": {"format": "pt"}, "tensors": []})["tensors"].append(name)
+    return found
 
 
 def _plan(target: Target, files: Mapping[str, Shard], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -149,18 +158,18 @@ def _plan(target: Target, files: Mapping[str, Shard], dtype: torch.dtype | None)
 def _write_side_files(folder: Path, target: Target, files: Mapping[str, Shard]) -> None:
     origin, template = target.origin, None
     if origin is not None:
-        template = read_json(origin / CONFIG_NAME)
+        template = plain_config(read_json(origin / CONFIG_NAME))
         for name in side_files(origin):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(origin / name, folder / name)
-    dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == _EMBEDDINGS)
+    dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     config = _config(target, template, dtype)
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
     if list(files) != [SINGLE_NAME]:
         said = read_json(origin / INDEX_NAME) if origin is not None and (origin / INDEX_NAME).exists() else {}
         size = {"total_size": sum(shard.size_bytes for shard in files.values())}
-        places = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
-        index = {"metadata": {**said.get("metadata", {}), **size}, "weight_map": dict(places)}
+        placed = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
+        index = {"metadata": {**said.get("metadata", {}), **size}, "weight_map": dict(placed)}
         _write_like(folder / INDEX_NAME, index, None if origin is None else origin / INDEX_NAME)
 
 

@@ -15,6 +15,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError
 from mtrain.hf.logits import transformers_logits
+from mtrain.hf.source import open_source
 from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.groups import Groups, open_groups
@@ -30,7 +31,8 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
 
     Args:
         checkpoint: A checkpoint, or a run folder.
-        hf: What transformers loads.
+        hf: What transformers loads; if it is in float32, it is compared with a run's main weights, else with those
+            that compute.
 
     Raises:
         DataError: One of them is damaged.
@@ -39,6 +41,7 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
     entry = checkpoint_at(checkpoint).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     model = source_of(entry.path).model
+    main = open_source(hf).dtype == torch.float32
     tokens = random_tokens(model.vocab_size)
     try:
         theirs = transformers_logits(hf, tokens)
@@ -46,7 +49,7 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
         raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
     with open_world(_ALONE, "cpu", _TIMEOUT_S) as device:
         groups = open_groups(Layout(), device, _SEED, _TIMEOUT_S)
-        ours = our_logits(entry, model, groups, tokens)
+        ours = our_logits(entry, model, groups, tokens, main)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
@@ -56,11 +59,11 @@ def random_tokens(vocab_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, tokens: Tensor) -> Tensor:
-    """Logits [batch, seq, vocab_size] of a checkpoint in one process, in float32."""
+def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, tokens: Tensor, main: bool) -> Tensor:
+    """Logits [batch, seq, vocab_size] of a checkpoint, of its main weights or not, in one process, in float32."""
     config = _config(model)
     chunks = build_frozen_model(config, groups)
-    load_frozen_weights(entry, chunks, groups, config)
+    load_frozen_weights(entry, chunks, groups, config, main)
     batch = Microbatch(
         tokens=tokens,
         labels=tokens,

@@ -112,6 +112,8 @@ def source_of(checkpoint: Path) -> Source:
     if not path.exists():
         raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
     run = load_config([path], [])
+    if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
+        return Source(run.model, Path(run.model.hf), run.data.seq_length)
     start = run.checkpoint.initialize_from
     if start is None or not Path(start).exists() or foreign_folder(Path(start)) is not None:
         return Source(run.model, None, run.data.seq_length)

@@ -11,7 +11,7 @@ from mtrain.hf.source import open_source
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
-    """Compares a checkpoint with a folder, tensor by tensor.
+    """Compares a checkpoint with a folder, tensor by tensor; with a float32 folder, a run's main weights.
 
     Args:
         checkpoint: A checkpoint, or a run folder.
@@ -22,6 +22,6 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
         DataError: One of them is damaged, they are of different models, or tensors differ.
     """
     source = open_source(hf)
-    target = open_target(checkpoint, hf, None)
+    target = open_target(checkpoint, hf, source.dtype)
     verify_files(target.entry, target.files(), num_workers)
     return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)

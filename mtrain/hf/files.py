@@ -69,6 +69,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def places(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says.
+
+    Raises:
+        DataError: It cannot be read, or names files outside of the folder.
+    """
+    found = read_json(inside(folder, INDEX_NAME)).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise DataError(f"{folder / INDEX_NAME} has no weight_map of names to files; download it again")
+    for file in set(found.values()):
+        if Path(file).name != file:
+            raise DataError(f"{folder / INDEX_NAME} names the file {file!r}, but a plain name in the folder is needed")
+    return found
+
+
 def _roots(folder: Path) -> list[Path]:
     """The folder, and in the cache of huggingface_hub the model's own blobs, where its files are links to."""
     real = folder.resolve()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, read_json, side_files
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json, side_files
 from mtrain.hf.safetensors import SafetensorsFile
 
 
@@ -62,15 +62,7 @@ class HfFolder:
                     f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}; only weights in safetensors are read"
                 )
             return dict.fromkeys(SafetensorsFile(inside(self.path, SINGLE_NAME)).entries, SINGLE_NAME)
-        places = self.index.get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise DataError(f"{self.path / INDEX_NAME} has no weight_map of names to files; download it again")
-        for file in set(places.values()):
-            if Path(file).name != file:
-                raise DataError(
-                    f"{self.path / INDEX_NAME} names the file {file!r}, but a plain name in the folder is needed"
-                )
-        return places
+        return places(self.path)
 
     def _check_index(self) -> None:
         for name, file in self._place.items():

@@ -47,9 +47,9 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
         if (found := weights.facts(name)[1]) != wanted[name]
     ][:_NAMES_TOLD]
     faults += [
-        f"{name} is {found}, but weights have to be plain floating-point numbers"
+        f"{name} is {dtype}, but weights have to be plain floating-point numbers"
         for name in sorted(wanted.keys() & names)
-        if (found := weights.facts(name)[0]) not in _NUMBERS
+        if (dtype := weights.facts(name)[0]) not in _NUMBERS
     ][:_NAMES_TOLD]
     faults += [
         f"{name} differs from {original}, of which it must be a copy"

@@ -20,6 +20,8 @@ from mtrain.hf.matching import check_names
 from mtrain.hf.registry import family_of
 from mtrain.hf.table import Piece, Table, narrowed, read_box
 
+EMBEDDINGS = "embedding.word_embeddings.weight"
+
 
 class Source(NamedTuple):
     """An opened folder and what it means."""
@@ -30,6 +32,12 @@ class Source(NamedTuple):
     family: Family
     model: ModelSection
     table: Table
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embeddings, as config.json tells it."""
+        piece = next(piece for piece in self.table.pieces if piece.key == EMBEDDINGS)
+        return self.weights.facts(piece.tensors[0].name)[0]
 
 
 def open_source(path: Path) -> Source:

@@ -168,19 +168,26 @@ def set_weights(weights: Mapping[Tensor, Tensor], optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def load_frozen_weights(
-    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
 ) -> None:
     """Fills a model that has no optimizer, as `load_weights` fills one that has. Collective over the world.
 
+    Args:
+        entry: From the checkpoint directory; of any layout.
+        chunks: This rank's model chunks.
+        groups: The process groups.
+        config: Of this run.
+        main: Whether the float32 main weights are read where they are there, rather than those that computed.
+
     Raises:
-        DataError: As there.
+        DataError: As `load_weights`.
     """
-    for parameter, values in _read_weights(entry, chunks, groups, config).items():
+    for parameter, values in _read_weights(entry, chunks, groups, config, main).items():
         parameter.copy_(values)
 
 
 def _read_weights(
-    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
 ) -> dict[Tensor, Tensor]:
     """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
     state = on_first_rank(lambda: _read_state(entry, config))
@@ -188,12 +195,12 @@ def _read_weights(
 
     def key_of(key: str) -> str:
         main_key = optimizer_key(MAIN, key)
-        return main_key if main_key in saved.tensors else key
+        return main_key if main and main_key in saved.tensors else key
 
     def may_be_left(key: str) -> bool:
         is_beside = key.startswith(random_state.PREFIX) or _TE_STATE in key
-        is_moment = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN)
-        return is_beside or is_moment or optimizer_key(MAIN, key) in saved.tensors
+        is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
+        return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
 
     return read_weights(saved, chunks, groups, state.vocab_size, key_of, may_be_left)
 

@@ -65,7 +65,7 @@ class _Flight:
     """What this rank does for it now."""
     began_s: float
     blocked_s: float = 0.0
-    """How long training waited for the copy."""
+    """How long training waited for the copy; without checkpoint.async_save it waits for all of the save."""
     has_written: bool = field(default=False)
     """Whether all ranks have; then the first one publishes."""
 
@@ -272,9 +272,10 @@ class Saver:
         self._flight, self._fault = None, None
         if self._groups.rank == 0:
             seconds = time.monotonic() - flight.began_s
+            waited_s = flight.blocked_s if self._config.checkpoint.async_save else seconds
             print(
                 f"saved {flight.attempt.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
-                f"{1000 * flight.blocked_s:.0f} ms",
+                f"{1000 * waited_s:.0f} ms",
                 flush=True,
             )
 

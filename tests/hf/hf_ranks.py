@@ -15,10 +15,10 @@ from mtrain.mcore.model import build_frozen_model, build_model
 from mtrain.mcore.optimizer import Optimizer
 
 
-def logits(groups: Groups, checkpoint: Path) -> Any:
-    """[batch, seq, vocab_size] of an imported checkpoint, as numpy."""
+def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:
+    """[batch, seq, vocab_size] of a checkpoint, as numpy."""
     model = source_of(checkpoint).model
-    return our_logits(load_entry(checkpoint), model, groups, random_tokens(model.vocab_size)).numpy()
+    return our_logits(load_entry(checkpoint), model, groups, random_tokens(model.vocab_size), main).numpy()
 
 
 def weights(groups: Groups, checkpoint: Path, config: Config) -> dict[str, Any]:

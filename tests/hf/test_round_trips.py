@@ -15,6 +15,7 @@ from mtrain.config.load import load_config, save_config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens
+from mtrain.convert.verifying import verify_hf
 from mtrain.hf.folder import HfFolder
 from mtrain.hf.logits import transformers_logits
 from mtrain.layout import Layout
@@ -84,7 +85,9 @@ def test_casts_are_those_that_were_asked_for(tmp_path: Path, dtype: torch.dtype)
 
 
 def test_a_trained_model_is_exported_from_shards(pool: Pool, tmp_path: Path) -> None:
-    """Of a run that began without Hugging Face: bf16 weights as they compute, or float32 main weights."""
+    """Of a run that began with Megatron-LM's weights: bf16 weights as they compute, or float32 main weights."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / ".metadata").touch()
     config = Config.model_validate(
         {
             "run": {"dir": str(tmp_path)},
@@ -102,6 +105,7 @@ def test_a_trained_model_is_exported_from_shards(pool: Pool, tmp_path: Path) -> 
             "optimizer": {"lr": 1e-2, "schedule": "constant"},
             "data": {"kind": "mock", "seq_length": 8},
             "layout": {"tp": 2, "pp": 2, "stage_layers": [2, 1]},
+            "checkpoint": {"initialize_from": str(tmp_path / "megatron")},
         }
     )
     save_config(config, tmp_path / "config.yaml")
@@ -118,8 +122,10 @@ def test_a_trained_model_is_exported_from_shards(pool: Pool, tmp_path: Path) -> 
     assert "model.layers.1.mlp.down_proj.weight" in wider
     for key, value in half.state_dict().items():
         assert torch.equal(value, full.state_dict()[key].bfloat16()), key
-    entry = folder / "step_00000001"
-    tokens = random_tokens(57)
-    with torch.no_grad():
-        expected = full(tokens).logits.numpy()
-    np.testing.assert_allclose(pool.run(hf_ranks.logits, Layout(), entry)[0], expected, rtol=0, atol=2e-5)
+    verify_hf(tmp_path, tmp_path / "half", num_workers=1)
+    verify_hf(tmp_path, tmp_path / "full", num_workers=1)
+    for exported, is_main in ((half.float(), False), (full, True)):
+        with torch.no_grad():
+            expected = exported(random_tokens(57)).logits.numpy()
+        ours = pool.run(hf_ranks.logits, Layout(), folder / "step_00000001", is_main)[0]
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-5)

@@ -12,11 +12,13 @@ import pytest
 
 from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
+from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.errors import ConfigError, DataError
 from mtrain.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import save
+from tests.hf.test_round_trips import names
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,8 @@ def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> No
     first = command("launch", "local", "-n", 2, tmp_path / "run.yaml", *split, *teacher)
     assert first.returncode == 0, first.stderr
     assert f"loading {tmp_path / 'hf'}" in first.stdout
+    export_hf(tmp_path / "run", tmp_path / "back", None, None, num_workers=1)
+    assert names(tmp_path / "back") == names(tmp_path / "hf")
     shutil.rmtree(tmp_path / "hf")
     again = command(
         "train", tmp_path / "run" / "config.yaml", "layout.pp=1", "layout.stage_layers=null", "train.num_steps=3"
