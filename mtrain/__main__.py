@@ -1,5 +1,6 @@
 """The command line: parses, calls one function, and turns errors into one message and an exit code."""
 
+import json
 import os
 import signal
 import sys
@@ -166,6 +167,39 @@ def resume(
         report = verify_resume(config, request, lambda line: print(line, flush=True))
         write_report(report, folder)
         print_report(report, folder)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@verify_app.command()
+def hf(
+    arguments: ConfigArguments,
+    folder: Annotated[
+        Path, typer.Option("--hf", help="Folder with config.json and *.safetensors; instead of model.hf.")
+    ],
+    layouts: LayoutsOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 5,
+    max_ranks: MaxRanksOption = 8,
+    output: Annotated[Path | None, typer.Option(help="Folder for hf.json and hf.html; by default run.dir/hf.")] = None,
+    inject: InjectOption = None,
+    list_injections: Annotated[
+        bool,
+        typer.Option("--list-injections", is_eager=True, callback=_listing(NAMES), help="Names for --inject."),
+    ] = False,
+) -> None:
+    """Trains the whole model in transformers and here from the same weights; exit 0 pass, 1 fail."""
+    with one_message(), prefixed_traceback():
+        paths, overrides = split_arguments(arguments)
+        start = [f"model.hf={json.dumps(str(folder))}", "checkpoint.initialize_from=null"]
+        config = load_config(paths, [*overrides, *start])
+        from mtrain.verify.hf import verify_hf  # loads torch
+        from mtrain.verify.parity import Request
+        from mtrain.verify.report import print_report, write_report
+
+        place = Path(config.run.dir) / "hf" if output is None else output
+        request = Request(layouts, steps, max_ranks, inject, " ".join(["mtrain", *sys.argv[1:]]))
+        report = verify_hf(config, request, lambda line: print(line, flush=True))
+        write_report(report, place)
+        print_report(report, place)
     raise typer.Exit(0 if report.passed else 1)
 
 

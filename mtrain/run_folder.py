@@ -64,6 +64,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def exports(self) -> Path:
+        """One folder of Hugging Face for each exported step."""
+        return self.path / "exports"
+
+    @property
     def logs(self) -> Path:
         """Text of the ranks."""
         return self.path / "logs"

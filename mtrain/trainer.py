@@ -19,6 +19,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.errors import NumericError, RunFolderError
 from mtrain.evaluate import evaluate, term_records
+from mtrain.exports import Exporter
 from mtrain.health.signals import StopSignal
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
@@ -74,14 +75,17 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             rehearse(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))
         saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check)
+        every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
+        exporter = Exporter(folder, every, lock.check)
         try:
-            stopped_after = _loop(run, saver, sinks, signal)
+            stopped_after = _loop(run, saver, exporter, sinks, signal)
         except NumericError:  # on all ranks; what was saved before is as good as ever
             saver.wait()
             raise
         saver.finish()
         if stopped_after is not None:
             on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
+        exporter.finish()  # no collective follows that another rank could wait in
 
 
 def _origin(run: Run) -> Origin:
@@ -125,7 +129,7 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
     return Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
 
 
-def _loop(run: Run, saver: Saver, sinks: Sinks, signal: StopSignal) -> int | None:
+def _loop(run: Run, saver: Saver, exporter: Exporter, sinks: Sinks, signal: StopSignal) -> int | None:
     """All steps; the number of the last one where a signal stopped the run early."""
     config, start, last = run.config, run.start_step, run.config.train.num_steps
     if config.valid.at_start and start == 0:
@@ -145,7 +149,9 @@ def _loop(run: Run, saver: Saver, sinks: Sinks, signal: StopSignal) -> int | Non
             is_stopped = totals.flag and done < last
             at_end = done == last and config.checkpoint.at_end
             if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):
+                exporter.expect(done)
                 saver.save(run.chunks, run.optimizer, done, valid_loss)
+            exporter.poll()
             if is_stopped:
                 return done
     return None

@@ -55,6 +55,7 @@ LAYERS: dict[str, int] = {
     "build": 3,
     "convert": 3,
     "evaluate": 3,
+    "exports": 3,
     "generate": 3,
     "rehearsal": 3,
     "resume": 3,

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mtrain.config.section import Section
+from mtrain.config.section import Section, rule
 
 
 class RunSection(Section):
@@ -31,6 +31,9 @@ class CheckpointSection(Section):
     """A save that is not finished by then has failed."""
     on_save_failure: Literal["continue", "stop"] = "continue"
     """continue: a line says so, and the next save tries again; the last one of a run must succeed in any case."""
+    export_hf_every_steps: int = Field(0, ge=0)
+    """Checkpoints at multiples of this become folders of Hugging Face, in exports/ of the run folder; 0: none. A
+    multiple of interval_steps, since exports are made from checkpoints."""
     rehearse: bool = False
     """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
     resume: Literal["auto", "never"] = "auto"
@@ -38,6 +41,16 @@ class CheckpointSection(Section):
     initialize_from: str | None = None
     """A checkpoint directory, or a run folder (its newest one), whose weights this run starts from; optimizer, step
     and data order start anew. Of Megatron-LM or Megatron-Bridge (torch_dist): an iteration, or its parent."""
+
+    @rule
+    def exports_are_made_from_checkpoints(self) -> str | None:
+        every, interval = self.export_hf_every_steps, self.interval_steps
+        if every == 0 or (interval > 0 and every % interval == 0):
+            return None
+        return (
+            f"export_hf_every_steps={every} must be a multiple of interval_steps={interval}, since exports are made "
+            "from checkpoints; change one of them"
+        )
 
 
 class MetricsSection(Section):

@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar with GB/s on a terminal, a line now and then elsewhere."""
+"""How far a conversion is: a bar with GB/s on a terminal, a line now and then elsewhere and beside training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Meter:
             TextColumn("{task.percentage:3.0f}% {task.fields[rate]}"),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not self._console.is_terminal or threading.current_thread() is not threading.main_thread(),
         )
         self._task = self._bar.add_task(title, total=max(total_bytes, 1), rate="")
         self.done_bytes = 0
@@ -63,7 +63,7 @@ class Meter:
         with self._lock:
             self.done_bytes += num_bytes
             self._bar.update(self._task, completed=self.done_bytes, rate=self.rate)
-            if not self._console.is_terminal and time.monotonic() - self._told_s > _SECONDS_BETWEEN_LINES:
+            if self._bar.disable and time.monotonic() - self._told_s > _SECONDS_BETWEEN_LINES:
                 self._told_s = time.monotonic()
                 share = self.done_bytes / max(self._total_bytes, 1)
                 print(f"{self._title}: {share:.0%}, {self.done_bytes / _GB:.1f} GB, {self.rate}", flush=True)

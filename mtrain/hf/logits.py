@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from mtrain.errors import MachineError
 
 
 @torch.no_grad()
@@ -17,14 +20,25 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
         tokens: [batch, seq] int64.
 
     Raises:
-        ModuleNotFoundError: transformers is not installed.
+        MachineError: transformers is not installed.
     """
-    import transformers
+    logits: Tensor = open_model(folder)(tokens).logits
+    return logits.float()
 
+
+def open_model(folder: Path) -> Any:
+    """The model of a folder in transformers: float32, on the CPU, without dropout; no code of the folder runs.
+
+    Raises:
+        MachineError: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise MachineError(
+            "this needs transformers, which is not installed; pip install 'transformers>=5,<6'"
+        ) from None
     transformers.utils.logging.disable_progress_bar()
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     ).eval()
-    logits: Tensor = model(tokens).logits
-    return logits.float()

@@ -293,6 +293,27 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
     return Prepared(f"{layout}-mbs{size}", _axes(layout, batch // (layout.dp * size)), config, layout)
 
 
+def own_layout(config: Config, max_ranks: int) -> Prepared:
+    """The configuration's own layout as it is, on the fewest ranks that it runs on.
+
+    Raises:
+        ConfigError: it runs on no number of ranks up to `max_ranks`.
+    """
+    fault: ConfigError | None = None
+    for num_ranks in range(1, max_ranks + 1):
+        try:
+            layout = Layout.from_config(config, num_ranks)
+        except ConfigError as refused:
+            fault = refused
+            continue
+        size = config.train.micro_batch_size
+        num_microbatches = layout.num_microbatches(config.train.global_batch_size, size)
+        return Prepared(f"{layout}-mbs{size}", _axes(layout, num_microbatches), config, layout)
+    raise ConfigError(
+        f"the layout needs more than {max_ranks} ranks ({fault}); raise --max-ranks or name smaller ones with --layouts"
+    )
+
+
 def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> LayoutSection:
     try:
         return LayoutSection(

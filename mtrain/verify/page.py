@@ -49,7 +49,9 @@ def report_page(report: Report) -> str:
     parts = [_header(report, verdict)]
     if report.diagnosis is not None:
         parts.append(_diagnosis(report.diagnosis))
-    parts += [_layouts(report), _curves(report), _tensors(report), _tolerances(report), _circumstances(report)]
+    parts += [_layouts(report), _curves(report)]
+    parts += [_tensors(report)] if report.wording.maps else []
+    parts += [_tolerances(report), _circumstances(report)]
     return document(f"{verdict}: {report.wording.verb} of {len(report.layouts)} {report.wording.noun}s", *parts)
 
 

@@ -42,13 +42,14 @@ def reason_of(fault: RankFailedError | MtrainError) -> str:
 class Pool:
     """Starts ranks; at most one call runs at a time."""
 
-    def __init__(self, device: str = "cpu", preloaded: Sequence[str] = ()) -> None:
+    def __init__(self, device: str = "cpu", preloaded: Sequence[str] = (), timeout_s: int = TIMEOUT_S) -> None:
         """
         Args:
             device: cpu, or cuda for one GPU a rank.
             preloaded: Further modules that the fork server imports.
+            timeout_s: How long a call may take.
         """
-        self.device = device
+        self.device, self._timeout_s = device, timeout_s
         self._context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             self._context.set_forkserver_preload([*_PRELOADED, *preloaded])
@@ -67,10 +68,10 @@ class Pool:
             RankFailedError: A rank raised something else, died or did not answer in time.
         """
         with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
-            job = (function, layout, arguments, seed, self.device, os.path.join(folder, "store"))
+            job = (function, layout, arguments, seed, self.device, os.path.join(folder, "store"), self._timeout_s)
             for rank in range(layout.world_size):
                 ranks.start(self._context, (*job, rank))
-            return ranks.results()
+            return ranks.results(self._timeout_s)
 
 
 class _Ranks:
@@ -100,15 +101,15 @@ class _Ranks:
         self._processes.append(process)
         self._pipes.append(here)
 
-    def results(self) -> list[Any]:
+    def results(self, timeout_s: int) -> list[Any]:
         """One a rank; raises the first failure."""
         found: dict[int, Any] = {}
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailedError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s")
+                raise RankFailedError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 found[rank] = self._result(rank)
@@ -141,7 +142,14 @@ def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
 
 
 def _call(
-    function: Callable[..., Any], layout: Layout, arguments: Any, seed: int, kind: str, store: str, rank: int
+    function: Callable[..., Any],
+    layout: Layout,
+    arguments: Any,
+    seed: int,
+    kind: str,
+    store: str,
+    timeout_s: int,
+    rank: int,
 ) -> Any:
     import torch
     import torch.distributed as dist
@@ -158,11 +166,11 @@ def _call(
         init_method=f"file://{store}",
         rank=rank,
         world_size=layout.world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
         **options,
     )
     try:
-        groups = open_groups(layout, device, seed, TIMEOUT_S)
+        groups = open_groups(layout, device, seed, timeout_s)
         try:
             return function(groups, *arguments)
         finally:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from mtrain.errors import DataError
-from mtrain.verify.wording import PARITY, RESUME, TENSOR_KINDS, TITLES, Wording
+from mtrain.verify.wording import HF, PARITY, RESUME, TENSOR_KINDS, TITLES, Wording
 
 FORMAT = 1
 """Of the JSON file; raised when a field changes its meaning."""
@@ -223,6 +223,13 @@ class ResumeReport(Report):
     """Of `mtrain verify resume`; the reference is the run that never stopped."""
 
     wording = RESUME
+
+
+@dataclass(frozen=True)
+class HfReport(Report):
+    """Of `mtrain verify hf`; the reference is the run in transformers, and no tensor is compared."""
+
+    wording = HF
 
 
 _TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

@@ -57,8 +57,7 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
     Raises:
         ConfigError: the model has dropout, or something that changes with the layout by definition.
     """
-    _refuse_dropout(config)
-    _refuse_layout_dependent(config)
+    refuse_incomparable(config)
     constant = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "min_lr": 0.0}
     return small(config, trials, seq_length, {"train": {"precision": "fp32"}, "optimizer": constant})
 
@@ -95,6 +94,16 @@ def has_files(data: DataSection) -> bool:
     if data.tokenizer is not None:
         paths.append(Path(data.tokenizer))
     return all(path.exists() for path in paths)
+
+
+def refuse_incomparable(config: Config) -> None:
+    """Refuses what differs between runs by definition.
+
+    Raises:
+        ConfigError: the model has dropout, or something that changes with the layout by definition.
+    """
+    _refuse_dropout(config)
+    _refuse_layout_dependent(config)
 
 
 def _refuse_dropout(config: Config) -> None:

@@ -39,7 +39,7 @@ _CONFIDENCE = 4.0
 
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
     """One for each kind of quantity of some steps of a shrunk configuration, in their order."""
-    return (_denominator(config), *_values(config), _update(num_steps))
+    return (denominator_tolerance(config), *_values(config), _update(num_steps))
 
 
 def update_tolerance(step: int) -> float:
@@ -61,7 +61,8 @@ def _num_summands(config: Config) -> int:
     return model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
 
 
-def _denominator(config: Config) -> Tolerance:
+def denominator_tolerance(config: Config) -> Tolerance:
+    """Of sums of shares."""
     num_shares = config.train.global_batch_size * config.data.seq_length
     return Tolerance(
         kind="denominator",

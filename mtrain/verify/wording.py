@@ -172,3 +172,27 @@ RESUME = Wording(
     ),
     everything="resuming changes the run, even on the layout that saved",
 )
+
+HF = Wording(
+    verb="hf",
+    noun="layout",
+    columns={kind: (kind,) for kind in ("denominator", "loss", "grad_norm")},
+    maps=(),
+    shows_tolerances=True,
+    agreement="layouts are the run of transformers",
+    disagreement="layouts are not the run of transformers",
+    headline="All {count} layouts are the run of transformers, from the same weights on the same data.",
+    failed_headline="{failed} of {count} layouts are not the run of transformers.",
+    caption="Worst deviation from transformers in float32",
+    length="Every run has {steps} steps.",
+    compared=(
+        "Worst relative deviation over all steps. Both sides start from the same weights and go their own way: what "
+        "deviates in one step is carried into the next."
+    ),
+    curves=(
+        "Above: the values. The broad grey band is transformers; on it the layouts take turns in a striped line. "
+        "Below: the relative deviation."
+    ),
+    tensors="",
+    everything="every layout fails",
+)

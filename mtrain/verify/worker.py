@@ -117,7 +117,7 @@ class _Runner:
         grad_norm, said = self._update(totals, number)
         self._optimizer.gather_parameters()
         weights = gathered(parameter_shards(self._chunks, self._groups))
-        return StepOutcome(_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
+        return StepOutcome(step_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
 
     def _update(self, totals: StepTotals, number: int) -> tuple[float, str | None]:
         """The gradient norm, and what was said against it."""
@@ -142,7 +142,8 @@ def rate(config: Config, number: int) -> float:
     return learning_rate(number, config.optimizer, config.train.num_steps)
 
 
-def _values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
+def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
+    """What is reported of the step with this index."""
     return StepValues(
         step=number + 1,
         objective=totals.objective,
