@@ -98,8 +98,8 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
         changed.append("model.experts.bias_update_rate")
     if changed:
         raise ConfigError(
-            f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare the "
-            "rest"
+            f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare "
+            "the rest"
         )
     wanted: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}, "model": {"mtp_depths": 0}}
     lines = tuple(
