@@ -1,8 +1,6 @@
 """Layers of experts, token by token as their definitions say, in float64."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from mtrain.config.model import ModelSection
 from tests.oracle import routers
 from tests.oracle.activations import GATED, activate
 
-_recorders: list[list[float]] = []
 Shapes = dict[str, tuple[int, ...]]
 Parameters = dict[str, Tensor]
 
@@ -83,8 +80,7 @@ def routing(parameters: Parameters, name: str, section: ExpertsSection, tokens: 
     """[tokens, num_experts]: the weight of each expert, 0 for those a token does not go to."""
     logits = router_logits(parameters, name, tokens)
     ranking = _ranking(logits, parameters.get(f"{name}.expert_bias"), section)
-    for seen in _recorders:
-        seen.append(_margin(ranking.detach(), section) / float(ranking.detach().std()))
+    routers.note_margin(ranking, _margin(ranking.detach(), section))
     outside = ~_best(ranking, section)
     if section.score == "sigmoid":
         scores = logits.sigmoid().masked_fill(outside, 0.0)
@@ -104,9 +100,9 @@ def router_logits(parameters: Parameters, name: str, tokens: Tensor) -> Tensor:
 
 def _ranking(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> Tensor:
     """What the experts of a token are ordered by."""
-    if section.score == "sigmoid":
-        return logits.sigmoid() + (0.0 if expert_bias is None else expert_bias)
-    return logits.softmax(-1) if section.pre_softmax else logits
+    softmax = logits.softmax(-1) if section.pre_softmax else logits
+    scores = logits.sigmoid() if section.score == "sigmoid" else softmax
+    return scores if expert_bias is None else scores + expert_bias
 
 
 def _best(ranking: Tensor, section: ExpertsSection) -> Tensor:
@@ -139,31 +135,10 @@ def _highest(values: Tensor, count: int) -> Tensor:
     return values >= values.sort(-1, descending=True).values[:, count - 1 : count]
 
 
-@contextmanager
-def recorded_margins() -> Iterator[list[float]]:
-    """Meanwhile every router tells how near its tokens came to another choice, in standard deviations of its ranking.
-
-    A float32 run chooses the same experts if its ranking is wrong by less than half of the smallest.
-    """
-    seen: list[float] = []
-    _recorders.append(seen)
-    try:
-        yield seen
-    finally:
-        _recorders.remove(seen)
-
-
 def _margin(ranking: Tensor, section: ExpertsSection) -> float:
     """The smallest distance, over tokens, between the last value that is chosen and the first that is not, of experts
     and of groups."""
-    distances = [_distance(_closed_out(ranking, section), section.top_k)]
+    distances = [routers.distance(_closed_out(ranking, section), section.top_k)]
     if section.num_groups is not None and section.group_top_k is not None:
-        distances.append(_distance(_group_scores(ranking, section), section.group_top_k))
+        distances.append(routers.distance(_group_scores(ranking, section), section.group_top_k))
     return min(distances)
-
-
-def _distance(values: Tensor, count: int) -> float:
-    if count == values.shape[-1]:
-        return math.inf
-    ordered = values.sort(-1, descending=True).values
-    return float((ordered[:, count - 1] - ordered[:, count]).min())

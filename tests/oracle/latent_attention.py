@@ -28,10 +28,10 @@ def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
         found["linear_q_proj.weight"] = (query, hidden)
     else:
         found["linear_q_down_proj.weight"] = (mla.q_rank, hidden)
-        found["q_layernorm.weight"] = (mla.q_rank,)
+        found |= _norm_shapes("q_layernorm", mla.q_rank, model)
         found["linear_q_up_proj.weight"] = (query, mla.q_rank)
     found["linear_kv_down_proj.weight"] = (mla.kv_rank + mla.rope_head_dim, hidden)
-    found["kv_layernorm.weight"] = (mla.kv_rank,)
+    found |= _norm_shapes("kv_layernorm", mla.kv_rank, model)
     found["linear_kv_up_proj.weight"] = (heads * (mla.nope_head_dim + mla.value_head_dim), mla.kv_rank)
     found["linear_proj.weight"] = (hidden, heads * mla.value_head_dim)
     return {f"{name}.{key}": shape for key, shape in found.items()}
@@ -50,12 +50,12 @@ def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor,
     mla, heads = sizes_of(model), model.num_attention_heads
     weights = {key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")}
     down = x @ weights["linear_kv_down_proj.weight"].T
-    latent = _rms(down[..., : mla.kv_rank], weights["kv_layernorm.weight"], model)
+    latent = _normed(weights, "kv_layernorm", down[..., : mla.kv_rank], model)
     shared_key = turn(_pairs(down[..., mla.kv_rank :].unsqueeze(2), model)).squeeze(2)
     if mla.q_rank is None:
         query = x @ weights["linear_q_proj.weight"].T
     else:
-        narrow = _rms(x @ weights["linear_q_down_proj.weight"].T, weights["q_layernorm.weight"], model)
+        narrow = _normed(weights, "q_layernorm", x @ weights["linear_q_down_proj.weight"].T, model)
         query = narrow @ weights["linear_q_up_proj.weight"].T
     query = query.view(*x.shape[:2], heads, -1)
     turned = turn(_pairs(query[..., mla.nope_head_dim :], model))
@@ -89,7 +89,15 @@ def _pairs(x: Tensor, model: ModelSection) -> Tensor:
     return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) if model.rope.interleaved else x
 
 
-def _rms(x: Tensor, weight: Tensor, model: ModelSection) -> Tensor:
+def _norm_shapes(name: str, size: int, model: ModelSection) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{part}": (size,) for part in (("weight", "bias") if model.norm == "layernorm" else ("weight",))}
+
+
+def _normed(weights: Parameters, name: str, x: Tensor, model: ModelSection) -> Tensor:
+    """A latent, normalised as the model's other activations are; RMSNorm in the published models."""
     epsilon = sizes_of(model).norm_epsilon or model.norm_epsilon
-    gain = 1 + weight if model.zero_centered_norm else weight
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * gain
+    gain = 1 + weights[f"{name}.weight"] if model.zero_centered_norm else weights[f"{name}.weight"]
+    if model.norm == "rmsnorm":
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * gain
+    spread = torch.rsqrt(x.var(-1, keepdim=True, correction=0) + epsilon)
+    return (x - x.mean(-1, keepdim=True)) * spread * gain + weights[f"{name}.bias"]

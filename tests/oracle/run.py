@@ -10,10 +10,10 @@ from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
 from mtrain.config.train import OptimizerSection
 from tests.oracle import loss as definitions
-from tests.oracle.experts import is_buffer, recorded_margins
+from tests.oracle.experts import is_buffer
 from tests.oracle.model import Parameters
 from tests.oracle.optimizer import AdamW, global_norm
-from tests.oracle.routers import moved_biases
+from tests.oracle.routers import moved_biases, recorded_margins
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,44 @@
-"""Random runs for the property search: layout x model x loss x masks x packing, as hypothesis draws them.
+"""A run of the property search, and what is compared with the oracle.
 
 A trial is small numbers only, so that hypothesis can shrink it and a failing one can be pasted into a regression test.
 """
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.config.loss import NORM_AGGREGATIONS, Aggregation
 from mtrain.data.sample import Sample
 from mtrain.lr import learning_rate
-from tests.oracle.loss import Sequence
+from tests.oracle.loss import Sequence, routers_of
 from tests.oracle.run import StepResult, oracle_steps
+from tests.parity import balance_ranks
 from tests.parity.batches import GlobalBatch
 from tests.parity.cases import Case
-from tests.parity.compare import Deviation, initial_parameters, relative, run_case, worst
-from tests.parity.ranks import StepOutcome
+from tests.parity.compare import TOLERANCE, Deviation, initial_parameters, relative, run_case, tensor_deviation, worst
+from tests.parity.ranks import Arrays, StepOutcome
 from tests.pool import Pool
 
-AXES = ("tp", "pp", "cp", "dp")
-MAX_RANKS = 8
-MAX_ROWS = 24
-"""Samples of a step."""
-MAX_SEQ = 48
+MARGIN = 2e-5
+"""How far, in standard deviations of what experts are ranked by, every token must stay from another choice; float32 is
+wrong by some 1e-6 of one."""
+
+OF_SCORES = re.compile(r"(.*)\.(q_layernorm|k_layernorm|linear_q_(up_|down_|)proj|router)\.")
+"""Parameters that act through scores alone, of attention or of a router, and their module."""
+SCORE_ROUNDINGS = 8
+"""What float32 leaves of a gradient of scores that is a difference of equal numbers, in roundings of the largest
+gradient of the module. Where a token sees itself alone, or where a norm takes the only expert's score out again, the
+true gradient is 0, but it is computed as p (dp - sum p dp) from rounded numbers."""
+WEIGHT_ROUNDINGS = 8
+"""A float32 run deviates by so much of what rounding its initial weights to float32, and nothing else, already does:
+every layer rounds its activations a few times in either direction besides."""
 
 Place = Literal["spread", "start", "end"]
 
@@ -49,6 +56,8 @@ class Row:
     """Of the sample."""
     edges: tuple[int, ...] = ()
     """Where documents begin, beside 0; read where documents are isolated."""
+    padding: int = 0
+    """Positions at the end without text, which takes their loss away; one at least has text."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,15 @@ class Trial:
 def sample(row: Row, config: Config, rng: np.random.Generator) -> Sample:
     """Random tokens under the row's mask."""
     seq, isolated = config.data.seq_length, config.data.isolate_documents
+    text = max(1, seq - row.padding)
     tokens = rng.integers(0, config.model.vocab_size, seq + 1)
     mask = places(row, seq, rng)
     starts = np.zeros(seq, np.int32)
     if row.is_fractional:
         mask *= rng.choice([1.0, 0.5, 0.125, 0.3], seq)
+    mask[text:] = 0.0
     if isolated:
-        edges = [edge for edge in row.edges if edge < seq]
+        edges = [edge for edge in row.edges if edge < text] + [text] * (text < seq)  # padding is a document of its own
         starts[edges] = edges
         mask[[edge - 1 for edge in edges]] = 0.0  # no token is predicted across an edge
     return Sample(
@@ -95,6 +106,7 @@ def sample(row: Row, config: Config, rng: np.random.Generator) -> Sample:
         mask=mask,
         weight=row.weight,
         document_starts=np.maximum.accumulate(starts) if isolated else None,
+        num_padding=seq - text,
     )
 
 
@@ -110,38 +122,100 @@ class Verdict(NamedTuple):
     """A trial against the oracle."""
 
     deviation: Deviation
-    wrong_denominators: list[str]
-    """One line each; empty where all are right."""
+    wrong_sums: list[str]
+    """Denominators and counts of routers, one line each; empty where all are right."""
+    tolerance: float
+    """TOLERANCE, or more where float32 cannot be so near."""
+
+    def assert_holds(self) -> None:
+        """Raises AssertionError where the trial is not the oracle's."""
+        assert not self.wrong_sums
+        self.deviation.assert_below(self.tolerance)
+
+
+class TieError(Exception):
+    """A token is so near another expert that float32 may choose otherwise: nothing can be compared."""
 
 
 def judge(pool: Pool, trial: Trial) -> Verdict:
-    """Runs a trial on its ranks and in one float64 process."""
+    """Runs a trial on its ranks and in one float64 process.
+
+    Raises:
+        TieError: A choice is too near another one.
+    """
     config, batches = trial.config(), trial.batches()
-    outcome = run_case(pool, trial.case, batches, **trial.settings())
     exact = exact_steps(config, batches)
-    pairs = list(zip(outcome.steps, exact, strict=True))
-    weights = {name: value.numpy() for name, value in exact[-1].parameters.items()}
-    gradients = [{name: value.numpy() for name, value in step.gradients.items()} for step in exact]
-    found = Deviation(
-        loss=max(relative(step.loss, reference.loss) for step, reference in pairs),
-        grad_norm=max(relative(step.grad_norm, reference.grad_norm) for step, reference in pairs),
-        gradient=max(worst(step.gradients, own, config) for (step, _), own in zip(pairs, gradients, strict=True)),
-        weights=worst(outcome.parameters, weights, config),
+    if min(step.margin for step in exact) < MARGIN:
+        raise TieError
+    outcome = run_case(pool, trial.case, batches, **trial.settings())
+    found = deviation(outcome.steps, outcome.parameters, exact, config)
+    wrong = [line for pair in zip(outcome.steps, exact, strict=True) for line in wrong_denominators(*pair, trial)]
+    tolerance = TOLERANCE
+    if max(found) > tolerance:
+        tolerance = max(tolerance, WEIGHT_ROUNDINGS * sensitivity(config, batches, exact))
+    return Verdict(found, wrong + wrong_counts(pool, trial, config, batches[0]), tolerance)
+
+
+def deviation(
+    steps: list[StepOutcome], parameters: Arrays | None, exact: list[StepResult], config: Config
+) -> Deviation:
+    """How far steps and the weights behind them are from the oracle's."""
+    pairs = list(zip(steps, exact, strict=True))
+    return Deviation(
+        loss=max(relative(step.loss, own.loss) for step, own in pairs),
+        grad_norm=max(relative(step.grad_norm, own.grad_norm) for step, own in pairs),
+        gradient=max(worst_gradient(step.gradients, numpy(own.gradients), config) for step, own in pairs),
+        weights=worst(parameters, numpy(exact[-1].parameters), config),
     )
-    wrong = [line for step, reference in pairs for line in wrong_denominators(step, reference, trial)]
-    return Verdict(found, wrong)
 
 
-def exact_steps(config: Config, batches: list[GlobalBatch]) -> list[StepResult]:
-    """The same steps by one process in float64."""
+def sensitivity(config: Config, batches: list[GlobalBatch], exact: list[StepResult]) -> float:
+    """The largest deviation of the oracle from itself when its initial weights are rounded to float32."""
+    rounded = {name: value.astype(np.float32) for name, value in initial_parameters(config).items()}
+    moved = exact_steps(config, batches, rounded)
+    steps = [StepOutcome(each.loss, {}, each.grad_norm, numpy(each.gradients)) for each in moved]
+    return max(deviation(steps, numpy(moved[-1].parameters), exact, config))
+
+
+def numpy(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    """The same tensors as arrays."""
+    return {name: value.numpy() for name, value in tensors.items()}
+
+
+def worst_gradient(found: Arrays | None, exact: Arrays, config: Config) -> float:
+    """As `worst`; but gradients of scores may be as wrong as rounding in their module makes them."""
+    assert found is not None
+    of_scores = {name: match.group(1) for name in exact if (match := OF_SCORES.match(name))}
+    others = [name for name in exact if name not in of_scores]
+    deviations = [worst(_only(found, others), _only(exact, others), config)]
+    for name, module in of_scores.items():
+        largest = max(np.abs(value).max() for other, value in exact.items() if other.startswith(f"{module}."))
+        rounding = SCORE_ROUNDINGS * 2.0**-24 * float(largest)
+        if np.abs(found[name] - exact[name]).max() > rounding:
+            deviations.append(tensor_deviation(found[name], exact[name]))
+    return max(deviations)
+
+
+def _only(tensors: Arrays, names: Iterable[str]) -> Arrays:
+    return {name: tensors[name] for name in names}
+
+
+def exact_steps(config: Config, batches: list[GlobalBatch], parameters: Arrays | None = None) -> list[StepResult]:
+    """The same steps by one process in float64, from other parameters where they are given."""
+    initial = initial_parameters(config) if parameters is None else parameters
     return oracle_steps(
-        {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()},
+        {name: torch.as_tensor(value) for name, value in initial.items()},
         config.model,
         config.loss,
         config.optimizer,
         [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
-        [[Sequence.of_sample(one) for one in batch] for batch in batches],
+        [sequences(batch, config) for batch in batches],
     )
+
+
+def sequences(batch: GlobalBatch, config: Config) -> list[Sequence]:
+    """As the oracle sees them: with all their text where there are routers."""
+    return [Sequence.of_sample(one, config.model.experts is not None) for one in batch]
 
 
 def wrong_denominators(found: StepOutcome, exact: StepResult, trial: Trial) -> list[str]:
@@ -153,129 +227,28 @@ def wrong_denominators(found: StepOutcome, exact: StepResult, trial: Trial) -> l
     terms = {"main": trial.config().loss, **trial.config().loss.side_terms}
     lines = []
     for name, expected in exact.denominators.items():
-        has_roots = terms[name].aggregation == "seq-mean-token-sqrt"
-        bound = 0.0 if is_whole and not has_roots else tokens * 2.0**-53 * expected
+        is_count = name.startswith("router_")
+        # depths are aggregated as the main term
+        is_count |= is_whole and terms.get(name, terms["main"]).aggregation != "seq-mean-token-sqrt"
+        bound = 0.0 if is_count else tokens * 2.0**-53 * expected
         if abs(found.terms[name].denominator - expected) > bound:
             lines.append(f"{name}: {found.terms[name].denominator!r} instead of {expected!r}")
     return lines
 
 
-@st.composite
-def trials(draw: DrawFn, axis: str, max_ranks: int = MAX_RANKS) -> Trial:
-    """Legal runs that are parallel along `axis`; shrinking goes towards few ranks, rows and loss tokens."""
-    degrees = draw(layouts(axis, max_ranks))
-    shape = draw(architectures(degrees))
-    micro_batch_size = draw(st.sampled_from([1, 2, 3]))
-    most = max(1, MAX_ROWS // (degrees["dp"] * micro_batch_size))
-    if degrees.get("vpp", 1) > 1:
-        num_microbatches = degrees["pp"] * draw(st.integers(1, max(1, most // degrees["pp"])))
-    else:
-        num_microbatches = draw(st.integers(1, min(most, 6)))
-    num_rows = degrees["dp"] * micro_batch_size * num_microbatches
-    unit = 2 * degrees["cp"] * (degrees["tp"] if degrees.get("sp", False) else 1)
-    seq = unit * draw(st.integers(1, max(1, MAX_SEQ // unit)))
-    masks = draw(st.sampled_from([rows(seq), rows(seq), sparse_rows(seq)]))
-    steps = draw(st.lists(st.tuples(*[masks] * num_rows), min_size=1, max_size=2).map(tuple))
-    data = {"data__seq_length": seq, "data__isolate_documents": draw(st.booleans())}
-    return Trial(
-        Case(degrees, micro_batch_size),
-        steps,
-        {**shape, **data, **draw(losses()), **draw(engines())},
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
-@st.composite
-def layouts(draw: DrawFn, axis: str, max_ranks: int) -> dict[str, Any]:
-    """Keys of `Case.layout`: at least 2 along `axis`, at most `max_ranks` ranks; degrees of 3 too."""
-    degrees: dict[str, Any] = {axis: draw(st.integers(2, min(4, max_ranks)))}
-    left = max_ranks // degrees[axis]
-    for other in draw(st.permutations([name for name in AXES if name != axis])):
-        degrees[other] = draw(st.integers(1, min(4, left)))
-        left //= degrees[other]
-    if degrees["tp"] > 1:
-        degrees["sp"] = draw(st.booleans())
-    if degrees["cp"] > 1:
-        degrees["cp_comm"] = draw(st.sampled_from(["allgather", "ulysses"]))
-    if degrees["pp"] > 1:
-        degrees["vpp"] = draw(st.sampled_from([1, 1, 2, 3]))
-        stages = degrees["pp"] * degrees["vpp"]
-        layers = st.integers(1, 2) if stages <= 4 else st.just(1)
-        degrees["stage_layers"] = draw(st.lists(layers, min_size=stages, max_size=stages).map(tuple))
-    return degrees
-
-
-@st.composite
-def architectures(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
-    """A small model whose heads, columns and layers divide over the layout, with odd sizes elsewhere."""
-    tp, cp = degrees["tp"], degrees["cp"]
-    groups = tp * draw(st.sampled_from([1, 2]))
-    queries = draw(st.sampled_from([1, 2, 3]))
-    if degrees.get("cp_comm") == "ulysses":
-        queries *= cp // math.gcd(groups // tp * queries, cp)
-    window = draw(st.sampled_from([None, None, 1, 5]))
-    return {
-        "model__num_layers": sum(degrees.get("stage_layers", ())) or draw(st.sampled_from([1, 2, 3])),
-        "model__hidden_size": 12 * draw(st.sampled_from([1, 2])),
-        "model__head_dim": draw(st.sampled_from([4, 6])),
-        "model__ffn_hidden_size": tp * draw(st.sampled_from([5, 12])),
-        "model__num_attention_heads": groups * queries,
-        "model__num_query_groups": groups,
-        "model__vocab_size": draw(st.sampled_from([17, 61, 64])),
-        "model__vocab_multiple": draw(st.sampled_from([1, 5, 24])),
-        "model__tied_embeddings": draw(st.booleans()),
-        "model__linear_bias": draw(st.booleans()),
-        "model__norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
-        "model__activation": draw(st.sampled_from(["swiglu", "gelu"])),
-        "model__sliding_window": window,
-    }
-
-
-@st.composite
-def losses(draw: DrawFn) -> dict[str, Any]:
-    """The main term and up to two side terms, each with its own aggregation."""
-    main = draw(terms())
-    names = draw(st.sampled_from([(), ("z",), ("again",), ("z", "again")]))
-    side_terms = {name: draw(terms()) | {"coefficient": draw(st.sampled_from([0.3, 0.05, 1.0]))} for name in names}
-    if "z" in side_terms:
-        side_terms["z"]["function"] = "mtrain.loss.z_loss:z_loss"
-    return {f"loss__{key}": value for key, value in main.items()} | {"loss__side_terms": side_terms}
-
-
-@st.composite
-def terms(draw: DrawFn) -> dict[str, Any]:
-    """Aggregation, its constant and the rule for empty sequences."""
-    term: dict[str, Any] = {"aggregation": draw(st.sampled_from(get_args(Aggregation)))}
-    if term["aggregation"] in NORM_AGGREGATIONS:
-        term["norm_length"] = draw(st.sampled_from([1, 20, 4096]))
-    return term | {"empty_sequences": draw(st.sampled_from(["exclude", "include"]))}
-
-
-@st.composite
-def engines(draw: DrawFn) -> dict[str, Any]:
-    """What may change the order of the work, but not its result."""
-    overlap = draw(st.sampled_from(["none", "reduce", "both"]))
-    return {
-        "train__distributed_optimizer": True if overlap == "both" else draw(st.booleans()),
-        "train__overlap_grad_reduce": overlap != "none",
-        "train__overlap_param_gather": overlap == "both",
-        "train__recompute": draw(st.sampled_from(["none", "selective", "full"])),
-    }
-
-
-def rows(seq: int) -> SearchStrategy[Row]:
-    """From fully masked to no mask at all."""
-    return st.builds(
-        Row,
-        loss_tokens=st.one_of(st.just(0), st.just(1), st.integers(0, seq), st.just(seq)),
-        place=st.sampled_from(get_args(Place)),
-        is_fractional=st.booleans(),
-        weight=st.sampled_from([1.0, 1.0, 1.0, 2.0, 0.0, 0.1, 1 / 3, 1e-6, 1e4]),
-        edges=st.lists(st.integers(1, max(1, seq - 1)), max_size=4, unique=True).map(lambda x: tuple(sorted(x))),
-    )
-
-
-def sparse_rows(seq: int) -> SearchStrategy[Row]:
-    """Almost all rows fully masked, so that whole microbatches and ranks have no loss token."""
-    few = st.builds(Row, loss_tokens=st.integers(0, min(3, seq)), place=st.sampled_from(get_args(Place)))
-    return st.one_of(st.just(Row()), st.just(Row()), few)
+def wrong_counts(pool: Pool, trial: Trial, config: Config, batch: GlobalBatch) -> list[str]:
+    """Tokens of text that each expert gets, of all ranks; nothing where no router is asked to count."""
+    section = config.model.experts
+    if section is None or not (section.bias_update_rate or config.loss.router.coefficients):
+        return []
+    parameters = initial_parameters(config)
+    doubles = {name: torch.as_tensor(value) for name, value in parameters.items()}
+    seen = routers_of(doubles, config.model, sequences(batch, config))
+    everyone = pool.run(balance_ranks.counts, trial.case.resolved(config), config, parameters, batch)
+    lines = []
+    for name in (name for name in seen[0] if name.startswith("decoder.")):
+        expected = sum(each[name].chosen.sum(0) for each in seen).tolist()
+        found = np.sum([own[name] for own in everyone if name in own], axis=0).tolist()
+        if found != expected:
+            lines.append(f"{name}: {found} instead of {expected}")
+    return lines

@@ -14,15 +14,17 @@ from typing import Any
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.oracle import loss as oracle_loss
 from tests.parity.compare import TOLERANCE
-from tests.parity.search import AXES, Trial, judge, trials
+from tests.parity.draws import AXES, trials
+from tests.parity.draws_of_models import PLAIN
+from tests.parity.search import TieError, Trial, judge
 from tests.pool import Pool
 
-NUM_EXAMPLES = 5
+NUM_EXAMPLES, NUM_RANKS = 4, 4
 """Along each axis, in the suite."""
 NUM_AT_A_TIME = 10
 """Later examples of one search would be variants of earlier ones."""
@@ -31,18 +33,20 @@ _SLOW_IS_FINE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _FIXED = settings(_SLOW_IS_FINE, derandomize=True, database=None, phases=[Phase.generate])
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", [*AXES, "ep"])
 def test_random_runs_are_those_of_one_process(pool: Pool, axis: str, request: pytest.FixtureRequest) -> None:
     def law_holds(trial: Trial) -> None:
-        found, wrong = judge(pool, trial)
-        assert not wrong
-        assert max(found) <= TOLERANCE, f"{found} is not within {TOLERANCE}"
+        try:
+            verdict = judge(pool, trial)
+        except TieError:
+            reject()
+        verdict.assert_holds()
 
     num_examples = request.config.getoption("--max-examples")
     if num_examples is None:
-        settings(_FIXED, max_examples=NUM_EXAMPLES)(given(trials(axis))(law_holds))()
+        settings(_FIXED, max_examples=NUM_EXAMPLES)(given(trials(axis, max_ranks=NUM_RANKS))(law_holds))()
     else:
-        search(law_holds, axis, num_examples // len(AXES))
+        search(law_holds, axis, num_examples // (len(AXES) + 1))
 
 
 def search(law: Callable[[Trial], None], axis: str, num_examples: int) -> None:
@@ -74,11 +78,11 @@ def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
     deviations = []
 
     @settings(_FIXED, max_examples=NUM_EXAMPLES)
-    @given(trials("cp", max_ranks=2))
+    @given(trials("cp", max_ranks=2, kinds=PLAIN))
     def observe(trial: Trial) -> None:
         rows = tuple(tuple(replace(row, weight=1.0, is_fractional=False) for row in step) for step in trial.steps)
-        found, wrong = judge(pool, replace(trial, steps=rows, changes={**trial.changes, **planted}))
-        deviations.append(found.gradient if wrong else 0.0)
+        verdict = judge(pool, replace(trial, steps=rows, changes={**trial.changes, **planted}))
+        deviations.append(verdict.deviation.gradient if verdict.wrong_sums else 0.0)
 
     observe()
     assert max(deviations) > 1000 * TOLERANCE

@@ -1,0 +1,159 @@
+"""Random small models for the property search: attention, feed-forward parts and depths in all combinations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+BASE = 300.0
+"""Of the rotary embedding: low enough that positions of a short row differ in every pair."""
+
+
+class Kind(NamedTuple):
+    """What layouts and losses have to know of a model."""
+
+    has_experts: bool = False
+    is_latent: bool = False
+    linear_bias: bool = False
+    mtp_depths: int = 0
+
+
+PLAIN: SearchStrategy[Kind] = st.booleans().map(lambda linear_bias: Kind(linear_bias=linear_bias))
+
+
+@st.composite
+def every_kind(draw: DrawFn) -> Kind:
+    """Each part on its own and beside the others."""
+    is_latent = draw(st.sampled_from([False, False, True]))
+    return Kind(
+        has_experts=draw(st.booleans()),
+        is_latent=is_latent,
+        linear_bias=not is_latent and draw(st.booleans()),
+        mtp_depths=draw(st.sampled_from([0, 0, 1, 2])),
+    )
+
+
+@st.composite
+def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str, Any]:
+    """A small model whose heads, columns and layers divide over the layout, with odd sizes elsewhere."""
+    num_layers = sum(degrees.get("stage_layers", ())) or draw(st.sampled_from([1, 2, 3]))
+    shape = {
+        "num_layers": num_layers,
+        "hidden_size": 12 * draw(st.sampled_from([1, 2])),
+        "ffn_hidden_size": degrees["tp"] * draw(st.sampled_from([5, 12])),
+        "vocab_size": draw(st.sampled_from([17, 61, 64])),
+        "vocab_multiple": draw(st.sampled_from([1, 5, 24])),
+        "tied_embeddings": draw(st.booleans()),
+        "scale_embeddings": draw(st.booleans()),
+        "linear_bias": kind.linear_bias,
+        "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        "zero_centered_norm": draw(st.booleans()),
+        "sandwich_norm": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh", "geglu_tanh", "swiglu_clamped"])),
+        "mtp_depths": kind.mtp_depths,
+        **draw((latent_attention if kind.is_latent else grouped_attention)(degrees)),
+        "experts": draw(experts(degrees, kind, num_layers)) if kind.has_experts else None,
+    }
+    return {f"model__{name}": value for name, value in shape.items()}
+
+
+@st.composite
+def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
+    """Heads, windows, sinks and norms of queries and keys."""
+    tp = degrees["tp"]
+    groups = tp * draw(st.sampled_from([1, 2]))
+    window = draw(st.sampled_from([None, None, 1, 5]))
+    attention: dict[str, Any] = {
+        "num_attention_heads": groups * rounded(degrees, groups // tp, draw(st.sampled_from([1, 2, 3]))),
+        "num_query_groups": groups,
+        "head_dim": draw(st.sampled_from([4, 6])),
+        "qkv_bias": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "attention_sinks": draw(st.booleans()),
+        "query_scalar": draw(st.sampled_from([None, None, 9.0])),
+        "rope": draw(scaled_ropes()),
+        "sliding_window": window,
+    }
+    if window is not None:
+        attention["global_attention_every"] = draw(st.sampled_from([None, 2]))
+        if attention["rope"].get("scaling") != "yarn":
+            attention["rope"]["local_base"] = draw(st.sampled_from([None, 20.0]))
+    return attention
+
+
+@st.composite
+def latent_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
+    """Ranks and sizes of heads that differ."""
+    return {
+        "num_attention_heads": degrees["tp"] * rounded(degrees, 1, draw(st.sampled_from([1, 2, 3]))),
+        "num_query_groups": None,
+        "mla": {
+            "q_rank": draw(st.sampled_from([None, 7])),
+            "kv_rank": draw(st.sampled_from([5, 8])),
+            "nope_head_dim": draw(st.sampled_from([3, 6])),
+            "rope_head_dim": draw(st.sampled_from([2, 4])),
+            "value_head_dim": draw(st.sampled_from([3, 7])),
+        },
+        "rope": draw(scaled_ropes()) | {"interleaved": draw(st.booleans())},
+    }
+
+
+def rounded(degrees: dict[str, Any], others: int, heads: int) -> int:
+    """The least multiple of `heads` so that it times `others` divides over cp, where that is asked for."""
+    if degrees.get("cp_comm") != "ulysses":
+        return heads
+    cp: int = degrees["cp"]
+    return heads * (cp // math.gcd(others * heads, cp))
+
+
+@st.composite
+def scaled_ropes(draw: DrawFn) -> dict[str, Any]:
+    """Bases and every scaling, over contexts so short that all bands are there."""
+    scaling = draw(st.sampled_from(["none", "none", "linear", "llama3", "yarn"]))
+    rope: dict[str, Any] = {"base": BASE, "scaling": scaling}
+    if scaling != "none":
+        rope |= {"factor": 4.0, "original_max_positions": 16}
+    if scaling == "yarn":
+        rope |= {"beta_fast": 4.0, "truncate": draw(st.booleans())}
+        rope |= draw(st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {"attention_factor": 1.3}]))
+    return rope
+
+
+@st.composite
+def experts(draw: DrawFn, degrees: dict[str, Any], kind: Kind, num_layers: int) -> dict[str, Any]:
+    """Routers of every score, with biases and groups; experts that divide over ep and etp; shared and dense ones."""
+    ep, etp, tp = degrees["ep"], degrees["etp"], degrees["tp"]
+    count = ep * draw(st.sampled_from([n for n in (1, 2, 3) if 2 <= n * ep <= 12]))
+    score = draw(st.sampled_from(["softmax", "sigmoid"]))
+    pre_softmax = score == "softmax" and draw(st.booleans())
+    least = 2 if score == "softmax" and not pre_softmax else 1
+    top_k = draw(st.integers(least, max(least, min(count, 4))))
+    has_bias = draw(st.booleans())
+    return {
+        "num_experts": count,
+        "top_k": top_k,
+        "ffn_hidden_size": etp * draw(st.sampled_from([3, 8])),
+        "shared_ffn_hidden_size": 0 if kind.linear_bias else tp * draw(st.sampled_from([0, 4])),
+        "first_dense_layers": draw(st.integers(0, min(1, num_layers - 1))),
+        "every": draw(st.sampled_from([1, 1, 2])),
+        "score": score,
+        "pre_softmax": pre_softmax,
+        "scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "router_bias": draw(st.booleans()),
+        "expert_bias": has_bias,
+        "bias_update_rate": draw(st.sampled_from([0.0, 0.01])) if has_bias else 0.0,
+        "dispatcher": draw(st.sampled_from(["alltoall", "allgather"])),
+        "implementation": draw(st.sampled_from(["auto", "sequential"])),
+        **draw(st.sampled_from(groups_of(count, top_k))),
+    }
+
+
+def groups_of(count: int, top_k: int) -> list[dict[str, int | None]]:
+    """Legal groups of experts; none, too."""
+    shapes = [(num, top) for num in range(2, count + 1) for top in range(1, num + 1)]
+    legal = [(num, top) for num, top in shapes if count % num == 0 == top_k % top and top_k <= top * (count // num)]
+    none: dict[str, int | None] = {"num_groups": None, "group_top_k": None}
+    return [none, *({"num_groups": num, "group_top_k": top} for num, top in legal)]
