@@ -41,6 +41,44 @@ TRIALS = {
         (tuple(Row(loss_tokens=9 + slot, edges=tuple(range(1, 16, 2))) for slot in range(8)),),
         SEQ16 | {"data__isolate_documents": True},
     ),
+    # the gradient of scores is 0, and in float32 the rounding of a difference of equal numbers
+    "tokens that see themselves alone": Trial(
+        CP2, (rows(1.0),), SEQ16 | {"model__sliding_window": 1, "model__qk_norm": True}
+    ),
+    # a norm behind the only expert takes its score out again, but for epsilon
+    "the score of one expert under a norm": Trial(
+        case(2, dp=2, ep=2),
+        (rows(1.0),),
+        SEQ16
+        | {
+            "model__sandwich_norm": True,
+            "model__experts": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 8, "score": "sigmoid"},
+        },
+    ),
+    "latents under a norm with a mean": Trial(
+        case(2, tp=2),
+        (rows(1.0),),
+        SEQ16
+        | {
+            "model__norm": "layernorm",
+            "model__num_query_groups": None,
+            "model__mla": {"q_rank": 7, "kv_rank": 5, "nope_head_dim": 4, "rope_head_dim": 2, "value_head_dim": 3},
+        },
+    ),
+    "a bias of the choice beside a softmax": Trial(
+        case(2, dp=2, ep=2),
+        (rows(1.0),),
+        SEQ16
+        | {
+            "model__experts": {
+                "num_experts": 4,
+                "top_k": 2,
+                "ffn_hidden_size": 8,
+                "expert_bias": True,
+                "bias_update_rate": 0.01,
+            }
+        },
+    ),
     "one loss token in the row, chunks of one token": Trial(
         case(cp=4), ((Row(1, "start"), Row(1, "end"), Row(1), Row()),), {"data__seq_length": 8}
     ),
