@@ -80,7 +80,7 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
     except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
         if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
             raise
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(" This is typically")[0]  # gloo's advice is not for our users
         raise RankLostError(f"rank {environment.rank} lost the connection to another rank: {reason}") from error
     finally:
         dist.destroy_process_group()

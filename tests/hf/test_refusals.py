@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from mtrain.errors import DataError
 from tests.hf.folders import save
 from tools.convert_checkpoint import app
 
+ROOT = Path(__file__).parents[2]
 FIRST = "model-00001-of-00003.safetensors"
 
 
@@ -165,6 +169,18 @@ def test_the_commands_end_with_one_line_and_a_code(good: Path, tmp_path: Path) -
     for folder, said in ((good, "30 tensors"), (ours, "9 tensors")):
         code, text = call("inspect", folder)
         assert (code, said in text, "family: llama" in text) == (0, True, True)
+
+
+def test_logits_above_the_threshold_are_told_and_refused(good: Path, tmp_path: Path) -> None:
+    import_hf(good, tmp_path / "ours", None, num_workers=1)
+    tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "verify", "--check-logits"]
+    given = ["--checkpoint", str(tmp_path / "ours"), "--hf", str(good), "--threshold", "-1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(tool + given, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 3, ended.stderr
+    (difference,) = re.findall(r"logits: largest difference (\S+) of the largest logit", ended.stdout)
+    assert float(difference) < 1e-5
+    assert ended.stderr.splitlines()[-1].startswith("error: the logits of")
 
 
 def test_verification_names_the_tensor_that_differs(good: Path, tmp_path: Path) -> None:
