@@ -73,12 +73,14 @@ class LanguageModel(GPTModel):
         """In the place of megatron-core's losses: the logits of the last stage."""
         if not self.post_process:
             return hidden_states
+        # Before any logits: where parameters arrive during the forward pass, the wait for a table that the output layer
+        # shares stands at the embedding.
+        embedded = [self.embedding(input_ids=ahead.tokens, position_ids=None) for ahead in self._ahead]
         logits, further = self._logits(hidden_states), []
         for number, ahead in enumerate(self._ahead):
-            embeddings = self.embedding(input_ids=ahead.tokens, position_ids=None)
             padding = self._own_padding(ahead.is_padding)
             layer = self.mtp.layers[number]
-            hidden_states = layer(embeddings, hidden_states, attention_mask, rotary_pos_emb, padding)
+            hidden_states = layer(embedded[number], hidden_states, attention_mask, rotary_pos_emb, padding)
             further.append(self._logits(hidden_states))
         return Logits(logits, tuple(further)) if further else logits
 

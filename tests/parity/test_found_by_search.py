@@ -41,6 +41,18 @@ TRIALS = {
         (tuple(Row(loss_tokens=9 + slot, edges=tuple(range(1, 16, 2))) for slot in range(8)),),
         SEQ16 | {"data__isolate_documents": True},
     ),
+    # the last stage's logits come from a table that arrives only when its depth embeds tokens
+    "a shared table that arrives late": Trial(
+        case(2, pp=2, cp=2),
+        (rows(1.0), rows(1.0)),
+        SEQ16
+        | {
+            "model__mtp_depths": 1,
+            "model__tied_embeddings": True,
+            "train__overlap_grad_reduce": True,
+            "train__overlap_param_gather": True,
+        },
+    ),
     # the gradient of scores is 0, and in float32 the rounding of a difference of equal numbers
     "tokens that see themselves alone": Trial(
         CP2, (rows(1.0),), SEQ16 | {"model__sliding_window": 1, "model__qk_norm": True}
