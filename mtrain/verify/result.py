@@ -112,8 +112,9 @@ class LayoutResult:
         return max((each for each in self.deviations if each.kind in kinds), key=_badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
-        """The worst deviation of a tensor."""
-        return self.worst(*TENSOR_KINDS)
+        """The worst deviation of a tensor; None where every tensor is the same."""
+        worst = self.worst(*TENSOR_KINDS)
+        return None if worst is None or worst.value == 0 else worst
 
     def first_failure(self) -> Deviation | None:
         """The first in time: by step, then by kind in the order of TITLES, then in the order of the forward pass."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_the_first_failure_and_the_worst_tensor_are_found(bad: float) -> None:
     assert worst is not None
     assert worst.name == TENSORS[-1]
     assert not layout.passed
+
+
+def test_no_tensor_is_the_worst_of_equals() -> None:
+    layout = layout_result("x", {})
+    same = tuple(replace(each, value=0.0) for each in layout.deviations)
+    assert layout.worst_tensor() is not None
+    assert replace(layout, deviations=same).worst_tensor() is None
 
 
 def test_the_first_failure_goes_by_step_then_by_the_order_of_computation() -> None:
