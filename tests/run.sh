@@ -10,4 +10,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$python" -m ruff format --check .
 "$python" -m ruff check .
 "$python" -m mypy --strict mtrain tools
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n 2 --dist worksteal "$@"
