@@ -99,7 +99,11 @@ APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "layout", "names"), APPLIES, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("changes", "layout", "names"),
+    APPLIES,
+    ids=lambda value: ", ".join(sorted(value)) if isinstance(value, set) else str(value),
+)
 def test_conditions_hold_where_they_say(changes: dict[str, Any], layout: Layout, names: set[str]) -> None:
     plain = {row.name for row in applicable(small(), Layout())}
     found = {row.name for row in applicable(small(**changes), layout)}
