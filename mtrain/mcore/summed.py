@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -9,9 +10,10 @@ from torch import Tensor
 class SummedOverRanks:
     """The sum of every rank's vector: one collective, started at once and awaited when read; the same bits everywhere.
 
-    GPUs all-reduce. On CPUs each rank sends its vector to each other one, and all add the same rows in the same order:
-    gloo's all-reduce cuts even five numbers into pieces and sends each of them around a ring twice, which takes about
-    three times as long on 4 ranks (`tools/bench/pairs.py` measures both).
+    GPUs all-reduce. On CPUs gloo's all-reduce cuts even five numbers into pieces and sends each of them around a ring
+    twice. Where the number of ranks is a power of two, neighbours at distance 1, 2, 4, ... therefore swap their sums;
+    else each rank sends its vector to each other one, and all add the same rows in the same order
+    (`tools/bench/pairs.py` measures all three).
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -20,19 +22,59 @@ class SummedOverRanks:
         group: The ranks; None for all.
         """
         size = dist.get_world_size(group)
-        self._rows = vector.view(1, -1)
-        self._work: dist.Work | None = None
-        if size > 1 and vector.device.type == "cpu":
+        self._sum: Tensor | None = vector if size == 1 else None
+        self._group = group
+        self._swap: _Swap | None = None
+        self._rows, self._work = vector.view(1, -1), None
+        if size == 1:
+            return
+        if vector.device.type != "cpu":
+            self._work = dist.all_reduce(vector, group=group, async_op=True)
+        elif size & (size - 1) == 0:
+            self._swap = _Swap(vector, 1, group)
+        else:
             self._rows = vector.new_empty(size, len(vector))
             self._work = dist.all_to_all_single(self._rows, vector.repeat(size, 1), group=group, async_op=True)
-        elif size > 1:
-            self._work = dist.all_reduce(vector, group=group, async_op=True)
-        self._sum: Tensor | None = None
 
     def get(self) -> Tensor:
         """[n], on the device."""
         if self._sum is None:
-            if self._work is not None:
-                self._work.wait()
-            self._sum = self._rows.sum(0)
+            self._sum = self._swapped(self._swap) if self._swap is not None else self._awaited()
         return self._sum
+
+    def _awaited(self) -> Tensor:
+        assert self._work is not None
+        self._work.wait()
+        return self._rows.sum(0)
+
+    def _swapped(self, swap: _Swap) -> Tensor:
+        """Both partners add the same two numbers, so sums agree to the bit whatever the order."""
+        vector, distance = swap.added(), 2
+        while distance < dist.get_world_size(self._group):
+            vector = _Swap(vector, distance, self._group).added()
+            distance *= 2
+        return vector
+
+
+class _Swap:
+    """Two ranks send each other a vector."""
+
+    def __init__(self, vector: Tensor, distance: int, group: dist.ProcessGroup | None) -> None:
+        """Args:
+        vector: [n] on the CPU.
+        distance: A power of two: the bit in which the partners' ranks in the group differ.
+        group: The ranks; None for all.
+        """
+        partner = dist.get_rank(group) ^ distance
+        self._own, self._other = vector, torch.empty_like(vector)
+        self._works = [
+            dist.isend(vector, group=group, group_dst=partner),
+            dist.irecv(self._other, group=group, group_src=partner),
+        ]
+
+    def added(self) -> Tensor:
+        """The sum, once it is there."""
+        for work in self._works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+        return self._own + self._other

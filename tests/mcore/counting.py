@@ -33,7 +33,7 @@ class Counts(NamedTuple):
     """What one step of one rank did."""
 
     collectives: Counter[tuple[str, int]]
-    """(name, elements): transfers between stages are not among them."""
+    """(name, elements): transfers between stages are not among them, vectors that two ranks swap are."""
     reads: Counter[str]
     """Values that the host asked a tensor for, by the file that asked: where a GPU would be waited for."""
 
@@ -65,8 +65,9 @@ class Counting(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         namespace, name = function.name().split("::")
-        if namespace == "c10d" and name.split(".")[0] not in ("send", "recv_", "recv_any_source_"):
-            tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
+        tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
+        is_between_stages = name.startswith("send") and tensors[0].ndim > 1
+        if namespace == "c10d" and not is_between_stages and not name.startswith("recv_"):
             self.counts.collectives[(name.split(".")[0], max(each.numel() for each in tensors))] += 1
         elif name.split(".")[0] == "_local_scalar_dense":
             self.counts.reads[_asking_file()] += 1

@@ -39,9 +39,10 @@ def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
 
 
 def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], int]:
-    """One collective of a short vector, in each of so many stages apart; none where a rank is alone."""
+    """One sum of a short vector, in each of so many stages apart: swaps with as many ranks as the number has bits."""
     size = math.prod(case.layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")) // stages
-    return {("alltoall_base_", numbers * size): 1} if size > 1 else {}
+    assert size & (size - 1) == 0
+    return {("send", numbers): size.bit_length() - 1} if size > 1 else {}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

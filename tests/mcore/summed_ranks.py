@@ -1,0 +1,14 @@
+"""The rank side of test_summed.py."""
+
+import torch
+
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.summed import SummedOverRanks
+
+
+def sums(groups: Groups, vectors: list[list[float]]) -> tuple[list[float], list[float], int]:
+    """This rank's vector summed over the world and over its pipeline stage, and the stage."""
+    own = torch.tensor(vectors[groups.rank], dtype=torch.float64)
+    both = SummedOverRanks(own.clone()), SummedOverRanks(own.clone(), groups.stage)
+    world, stage = (each.get() for each in both)
+    return world.tolist(), stage.tolist(), groups.pp_rank
