@@ -8,11 +8,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtrain.check import print_plan
+from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MtrainError
@@ -20,6 +21,9 @@ from mtrain.launch import launch_local
 from mtrain.layout import Layout
 from mtrain.verify.inject import NAMES
 from mtrain.verify.resume_inject import RESUME_NAMES
+
+if TYPE_CHECKING:
+    from mtrain.verify.result import Report
 
 app = typer.Typer(
     help="Pretrains and finetunes language models on Megatron-Core; the layout does not change the run.",
@@ -125,18 +129,13 @@ def parity(
     ] = False,
 ) -> None:
     """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
-    with one_message(), prefixed_traceback():
-        paths, overrides = split_arguments(arguments)
-        config = load_config(paths, overrides)
-        from mtrain.verify.parity import Request, verify_parity  # loads torch
-        from mtrain.verify.report import print_report, write_report
 
-        folder = Path(config.run.dir) / "parity" if output is None else output
-        request = Request(layouts, steps, max_ranks, inject, " ".join(["mtrain", *sys.argv[1:]]))
-        report = verify_parity(config, request, lambda line: print(line, flush=True))
-        write_report(report, folder)
-        print_report(report, folder)
-    raise typer.Exit(0 if report.passed else 1)
+    def run(config: Config) -> "Report":
+        from mtrain.verify.parity import Request, verify_parity  # loads torch
+
+        return verify_parity(config, Request(layouts, steps, max_ranks, inject, _command_line()), _tell)
+
+    _verify("parity", arguments, output, run)
 
 
 @verify_app.command()
@@ -156,18 +155,13 @@ def resume(
     ] = False,
 ) -> None:
     """Stops a small copy of the run and resumes it, after a crash and on other layouts too; exit 0 pass, 1 fail."""
-    with one_message(), prefixed_traceback():
-        paths, overrides = split_arguments(arguments)
-        config = load_config(paths, overrides)
-        from mtrain.verify.report import print_report, write_report
+
+    def run(config: Config) -> "Report":
         from mtrain.verify.resuming import ResumeRequest, verify_resume  # loads torch
 
-        folder = Path(config.run.dir) / "resume" if output is None else output
-        request = ResumeRequest(layouts, steps, max_ranks, inject, " ".join(["mtrain", *sys.argv[1:]]), at)
-        report = verify_resume(config, request, lambda line: print(line, flush=True))
-        write_report(report, folder)
-        print_report(report, folder)
-    raise typer.Exit(0 if report.passed else 1)
+        return verify_resume(config, ResumeRequest(layouts, steps, max_ranks, inject, _command_line(), at), _tell)
+
+    _verify("resume", arguments, output, run)
 
 
 @verify_app.command()
@@ -187,20 +181,43 @@ def hf(
     ] = False,
 ) -> None:
     """Trains the whole model in transformers and here from the same weights; exit 0 pass, 1 fail."""
-    with one_message(), prefixed_traceback():
-        paths, overrides = split_arguments(arguments)
-        start = [f"model.hf={json.dumps(str(folder))}", "checkpoint.initialize_from=null"]
-        config = load_config(paths, [*overrides, *start])
+
+    def run(config: Config) -> "Report":
         from mtrain.verify.hf import verify_hf  # loads torch
         from mtrain.verify.parity import Request
-        from mtrain.verify.report import print_report, write_report
 
-        place = Path(config.run.dir) / "hf" if output is None else output
-        request = Request(layouts, steps, max_ranks, inject, " ".join(["mtrain", *sys.argv[1:]]))
-        report = verify_hf(config, request, lambda line: print(line, flush=True))
-        write_report(report, place)
-        print_report(report, place)
+        return verify_hf(config, Request(layouts, steps, max_ranks, inject, _command_line()), _tell)
+
+    start = (f"model.hf={json.dumps(str(folder))}", "checkpoint.initialize_from=null")
+    _verify("hf", arguments, output, run, start)
+
+
+def _verify(
+    verb: str,
+    arguments: Sequence[str],
+    output: Path | None,
+    run: Callable[[Config], "Report"],
+    last_overrides: Sequence[str] = (),
+) -> None:
+    """Reads the configuration, runs a verification, writes and prints its report; exit 0 pass, 1 fail."""
+    with one_message(), prefixed_traceback():
+        paths, overrides = split_arguments(arguments)
+        config = load_config(paths, [*overrides, *last_overrides])
+        from mtrain.verify.report import print_report, write_report  # loads torch
+
+        folder = Path(config.run.dir) / verb if output is None else output
+        report = run(config)
+        write_report(report, folder)
+        print_report(report, folder)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _command_line() -> str:
+    return " ".join(["mtrain", *sys.argv[1:]])
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 @launch_app.callback()

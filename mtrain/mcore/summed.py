@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class SummedOverRanks:
-    """The sum of every rank's vector: one collective, started at once and awaited when read; the same bits everywhere.
+    """The sum of every rank's vector, started at once and awaited when read; the same bits everywhere.
 
     GPUs all-reduce. On CPUs gloo's all-reduce cuts even five numbers into pieces and sends each of them around a ring
     twice. Where the number of ranks is a power of two, neighbours at distance 1, 2, 4, ... therefore swap their sums;
     else each rank sends its vector to each other one, and all add the same rows in the same order
-    (`tools/bench/pairs.py` measures all three).
+    (`tools/bench/pairs.py` measures this beside the all-reduce).
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -28,8 +28,9 @@ def print_report(report: Report, folder: Path) -> None:
     output.print(_table(report, plain=not output.is_terminal))
     output.print()
     for tolerance in report.tolerances:
-        inputs = ", ".join(f"{name} = {value:.6g}" for name, value in tolerance.inputs.items())
-        output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e} = {tolerance.formula}, {inputs}"))
+        inputs = [f"{name} = {value:.6g}" for name, value in tolerance.inputs.items()]
+        origin = ", ".join([tolerance.formula, *inputs])
+        output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e} = {origin}"))
     for layout in report.layouts:
         if said := [*layout.guards, *([layout.error] if layout.error else [])]:
             more = f" (and {len(said) - 1} more in {wording.json_name})" if len(said) > 1 else ""

@@ -39,7 +39,7 @@ def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
 
 
 def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], int]:
-    """One sum of a short vector, in each of so many stages apart: swaps with as many ranks as the number has bits."""
+    """One sum of a short vector, in each of so many stages apart: each rank swaps with log2(ranks) others."""
     size = math.prod(case.layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")) // stages
     assert size & (size - 1) == 0
     return {("send", numbers): size.bit_length() - 1} if size > 1 else {}

@@ -34,5 +34,5 @@ def reference() -> dense.Reference:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.layout) or "one process")
 def test_gpt_oss_is_that_of_transformers(pool: Pool, reference: dense.Reference, case: Case) -> None:
-    dense.test_loss_and_gradients_are_those_of_transformers(pool, reference, case)
-    dense.test_logits_are_those_of_transformers(pool, reference, case)
+    dense.assert_loss_and_gradients(pool, reference, case)
+    dense.assert_logits(pool, reference, case)

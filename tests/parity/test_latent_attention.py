@@ -101,5 +101,5 @@ def reference(request: pytest.FixtureRequest) -> plain.Reference:
 
 @pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, pp=2, cp=2, cp_comm="ulysses")], ids=str)
 def test_latents_are_those_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
-    plain.test_loss_and_gradients_are_those_of_transformers(pool, reference, case)
-    plain.test_logits_are_those_of_transformers(pool, reference, case)
+    plain.assert_loss_and_gradients(pool, reference, case)
+    plain.assert_logits(pool, reference, case)

@@ -96,7 +96,7 @@ def measure(groups: Groups, num_terms: int, is_apart: bool, num_rounds: int, ste
 
 
 def measure_collectives(groups: Groups, num_rounds: int, steps_a_round: int) -> list[float]:
-    """Median milliseconds of an all-reduce of one number; of all-reduce and exchange of five, as in a step of ours."""
+    """Median milliseconds of an all-reduce of one number, of one of five, and of our own sum of five, as in a step."""
     one, vector = torch.zeros(1), torch.zeros(5, dtype=torch.float64)
     calls: list[Callable[[], object]] = [
         lambda: dist.all_reduce(one),
@@ -186,7 +186,7 @@ def main(
             ratios = " | ".join(f"{added.ours_ms / theirs:.2f}" for theirs in added[1:3])
             terms = f"{num_terms}{', apart' if is_apart else ''}"
             print(f"| {layout.world_size} ({layout}) | {terms} | {times} | {ratios} |", flush=True)
-    print("\n| ranks | all-reduce of 1 number, ms | all-reduce of 5 | exchange of 5 |\n|---|---|---|---|")
+    print("\n| ranks | all-reduce of 1 number, ms | all-reduce of 5 | sum of 5 here |\n|---|---|---|---|")
     for num_ranks in (2, 4, 8):
         times = " | ".join(
             f"{each:.3f}" for each in pool.run(measure_collectives, Layout(dp=num_ranks), rounds, steps)[0]
