@@ -1,10 +1,12 @@
 """Fixtures for all tests."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from tests.fault_table import Notice, measured
 from tests.pool import Pool
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
@@ -30,3 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pool() -> Pool:
     """Ranks on gloo."""
     return Pool()
+
+
+@pytest.fixture
+def notice(request: pytest.FixtureRequest) -> Iterator[Notice]:
+    """Measures how long the fault of this test takes to be noticed."""
+    yield from measured(request)

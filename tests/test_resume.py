@@ -19,6 +19,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.environment import git_checkout
 from mtrain.errors import DataError
 from mtrain.resume import check_dataset
+from tests.fault_table import Notice
 from tests.mcore.test_checkpoint import configured
 from tests.test_trainer import DEADLINE_S, ROOT, command, finished, numbers, start
 
@@ -33,14 +34,21 @@ def newest_step(run: Path) -> int:
     return entry.step
 
 
+@pytest.mark.fault(
+    "ranks",
+    "kill -9 of a rank while it writes a checkpoint beside training",
+    happens="the launcher names rank and signal; the same command goes on bit for bit from the step before",
+    exit_code=5,
+)
 def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_one(
-    command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = tmp_path / "run"
     arguments = command("checkpoint.interval_steps=2", "train.num_steps=8", "checkpoint.rehearse=true", ranks=2)
     monkeypatch.setenv(faultpoints.VARIABLE, "kill rank=1 step=6 phase=write.3")
-    code, output, errors = finished(start(arguments))
-    assert code == 5, errors
+    with notice:
+        code, output, errors = finished(start(arguments))
+    assert code == notice.exit_code, errors
     assert "rank 1 was killed by SIGKILL" in errors
     assert "rehearsal: " in output
     assert "every bit the same on all ranks" in output
