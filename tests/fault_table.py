@@ -1,7 +1,7 @@
 """docs/faults.md: what each injected fault comes to, written by the tests that inject it.
 
-`python -m tests.fault_table` runs every test marked `fault`, measures how long each fault takes to be noticed, and writes
-the page. A test names its row and measures like this:
+`python -m tests.fault_table` runs every test marked `fault`, measures how long each fault takes to be noticed, and
+writes the page. A test names its row and measures like this:
 
     @pytest.mark.fault("ranks", "kill -9 of a rank in a step", happens="the launcher names the rank", exit_code=5)
     def test_...(notice: Notice) -> None:
@@ -10,7 +10,8 @@ the page. A test names its row and measures like this:
             kill(run); code = run.wait()
         assert code == notice.exit_code
 
-`exit_code` is None where the run goes on. Parametrised tests may mark each `pytest.param(..., marks=pytest.mark.fault(...))`.
+`exit_code` is None where the run goes on. A parametrised test may mark each of its parameters with
+`pytest.param(..., marks=pytest.mark.fault(...))`.
 """
 
 from __future__ import annotations
