@@ -1,9 +1,8 @@
 """Runs, checkpoints and configurations of version 0.1.0 go on as if nothing had changed.
 
-`runs_of_0.1.0.tar.xz` was written by the program at commit 1f92f0f, before its tree and its words changed: two runs of
-8 steps on two ranks each (`dense` under tp 2 with a side term named by its old path, a cosine schedule that ends with the
-run; `mla` under ep 2 with latent attention and experts), with their YAML files, all records, and the checkpoint of step 4
-alone.
+The archive was written by the program at commit 1f92f0f, before its tree and its words changed: two runs of 8 steps on
+two ranks each (`dense` under tp 2 with a side term named by its old path, a cosine schedule that ends with the run;
+`mla` under ep 2 with latent attention and experts), with YAML files, all records and the checkpoint of step 4 alone.
 """
 
 from __future__ import annotations
