@@ -1,6 +1,6 @@
 """What can go wrong for a user, one class for each exit code.
 
-A message says what was given, what is needed and what to change. `__main__` prints it without a traceback, once, and
+A message says what was given, what is needed and what to change. `cli` prints it without a traceback, once, and
 leaves with `exit_code`.
 """
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain.__main__ import one_message
+from mtrain.cli import one_message
 from mtrain.errors import DataError
 
 app = typer.Typer(

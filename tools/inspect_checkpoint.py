@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mtrain.__main__ import one_message
+from mtrain.cli import one_message
 from mtrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,36 +1,54 @@
-"""Being asked to stop: Slurm's and torchrun's signals, and Ctrl-C.
+"""Being asked to stop: Slurm's and torchrun's signals, a closed terminal, and Ctrl-C.
 
-A handler may run between any two instructions, so it notes the signal and nothing else. The step loop asks at the end
-of a step, all ranks agree there, save and leave.
+A handler may run between any two instructions, so it notes the signal and nothing else. The ranks ask before the first
+step and at the end of every step, agree, save and leave.
 """
 
-import signal
-from types import FrameType, TracebackType
-from typing import Any, Self
+from __future__ import annotations
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopSignal:
     """Inside the `with` block, a stop signal is remembered instead of ending the process.
 
-    Ctrl-C twice ends the process at once, by KeyboardInterrupt. Only the main thread can enter (Python's rule).
+    Blocks may be nested; the inner one sees what the outermost one was sent before and is sent now. Ctrl-C twice ends
+    the process at once, by KeyboardInterrupt. SIGHUP stays ignored where it was ignored before: that is how `nohup`
+    works. Signals that a launcher has blocked are let through once the handlers stand.
+
+    Only the main thread of a process can have handlers (Python's rule). In another thread the block installs none: it
+    sees what an outer block of the main thread is sent, else signals end the process as if there were no block.
     """
 
     def __init__(self) -> None:
         """No signal has been seen."""
-        self._received: signal.Signals | None = None
-        self._is_interrupted = False
+        self._sent: list[signal.Signals] = []
+        self._outer: StopSignal | None = None
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def sent(self) -> Sequence[signal.Signals]:
+        """Every stop signal that this process was sent, in order."""
+        return self._sent if self._outer is None else self._outer.sent
 
     @property
     def received(self) -> signal.Signals | None:
         """The first stop signal that this rank was sent; other ranks may have been sent none."""
-        return self._received
+        return next(iter(self.sent), None)
 
-    def __enter__(self) -> Self:
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+    def __enter__(self) -> StopSignal:
+        self._outer = _enclosing()
+        if self._outer is None and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(
@@ -42,9 +60,18 @@ class StopSignal:
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            if self._is_interrupted:
-                raise KeyboardInterrupt
-            self._is_interrupted = True
-        if self._received is None:
-            self._received = signal.Signals(number)
+        is_second_interrupt = number == signal.SIGINT and signal.SIGINT in self._sent
+        self._sent.append(signal.Signals(number))
+        if is_second_interrupt:
+            raise KeyboardInterrupt
+
+
+def hold_stop_signals() -> None:
+    """Remembers stop signals from now to the end of the process, for every StopSignal that is entered later."""
+    StopSignal().__enter__()
+
+
+def _enclosing() -> StopSignal | None:
+    """The block that handles signals now."""
+    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return owner if isinstance(owner, StopSignal) else None

@@ -4,10 +4,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 
 from mtrain.health.signals import STOP_SIGNALS, StopSignal
+
+
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored() -> Iterator[None]:
+    """As it is where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def send(number: signal.Signals) -> None:
@@ -54,6 +64,61 @@ def test_handlers_are_put_back_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), StopSignal():
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_an_inner_block_sees_what_the_outer_one_was_sent() -> None:
+    with StopSignal() as outer:
+        send(signal.SIGTERM)
+        with StopSignal() as inner:
+            assert inner.received == signal.SIGTERM
+            send(signal.SIGINT)
+            assert list(inner.sent) == list(outer.sent) == [signal.SIGTERM, signal.SIGINT]
+            with pytest.raises(KeyboardInterrupt):
+                send(signal.SIGINT)
+        send(signal.SIGUSR1)
+        assert outer.sent[-1] == signal.SIGUSR1, "the outer block still holds"
+
+
+def test_a_hangup_stays_ignored_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignal() as stop:
+        send(signal.SIGHUP)
+        assert stop.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_signals_that_were_blocked_come_through() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    send(signal.SIGUSR1)
+    with StopSignal() as stop:
+        assert stop.received == signal.SIGUSR1
+
+
+def seen_in_a_thread() -> list[signal.Signals | None]:
+    """What a block in another thread has received before and after a signal."""
+    seen: list[signal.Signals | None] = []
+
+    def work() -> None:
+        with StopSignal() as stop:
+            seen.append(stop.received)
+            if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignal):
+                send(signal.SIGTERM)
+                while stop.received is None:
+                    pass
+            seen.append(stop.received)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    return seen
+
+
+def test_a_thread_sees_what_the_main_thread_is_sent_and_installs_nothing() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    assert seen_in_a_thread() == [None, None]
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    with StopSignal():
+        assert seen_in_a_thread() == [None, signal.SIGTERM]
 
 
 def test_a_process_that_is_told_to_stop_finishes_its_step() -> None:

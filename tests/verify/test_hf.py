@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtrain.__main__ import app
+from mtrain.cli import app
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.errors import ConfigError

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
-from mtrain.__main__ import one_message
+from mtrain.cli import one_message
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.stdlib import build_stdlib_corpus
