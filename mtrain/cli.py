@@ -227,8 +227,16 @@ def _launch() -> None:
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Tells files from overrides: an override holds `=` and names no existing file."""
-    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    overrides = [text for text in arguments if "=" in text and not _exists(text)]
     return [Path(text) for text in arguments if text not in overrides], overrides
+
+
+def _exists(text: str) -> bool:
+    """Whether a file has this name; an override may be longer than any name can be."""
+    try:
+        return Path(text).exists()
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 from mtrain.cli import split_arguments
 from tests.config.samples import content
 from tests.config.yaml_files import write
+from tests.fault_table import Notice
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "FORCE_COLOR")
 ROOT = Path(__file__).parents[1]
@@ -132,3 +133,22 @@ def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name
     odd = tmp_path / "a=b.yaml"
     odd.touch()
     assert split_arguments([str(odd), "layout.tp=2", "c.yaml"]) == ([odd, Path("c.yaml")], ["layout.tp=2"])
+
+
+def test_an_override_may_be_longer_than_a_file_name_can_be(config_path: Path) -> None:
+    corpora = ", ".join(f"{{path: source_{number}_text_document, weight: {number}.5}}" for number in range(1, 13))
+    override = f"data.train=[{corpora}]"
+    assert len(override) > 255
+    done = mtrain("check", config_path, "data.kind=indexed", override, "--world-size", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.fault(
+    "input", "a name of a file that is longer than any can be", happens="the name is refused in one line", exit_code=2
+)
+def test_a_file_name_that_cannot_be_is_refused(config_path: Path, notice: Notice) -> None:
+    with notice:
+        done = mtrain("check", config_path, "x" * 5000, "--world-size", 1)
+    assert done.returncode == notice.exit_code
+    assert len(done.stderr.splitlines()) == 1
+    assert "File name too long" in done.stderr

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from mtrain.config.messages import dotted, readable
+from mtrain.config.messages import dotted, joined, readable
 from mtrain.config.root import Config
 from mtrain.config.section import BrokenRulesError
 from mtrain.errors import ConfigError
@@ -59,12 +59,12 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
             faults.append(str(fault))
     faults += [line for source in sources for line in _placeholders(source)]
     if faults:
-        raise ConfigError("\n".join(faults))
+        raise ConfigError(joined(faults))
     content = with_architecture(_merged(sources))
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("\n".join(_messages(error, sources))) from None
+        raise ConfigError(joined(_messages(error, sources))) from None
 
 
 def config_yaml(config: Config) -> str:
@@ -75,7 +75,7 @@ def config_yaml(config: Config) -> str:
     """
     content = config.model_dump()
     if faults := list(_placeholders(Source("the configuration", content))):
-        raise ConfigError("\n".join(faults))
+        raise ConfigError(joined(faults))
     text: str = OmegaConf.to_yaml(OmegaConf.create(content))
     return text
 
@@ -131,7 +131,7 @@ def read_override(text: str) -> Source:
         content = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key.strip()}={value}"]), resolve=False)
     except GrammarParseError:
         raise ConfigError(_no_interpolation(key, COMMAND_LINE)) from None
-    except (yaml.YAMLError, OmegaConfBaseException) as fault:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
         raise ConfigError(
             f"{text}: the value cannot be read as YAML ({_first_line(fault)}); quote or mend it"
         ) from None
@@ -148,7 +148,7 @@ def _parse(text: str, name: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as fault:
         line = f":{fault.problem_mark.line + 1}" if fault.problem_mark else ""
         raise ConfigError(f"{name}{line}: {fault.problem}; mend the YAML") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as fault:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
         raise ConfigError(f"{name}: {_first_line(fault)}; mend the YAML") from None
     except OSError:  # OmegaConf's answer to a file that holds a single number
         content = None

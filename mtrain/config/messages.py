@@ -1,7 +1,7 @@
 """pydantic's findings in words: dotted key, what was given, what is needed, what to change."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
@@ -11,8 +11,23 @@ from mtrain.config.section import BrokenRulesError, Section
 
 _LONGEST_VALUE = 80
 """Characters of a value that are shown."""
+_LONGEST_LINE = 1000
+_LONGEST_END = 200
+"""Of a longer line, characters that are shown of its end, which says what to change."""
+_MOST_LINES = 50
 
 Location = tuple[int | str, ...]
+
+
+def joined(lines: Iterable[str]) -> str:
+    """One message of several lines, as long as a person reads: long lines lose their middle, many their rest."""
+    shown = [
+        line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - _LONGEST_END]} ... {line[-_LONGEST_END:]}"
+        for line in lines
+    ]
+    if len(shown) > _MOST_LINES:
+        shown[_MOST_LINES:] = [f"and {len(shown) - _MOST_LINES} more like these; change the first ones and try again"]
+    return "\n".join(shown)
 
 
 def dotted(location: Location) -> str:

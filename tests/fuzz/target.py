@@ -1,0 +1,96 @@
+"""What a fuzzed piece of the program promises, and whether one mutated input breaks that.
+
+A target is a module `tests/fuzz/<name>_target.py` with a constant TARGET. Adding the file is all it takes: the suite
+runs a few of its inputs, `python tools/fuzz.py <name>` any number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import resource
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal, NamedTuple
+
+from mtrain.errors import MtrainError
+
+_SUFFIX = "_target"
+_MIB = 2**20
+_LONGEST_LINE = 2000
+_MOST_LINES = 100
+"""A message is for a person."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader of input that others wrote."""
+
+    write: Callable[[Path, Random], None]
+    """Writes a mutated input into an empty folder."""
+    read: Callable[[Path], None]
+    """The code under test: returns where it accepts the folder's input, raises MtrainError where it refuses it."""
+    exit_codes: frozenset[int]
+    """Of the errors that it may refuse with."""
+    cpu_seconds: int = 20
+    """Of one input; then the kernel ends the process with SIGXCPU. Processor time, so a busy machine does not count."""
+    memory_mib: int = 256
+    """By how much one input may raise the largest resident memory of the process."""
+
+
+class Outcome(NamedTuple):
+    """What became of one input."""
+
+    kind: Literal["accepted", "refused", "finding"]
+    text: str
+    """The refusal, or what is wrong, with the traceback."""
+
+
+def target_names() -> list[str]:
+    """All targets."""
+    return sorted(path.stem.removesuffix(_SUFFIX) for path in Path(__file__).parent.glob(f"*{_SUFFIX}.py"))
+
+
+def load_target(name: str) -> Target:
+    """The target of a name, or of `package.module:CONSTANT`."""
+    module, _, constant = (name if ":" in name else f"tests.fuzz.{name}{_SUFFIX}:TARGET").partition(":")
+    target = getattr(importlib.import_module(module), constant)
+    assert isinstance(target, Target), name
+    return target
+
+
+def write_input(target: Target, folder: Path, seed: int, index: int) -> None:
+    """Writes input `index` of a seed."""
+    target.write(folder, Random(f"{seed}/{index}"))
+
+
+def judge(target: Target, folder: Path) -> Outcome:
+    """Reads an input and says whether the promise holds: accepted, or one error of the right kind, in little memory."""
+    before = _peak_mib()
+    try:
+        target.read(folder)
+        outcome = Outcome("accepted", "")
+    except MtrainError as error:
+        outcome = _judged(error, target)
+    except BaseException as error:  # even SystemExit and a panic of a library: all of them are findings
+        outcome = Outcome("finding", f"{type(error).__name__}\n{traceback.format_exc(limit=-6)}")
+    grown = _peak_mib() - before
+    if grown > target.memory_mib and outcome.kind != "finding":
+        return Outcome("finding", f"{grown} MiB of memory\n{outcome.kind}: {outcome.text[:_LONGEST_LINE]}")
+    return outcome
+
+
+def _judged(error: MtrainError, target: Target) -> Outcome:
+    text = str(error)
+    lines = text.splitlines()
+    if error.exit_code not in target.exit_codes:
+        return Outcome("finding", f"exit code {error.exit_code}\n{traceback.format_exc(limit=-6)}")
+    if not text.strip() or "Traceback" in text or len(lines) > _MOST_LINES or max(map(len, lines)) > _LONGEST_LINE:
+        return Outcome("finding", f"a message of {len(lines)} lines, {len(text)} characters\n{text[:_LONGEST_LINE]}")
+    return Outcome("refused", text)
+
+
+def _peak_mib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // _MIB
