@@ -30,6 +30,7 @@ NEUTRAL_KEYS = (
     "train.overlap_grad_reduce",
     "train.overlap_param_gather",
     "train.process_group_timeout_s",
+    "train.max_skipped_steps",
     "model.backend",
     "model.hf",
     "data.prefetch_steps",

@@ -17,6 +17,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
+from mtrain.loss.scaling import check_denominator, check_factors
 from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.experts.balance import RouterBalance
@@ -101,8 +102,8 @@ class TrainingStep:
             flag: Joined over all ranks into `StepTotals.flag`.
 
         Raises:
-            NumericError: A denominator is not what the batch planned, negative or not finite, or a loss is not finite;
-                on all ranks alike.
+            NumericError: A denominator is not what the batch planned, negative, not finite or beyond what float32
+                carries, or a loss is not finite; on all ranks alike.
         """
         planned = list(planned_denominators(batches or [], tuple(self._objective.coefficients)).values())
         plan = Plan(planned, self._objective, self._optimizer.unscales, self._groups)
@@ -132,6 +133,8 @@ class TrainingStep:
     def check(self, terms: Mapping[str, TermTotals]) -> None:
         """Raises NumericError where a total cannot be right, on all ranks alike."""
         check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
+        denominators = {term: each.denominator for term, each in terms.items()}
+        check_factors(self._objective.coefficients, denominators)
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
         """The optimizer step, and where it succeeded that of the experts' biases.
@@ -286,3 +289,4 @@ def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> No
                 f"{totals.planned!r}: a loss function counts other tokens than its mask says; set "
                 "loss.denominator=measured if the mask depends on model outputs"
             )
+        check_denominator(term, totals.denominator)

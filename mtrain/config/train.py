@@ -28,6 +28,8 @@ class TrainSection(Section):
     process_group_timeout_s: int = Field(600, gt=0)
     initial_loss_scale: float = Field(2.0**16, gt=0)
     """fp16 only; dynamic from there."""
+    max_skipped_steps: int = Field(100, gt=0)
+    """fp16 only: so many overflows in a row, or two at the smallest loss scale (1), end the run with exit code 4."""
 
     @rule
     def gathering_parameters_needs_its_conditions(self) -> str | None:

@@ -56,6 +56,8 @@ class Finalizer:
         squares = None if self._squares is None else self._squares()
         self.totals = GlobalTotals(self._pairs, self._planned, self._flag, self._groups, squares)
         denominator = self.totals.main_denominator()
+        # Rounded to float32 where it meets the gradients. Where it overflows there, the host refuses the denominator
+        # before anything is applied (mtrain/loss/scaling.py).
         factor = torch.where(denominator == 0, 0.0, 1.0 / (denominator * self._premultiplier))
         for chunk in model:
             chunk.scale_gradients(factor)

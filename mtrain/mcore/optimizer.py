@@ -18,7 +18,10 @@ from mtrain.config import Config
 from mtrain.errors import NumericError
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.summed import SummedOverRanks
-from mtrain.mcore.translate import optimizer_config
+from mtrain.mcore.translate import SMALLEST_LOSS_SCALE, optimizer_config
+
+_MOST_SKIPS_AT_SMALLEST_SCALE = 2
+"""One can be a single bad batch; of two in a row no smaller loss scale will help."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,43 @@ class Update:
     """Global L2 norm of the normalised gradient, before clipping; NaN or inf where fp16 overflowed."""
     overflowed: bool
     """fp16: gradients were not finite, the loss scale went down and the weights stayed."""
+
+
+class Skips:
+    """fp16: overflows in a row, which end the run before it has skipped every step without a word."""
+
+    def __init__(self, most: int) -> None:
+        """
+        Args:
+            most: So many in a row are too many.
+        """
+        self._most = most
+        self.clear()
+
+    def clear(self) -> None:
+        """An update was applied."""
+        self._in_a_row = self._at_smallest_scale = 0
+        self._scale = math.inf  # at which the next gradients are computed, where that is known
+
+    def count(self, loss_scale: float) -> None:
+        """One more overflow.
+
+        Args:
+            loss_scale: After it was lowered for this overflow.
+
+        Raises:
+            NumericError: They are too many.
+        """
+        self._in_a_row += 1
+        self._at_smallest_scale += self._scale <= SMALLEST_LOSS_SCALE
+        self._scale = loss_scale
+        if self._in_a_row < self._most and self._at_smallest_scale < _MOST_SKIPS_AT_SMALLEST_SCALE:
+            return
+        raise NumericError(
+            f"{self._in_a_row} updates in a row were skipped, because gradients overflowed in fp16; the loss scale has "
+            f"fallen to {loss_scale:g} (train.max_skipped_steps={self._most}), the weights are those before them. "
+            "Use train.precision=bf16, lower optimizer.lr, look at the data, or raise train.max_skipped_steps"
+        )
 
 
 class Optimizer:
@@ -47,6 +87,7 @@ class Optimizer:
         )
         self._device, self._collection = groups.device, groups.collection
         self._is_fp16 = config.train.precision == "fp16"
+        self._skips = Skips(config.train.max_skipped_steps)
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
         self._overlaps_gather = config.train.overlap_param_gather
@@ -94,10 +135,10 @@ class Optimizer:
             grad_norm: Their global L2 norm.
 
         Raises:
-            NumericError: The gradient norm is not finite; weights and state are untouched.
+            NumericError: The gradient norm is not finite, or float32 does not hold what it stands for; weights and
+                state are untouched.
         """
-        if not math.isfinite(grad_norm):
-            raise NumericError(f"the gradient norm is {grad_norm}; the weights were not updated")
+        check_norm(grad_norm, self._clip_grad)
         for group in self.inner.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
@@ -109,9 +150,15 @@ class Optimizer:
 
     @torch.no_grad()
     def unscale_and_update(self, lr: float) -> Update:
-        """One AdamW step in fp16, unless a gradient overflowed. Two host synchronisations."""
+        """One AdamW step in fp16, unless a gradient overflowed. Two host synchronisations; one more where it did.
+
+        Raises:
+            NumericError: As `update` and `Skips.count`.
+        """
         if self._overflows():
+            self._skips.count(self.loss_scale())
             return Update(math.nan, overflowed=True)
+        self._skips.clear()
         return self.update(lr, math.sqrt(SummedOverRanks(self._squared_part().view(1)).get().item()))
 
     def _overflows(self) -> bool:
@@ -172,6 +219,30 @@ class Optimizer:
                 hooks.enable_forward_pre_hook()
             else:
                 hooks.disable_forward_pre_hook(param_sync=sync)
+
+
+def check_norm(grad_norm: float, clip_grad: float) -> None:
+    """Judges the gradient that is applied by its norm, which bounds each of its elements.
+
+    The norm is a float64 number, while the gradient is divided, clipped and squared (for the second moment) in float32.
+
+    Args:
+        grad_norm: Global L2 norm, before clipping.
+        clip_grad: What it is clipped to; 0: not at all.
+
+    Raises:
+        NumericError: It is not finite, or one of the three overflows or underflows.
+    """
+    if not math.isfinite(grad_norm):
+        raise NumericError(f"the gradient norm is {grad_norm}; the weights were not updated")
+    clipping = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
+    largest = torch.finfo(torch.float32).max
+    if grad_norm > largest or (grad_norm * clipping) ** 2 > largest or clipping < torch.finfo(torch.float32).tiny:
+        raise NumericError(
+            f"the gradient norm is {grad_norm}: with optimizer.clip_grad={clip_grad} the gradient, its clipping factor "
+            "or its square leaves the range of float32; the weights were not updated. Look at the sample weights and "
+            "the loss function, or set optimizer.clip_grad to about 1"
+        )
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

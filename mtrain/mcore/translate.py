@@ -22,6 +22,9 @@ from mtrain.rope import inverse_frequencies, latent_softmax_scale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+SMALLEST_LOSS_SCALE = 1.0
+"""fp16; the premultiplier (`mtrain/step.py`) keeps gradients near 1 without one below."""
+
 
 def gelu_tanh(hidden: Tensor) -> Tensor:
     """GELU in its tanh approximation."""
@@ -189,7 +192,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         bf16=config.train.precision == "bf16",
         params_dtype=DTYPES[config.train.precision],
         initial_loss_scale=config.train.initial_loss_scale,
-        min_loss_scale=1.0,
+        min_loss_scale=SMALLEST_LOSS_SCALE,
         loss_scale_window=1000,
         hysteresis=2,
         use_distributed_optimizer=config.train.distributed_optimizer,

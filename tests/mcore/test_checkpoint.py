@@ -51,7 +51,7 @@ def configured(**changes: Any) -> Config:
     }
     for key, value in changes.items():
         section, name = key.split(".")
-        sections[section][name] = value
+        sections.setdefault(section, {})[name] = value
     return Config.model_validate(sections)
 
 

@@ -176,11 +176,14 @@ def _bits(built: Built) -> list[bytes]:
 
 
 def numeric_error(groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch) -> str:
-    """The message of the NumericError that a step must raise."""
+    """The message of the NumericError that a step must raise before it changes a weight or a moment."""
     built = build(groups, config, parameters)
+    before = _bits(built)
     try:
-        built.training.forward_backward(own_microbatches(batch, groups, config))
+        totals = built.training.forward_backward(own_microbatches(batch, groups, config))
+        built.training.update(totals, config.optimizer.lr)
     except NumericError as error:
+        assert _bits(built) == before
         return str(error)
     raise AssertionError("the step raised nothing")
 
