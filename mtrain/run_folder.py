@@ -228,7 +228,7 @@ class Change:
 
 def changes(old_yaml: str, new_yaml: str) -> list[Change]:
     """What differs between two resolved configurations, sorted by key; neutral keys too."""
-    old, new = _flat(old_yaml), _flat(new_yaml)
+    old, new = flat_keys(old_yaml), flat_keys(new_yaml)
     missing = object()
     return [
         Change(key, _told(old, key), _told(new, key), _is_neutral(key))
@@ -245,14 +245,6 @@ def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) ->
     )
 
 
-def difference(old_yaml: str, new_yaml: str) -> list[str]:
-    """Dotted keys, sorted, whose values differ between two resolved configurations, or that one of them lacks.
-
-    Keys that leave the run the same (NEUTRAL_KEYS) are not told.
-    """
-    return [change.key for change in changes(old_yaml, new_yaml) if not change.is_neutral]
-
-
 def _is_neutral(key: str) -> bool:
     return any(key == neutral or key.startswith(f"{neutral}.") for neutral in NEUTRAL_KEYS)
 
@@ -261,8 +253,8 @@ def _told(flat: dict[str, Any], key: str) -> str | None:
     return json.dumps(flat[key], ensure_ascii=False, default=str) if key in flat else None
 
 
-def _flat(yaml: str) -> dict[str, Any]:
-    """Dotted key -> value; lists and empty sections are values."""
+def flat_keys(yaml: str) -> dict[str, Any]:
+    """Dotted key -> value of a resolved configuration; lists and empty sections are values."""
     flat: dict[str, Any] = {}
     rest = [("", OmegaConf.to_container(OmegaConf.create(yaml)))]
     while rest:

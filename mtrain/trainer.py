@@ -7,17 +7,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from mtrain.build import Run, build_run
-from mtrain.checkpoint.directory import clean_leftovers
+from mtrain.checkpoint.directory import clean_leftovers, published_steps
 from mtrain.checkpoint.manifest import GitState
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
+from mtrain.continuation import continued, kept_lines
 from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment, git_checkout, program_versions
-from mtrain.errors import NumericError, RunFolderError
+from mtrain.errors import NumericError
 from mtrain.evaluate import evaluate, term_records
 from mtrain.exports import Exporter
 from mtrain.health.signals import StopSignal
@@ -32,7 +34,8 @@ from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.planning import flops_per_token, mfu, peak_flops
 from mtrain.rehearsal import rehearse
-from mtrain.run_folder import RunFolder, RunLock, difference
+from mtrain.resume import say
+from mtrain.run_folder import RunFolder, RunLock
 from mtrain.step import StepTotals
 
 
@@ -69,7 +72,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     folder = RunFolder(Path(config.run.dir))
     with contextlib.ExitStack() as held:
         surroundings = _surroundings(groups.device, groups.layout)
-        lock = on_first_rank(lambda: _enter(folder, config, surroundings, held))
+        lock, config = on_first_rank(lambda: _enter(folder, config, surroundings, held))
         run = build(config, groups, folder)
         if config.checkpoint.rehearse:
             rehearse(run, folder.checkpoints)
@@ -103,21 +106,28 @@ def _surroundings(device: torch.device, layout: Layout) -> dict[str, str]:
     return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
 
 
-def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], held: contextlib.ExitStack) -> RunLock:
+class _Entered(NamedTuple):
+    """What a start may work with."""
+
+    lock: RunLock
+    config: Config
+    """With what an earlier start decided."""
+
+
+def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], held: contextlib.ExitStack) -> _Entered:
     """Takes the run folder for this run and writes the resolved configuration and environment. On rank 0."""
     folder.create()
     lock = held.enter_context(folder.locked())
     clean_leftovers(folder.checkpoints)
-    text, saved = config_yaml(config), folder.saved_config()
-    if saved is not None and (changed := difference(saved, text)) and any(folder.checkpoints.glob("step_*")):
-        raise RunFolderError(
-            f"{folder.path} holds checkpoints of a run whose {', '.join(changed)} had other values; "
-            "set another run.dir, or the same values"
-        )
-    folder.write_config(text)
+    saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
+    if saved is not None and steps:
+        config = continued(given, saved, folder.path, steps[-1])
+        for line in kept_lines(given, config):
+            say(line)
+    folder.write_config(config_yaml(config))
     folder.write_environment(surroundings)
     folder.clear_requeue()
-    return lock
+    return _Entered(lock, config)
 
 
 def _open_sinks(run: Run, folder: RunFolder) -> Sinks:

@@ -54,6 +54,7 @@ LAYERS: dict[str, int] = {
     "mcore": 2,
     # 3: composition
     "build": 3,
+    "continuation": 3,
     "convert": 3,
     "evaluate": 3,
     "exports": 3,

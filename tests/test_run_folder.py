@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from mtrain.config import Config
 from mtrain.errors import DataError, MachineError, RunFolderError
-from mtrain.run_folder import NEUTRAL_KEYS, Change, RunFolder, changes, difference
+from mtrain.run_folder import NEUTRAL_KEYS, Change, RunFolder, changes
 from tests.crash import killed_at_every_file_operation
 
 HOLD_LOCK = """
@@ -200,6 +200,11 @@ model: {num_layers: 4, megatron: {}, rope: {base: 10000.0}}
 train: {global_batch_size: 8, num_steps: 10, micro_batch_size: 1}
 data: {seq_length: 64, train: [{path: a, weight: 1.0}]}
 """
+
+
+def difference(old: str, new: str) -> list[str]:
+    """Keys that make another run of it."""
+    return [change.key for change in changes(old, new) if not change.is_neutral]
 
 
 def test_the_same_run_on_another_layout_differs_in_nothing() -> None:

@@ -59,6 +59,9 @@ class OptimizerSection(Section):
     decay_steps: int | None = Field(None, gt=0)
     """linear, cosine: the step at which min_lr is reached (by default train.num_steps). wsd: length of the final decay
     (by default a tenth of train.num_steps)."""
+    schedule_convention: Literal["megatron", "one_ahead"] = "megatron"
+    """megatron: an update's rate follows from the updates completed before it, as in Megatron-LM and transformers.
+    one_ahead: from those completed with it, as runs begun before this key was there keep it."""
 
     @rule
     def the_rate_falls(self) -> str | None:

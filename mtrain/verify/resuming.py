@@ -173,7 +173,8 @@ def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
 def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
     """The user's schedule over the few steps: each of its phases has some."""
     warmup = min(config.optimizer.warmup_steps, max(1, num_steps // 3))
-    return {"warmup_steps": warmup, "decay_steps": None}
+    is_wsd = config.optimizer.schedule == "wsd"  # whose decay would have the one step that begins it
+    return {"warmup_steps": warmup, "decay_steps": min(max(2, num_steps // 3), num_steps - warmup) if is_wsd else None}
 
 
 def _data(plan: ResumePlan, request: ResumeRequest) -> str:

@@ -41,6 +41,8 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_numbers_of_its_own_version(
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"{name}/checkpoints/step_00000004" in done.stdout, "it starts from the checkpoint"
+    assert done.stdout.count("optimizer.schedule_convention=one_ahead stays, as this run began with it") == 1
+    assert "schedule_convention: one_ahead" in (tmp_path / name / "config.yaml").read_text()
 
     after = steps(tmp_path / name)
     assert sorted(after) == sorted(before)

@@ -1,0 +1,137 @@
+"""What a run keeps of its earlier start, and what it refuses to change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mtrain.config.load import config_yaml
+from mtrain.continuation import continued, kept_lines
+from mtrain.errors import RunFolderError
+from mtrain.lr import learning_rate
+from tests.config.samples import config
+from tests.fault_table import Notice
+
+FOLDER = Path("runs/first")
+
+
+def of_old_version(**changes: Any) -> str:
+    """The resolved configuration as the program wrote it before it had the keys of today."""
+    sections = yaml.safe_load(config_yaml(config(**changes)))
+    del sections["optimizer"]["schedule_convention"]
+    return yaml.safe_dump(sections)
+
+
+def test_a_run_of_an_old_version_keeps_its_learning_rates_and_says_so() -> None:
+    given = config(optimizer__warmup_steps=2)
+    kept = continued(given, of_old_version(optimizer__warmup_steps=2), FOLDER, 3)
+    assert kept.optimizer.schedule_convention == "one_ahead"
+    assert learning_rate(3, kept.optimizer, 10) == learning_rate(4, given.optimizer, 10)
+    assert list(kept_lines(given, kept)) == ["optimizer.schedule_convention=one_ahead stays, as this run began with it"]
+
+
+def test_it_keeps_them_at_every_later_start() -> None:
+    first = continued(config(), of_old_version(), FOLDER, 3)
+    second = continued(config(), config_yaml(first), FOLDER, 6)
+    assert second == first
+    assert continued(second, config_yaml(first), FOLDER, 6) == first, "from its own config.yaml"
+
+
+def test_a_new_run_begins_and_goes_on_as_megatron_counts() -> None:
+    kept = continued(config(), config_yaml(config()), FOLDER, 3)
+    assert kept.optimizer.schedule_convention == "megatron"
+    assert list(kept_lines(config(), kept)) == []
+
+
+@pytest.mark.fault(
+    "input",
+    "another optimizer.schedule_convention asked of a run that goes on",
+    happens="refused: the key has another value in this run",
+    exit_code=6,
+)
+def test_a_named_convention_does_not_turn_a_run_around(notice: Notice) -> None:
+    wanted = config(optimizer__schedule_convention="megatron")
+    with notice, pytest.raises(RunFolderError, match=r"optimizer.schedule_convention had other values") as caught:
+        continued(wanted, of_old_version(), FOLDER, 3)
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_keys_that_an_old_version_did_not_have_stand_at_their_default() -> None:
+    old = yaml.safe_load(config_yaml(config()))
+    del old["model"]["qk_norm"], old["optimizer"]["decay_norms_and_biases"], old["data"]["split"]
+    assert continued(config(), yaml.safe_dump(old), FOLDER, 3) == config()
+    with pytest.raises(RunFolderError, match=r"model.qk_norm had other"):
+        continued(config(model__qk_norm=True), yaml.safe_dump(old), FOLDER, 3)
+    del old["model"]["num_layers"]
+    with pytest.raises(RunFolderError, match=r"model.num_layers had other"):
+        continued(config(), yaml.safe_dump(old), FOLDER, 3)
+
+
+DECAYS = [("cosine", 10), ("linear", 10), ("wsd", 1)]
+
+
+@pytest.mark.fault(
+    "input",
+    "train.num_steps changed where the decay of the learning rate follows from it",
+    happens="refused, with the optimizer.decay_steps that keeps the schedule",
+    exit_code=6,
+)
+@pytest.mark.parametrize(("schedule", "decay"), DECAYS)
+@pytest.mark.parametrize("num_steps", [8, 20])
+def test_another_length_does_not_rewrite_the_schedule(
+    schedule: str, decay: int, num_steps: int, notice: Notice
+) -> None:
+    saved = config_yaml(config(optimizer__schedule=schedule))
+    longer = config(optimizer__schedule=schedule, train__num_steps=num_steps)
+    words = rf"train.num_steps={num_steps} was 10 .* set optimizer.decay_steps={decay} to keep"
+    with notice, pytest.raises(RunFolderError, match=words) as caught:
+        continued(longer, saved, FOLDER, 3)
+    assert caught.value.exit_code == notice.exit_code
+
+
+@pytest.mark.parametrize(("schedule", "decay"), DECAYS)
+def test_the_decay_that_the_message_names_keeps_the_rates_so_far(schedule: str, decay: int) -> None:
+    before = config(optimizer__schedule=schedule)
+    longer = config(optimizer__schedule=schedule, train__num_steps=20, optimizer__decay_steps=decay)
+    kept = continued(longer, config_yaml(before), FOLDER, 9)
+    assert kept == longer
+    rates = [
+        [learning_rate(step, each.optimizer, each.train.num_steps) for step in range(9)] for each in (before, kept)
+    ]
+    assert rates[0] == rates[1]
+    assert continued(longer, config_yaml(kept), FOLDER, 12) == longer
+    with pytest.raises(RunFolderError, match=f"train.num_steps=30 was 20 .*decay_steps={decay} to keep"):
+        continued(config(optimizer__schedule=schedule, train__num_steps=30), config_yaml(kept), FOLDER, 12)
+
+
+def test_a_constant_rate_takes_any_length() -> None:
+    longer = config(optimizer__schedule="constant", train__num_steps=20)
+    assert continued(longer, config_yaml(config(optimizer__schedule="constant")), FOLDER, 10) == longer
+
+
+def test_another_decay_is_another_run() -> None:
+    with pytest.raises(RunFolderError, match=r"optimizer.decay_steps had other values"):
+        continued(config(optimizer__decay_steps=5), config_yaml(config()), FOLDER, 3)
+
+
+@pytest.mark.fault(
+    "input",
+    "a wsd run made longer or shorter after its final decay began",
+    happens="refused: updates that were made would have had another learning rate",
+    exit_code=6,
+)
+@pytest.mark.parametrize("num_steps", [9, 20])
+def test_a_final_decay_that_has_begun_is_not_moved(num_steps: int, notice: Notice) -> None:
+    keys = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 4}
+    saved, moved = config_yaml(config(**keys)), config(**keys, train__num_steps=num_steps)
+    assert continued(moved, saved, FOLDER, 6) == moved, "still stable in both"
+    with notice, pytest.raises(RunFolderError, match=r"step 8 lies in the final decay") as caught:
+        continued(moved, saved, FOLDER, 8)
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_a_damaged_count_is_named() -> None:
+    saved = config_yaml(config()).replace("num_steps: 10", "num_steps: ten")
+    with pytest.raises(RunFolderError, match=r"runs/first has train.num_steps='ten', but a number is needed"):
+        continued(config(), saved, FOLDER, 3)
