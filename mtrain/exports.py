@@ -3,13 +3,17 @@
 A checkpoint is the sharded state that all ranks wrote together. The first rank turns its files into a folder in a
 thread, one tensor at a time, straight from the page cache: no rank holds the model, nothing is sent, and no other rank
 waits.
+
+An export is due while its checkpoint is there and its folder is not; nothing else records it. So a run that stops, or
+dies, leaves its exports to the next start.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import shutil
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,11 +22,17 @@ from typing import NamedTuple
 from mtrain.checkpoint.background import started
 from mtrain.checkpoint.directory import load_entry, published_steps, reading, step_name
 from mtrain.convert.exporting import export_hf
+from mtrain.convert.work import staging_folder, staging_folders
 from mtrain.errors import MachineError, MtrainError
+from mtrain.faultpoints import fault_point
+from mtrain.files import disk_faults, remove
 from mtrain.run_folder import RunFolder
 
 _NUM_WORKERS = 1
-"""Files in work at once: training goes first."""
+"""Files in work at once: training goes first. The exporter's own thread does it, which the end need not wait for."""
+_POLL_S = 0.1
+_PATIENCE_S = 2.0
+"""How long the end waits for an export that is told to stop between two pieces of its work; a dead disk holds it."""
 
 
 class _Export(NamedTuple):
@@ -32,14 +42,44 @@ class _Export(NamedTuple):
     held: contextlib.ExitStack
 
 
+class _StoppedError(Exception):
+    """The run ends before the export does; never leaves this module."""
+
+
+def due_steps(folder: RunFolder, every_steps: int) -> list[int]:
+    """Steps whose checkpoints are there and not exported, ascending.
+
+    Args:
+        folder: The run folder.
+        every_steps: Multiples of this are exported; 0: none.
+    """
+    steps = published_steps(folder.checkpoints) if every_steps > 0 else []
+    return [step for step in steps if step % every_steps == 0 and not _target(folder, step).exists()]
+
+
+def clean_staging(folder: RunFolder, every_steps: int) -> None:
+    """Deletes what stopped exports left behind that are not due any more.
+
+    To be called at the start of a run, by the holder of the folder's lock.
+
+    Raises:
+        MachineError: The disk refuses.
+    """
+    due = {staging_folder(_target(folder, step)) for step in due_steps(folder, every_steps)}
+    with disk_faults(f"clean {folder.exports}"):
+        for path in staging_folders(folder.exports):
+            if path not in due:
+                remove(path)
+
+
 class Exporter:
     """The exports of one run, one after the other; of the first rank alone, and without collectives.
 
-    A failed export is told of and training goes on; the next start tries again where the checkpoint is still there.
+    A failed export is reported and training goes on; the next start tries again where the checkpoint is still there.
     """
 
     def __init__(self, folder: RunFolder, every_steps: int, check: Callable[[], None] = lambda: None) -> None:
-        """Takes up what an earlier start of the run left to do.
+        """Begins with what an earlier start of the run left to do.
 
         Args:
             folder: The run folder.
@@ -54,13 +94,13 @@ class Exporter:
         self._waiting: list[_Export] = []
         self._running: tuple[_Export, Future[None]] | None = None
         self._fault: MtrainError | None = None
-        if every_steps > 0:
-            for step in published_steps(folder.checkpoints):
-                self.expect(step)
+        self._is_stopped = threading.Event()
+        for step in due_steps(folder, every_steps):  # before a save of this start can delete them
+            self._note(step)
 
     def expect(self, step: int) -> None:
         """To be told of every checkpoint that is about to be published."""
-        if self._every > 0 and step % self._every == 0 and not self._target(step).exists():
+        if self._every > 0 and step % self._every == 0 and not _target(self._folder, step).exists():
             self._expected.append(step)
 
     def poll(self) -> None:
@@ -73,22 +113,58 @@ class Exporter:
             self._note(step)
         if self._running is not None and self._running[1].done():
             self._end(*self._running)
-        if self._running is None and self._waiting:
+        if self._running is None and self._waiting and not self._is_stopped.is_set():
             export = self._waiting.pop(0)
             self._running = export, started(lambda: self._run(export), f"export-{export.step}")
 
-    def finish(self) -> None:
+    def stop(self) -> None:
+        """Begins no further export and asks a running one to end; does not wait.
+
+        Checkpoints that are to be exported stay as they are until `close`.
+        """
+        self._is_stopped.set()
+
+    def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
         """Waits until everything that was published is exported.
+
+        Args:
+            is_stopped: Asked while waiting: whether the run is to end without what is left, as `stop` makes it.
+
+        Returns:
+            Steps that are left to the next start; none unless the run was stopped.
 
         Raises:
             MtrainError: The last export failed.
         """
         self.poll()
         while self._running is not None:
-            self._running[1].exception()  # waits
+            if is_stopped():
+                self.stop()
+            if self._is_stopped.is_set():
+                break
+            concurrent.futures.wait([self._running[1]], _POLL_S)
             self.poll()
+        if self._is_stopped.is_set():
+            return due_steps(self._folder, self._every)
         if self._fault is not None:
             raise self._fault
+        return []
+
+    def close(self) -> None:
+        """Leaves what is not exported to the next start, however the run ends; an export that hangs is left behind."""
+        self.stop()
+        if self._running is not None:
+            export, work = self._running
+            if concurrent.futures.wait([work], _PATIENCE_S).done:
+                self._end(export, work)
+            else:
+                self._waiting.append(export)
+        for export in self._waiting:
+            export.held.close()
+        self._waiting.clear()
+        with contextlib.suppress(MtrainError):  # the next start looks again, and says what is wrong with the disk
+            if due := due_steps(self._folder, self._every):
+                print(f"exports left to the next start: {', '.join(map(step_name, due))}", flush=True)
 
     def _note(self, step: int) -> None:
         held = contextlib.ExitStack()
@@ -102,16 +178,26 @@ class Exporter:
     def _run(self, export: _Export) -> None:
         """In a thread."""
         self._check()
-        export_hf(self._checkpoint(export.step), self._target(export.step), None, None, _NUM_WORKERS)
+
+        def go_on() -> None:
+            fault_point("export", 0, export.step)
+            if self._is_stopped.is_set():
+                raise _StoppedError
+
+        export_hf(self._checkpoint(export.step), _target(self._folder, export.step), None, None, _NUM_WORKERS, go_on)
 
     def _end(self, export: _Export, work: Future[None]) -> None:
         self._running, self._fault = None, None
+        fault, target = work.exception(), _target(self._folder, export.step)
+        if isinstance(fault, _StoppedError):
+            self._waiting.append(export)
+            return
         export.held.close()
-        fault, target = work.exception(), self._target(export.step)
         if fault is None:
             print(f"exported {target}", flush=True)
             return
-        shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)  # a full disk needs the room
+        with contextlib.suppress(OSError):  # a full disk needs the room; what cannot be deleted goes at the next start
+            remove(staging_folder(target))
         self._fail(export.step, fault if isinstance(fault, MtrainError) else MachineError(repr(fault)))
 
     def _fail(self, step: int, fault: MtrainError) -> None:
@@ -121,5 +207,6 @@ class Exporter:
     def _checkpoint(self, step: int) -> Path:
         return self._folder.checkpoints / step_name(step)
 
-    def _target(self, step: int) -> Path:
-        return self._folder.exports / step_name(step)
+
+def _target(folder: RunFolder, step: int) -> Path:
+    return folder.exports / step_name(step)

@@ -17,7 +17,8 @@ class Fault(NamedTuple):
     """What is to happen where."""
 
     kind: str
-    """kill: SIGKILL to this process. hang: the thread stops for ever. full: the disk has no space left."""
+    """kill: SIGKILL to this process. hang: the thread stops for ever. slow: it takes a second longer, every time. full:
+    the disk has no space left."""
     rank: int
     step: int
     phase: str
@@ -49,4 +50,7 @@ def fault_point(phase: str, rank: int, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     while fault.kind == "hang":
         time.sleep(3600)
+    if fault.kind == "slow":
+        time.sleep(1)
+        return
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,7 +1,11 @@
-"""Files that survive a crash: atomic writes, synced folders, and disk faults as one readable error."""
+"""Files that survive a crash: atomic writes, synced folders, locks, and disk faults as one readable error."""
 
+import enum
+import errno
+import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,3 +72,42 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a whole UTF-8 file in one move and waits until it is on disk."""
     with replacing(path) as new:
         new.write_text(text, encoding="utf-8")
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, a folder with all that is in it, or a link: never what a link names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+class LockOutcome(enum.Enum):
+    """What came of asking for a file lock."""
+
+    TAKEN = enum.auto()
+    BUSY = enum.auto()
+    """Somebody else holds it."""
+    UNSUPPORTED = enum.auto()
+    """The file system has no such locks (some NFS and Lustre mounts): nobody is kept out."""
+
+
+def try_lock(descriptor: int, kind: int) -> LockOutcome:
+    """Asks for flock's lock on an open file, without waiting.
+
+    Args:
+        descriptor: Of the file; the lock ends when it is closed.
+        kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
+
+    Raises:
+        OSError: The disk refuses for another reason.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LockOutcome.BUSY
+    except OSError as fault:
+        if fault.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return LockOutcome.UNSUPPORTED
+    return LockOutcome.TAKEN

@@ -21,7 +21,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.errors import NumericError
 from mtrain.evaluate import evaluate, term_records
-from mtrain.exports import Exporter
+from mtrain.exports import Exporter, clean_staging
 from mtrain.health.signals import StopSignal
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
@@ -80,6 +80,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
         exporter = Exporter(folder, every, lock.check)
+        held.callback(exporter.close)
         try:
             stopped_after = _loop(run, saver, exporter, sinks, signal)
         except NumericError:  # on all ranks; what was saved before is as good as ever
@@ -88,7 +89,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         saver.finish()
         if stopped_after is not None:
             on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
-        exporter.finish()  # no collective follows that another rank could wait in
+        elif exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
+            folder.set_requeue("stopped by a signal before all checkpoints were exported")
 
 
 def _origin(run: Run) -> Origin:
@@ -119,6 +121,7 @@ def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], h
     folder.create()
     lock = held.enter_context(folder.locked())
     clean_leftovers(folder.checkpoints)
+    clean_staging(folder, config.checkpoint.export_hf_every_steps)
     saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
     if saved is not None and steps:
         config = continued(given, saved, folder.path, steps[-1])
@@ -156,6 +159,8 @@ def _loop(run: Run, saver: Saver, exporter: Exporter, sinks: Sinks, signal: Stop
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done)
+            if totals.flag:
+                exporter.stop()  # also after the last step; the disk is the checkpoint's now
             is_stopped = totals.flag and done < last
             at_end = done == last and config.checkpoint.at_end
             if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):

@@ -1,12 +1,13 @@
-"""Work beside training, in threads that nothing waits for at the end of the process."""
+"""Work in threads; what runs beside training runs in threads that nothing waits for at the end of the process."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -29,3 +30,15 @@ def started(action: Callable[[], Result], name: str) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def mapped(action: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
+    """The action on every item, in order.
+
+    One thread is the caller's own: Python waits for those of a pool when the program ends, so work that a stop may
+    abandon must not start any.
+    """
+    if num_threads <= 1:
+        return [action(item) for item in items]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(action, items))

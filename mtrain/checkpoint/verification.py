@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
+from mtrain.checkpoint.background import mapped
 from mtrain.checkpoint.directory import CheckpointEntry
 from mtrain.checkpoint.hashed_file import read_facts
 from mtrain.checkpoint.manifest import FileFacts
@@ -37,8 +37,8 @@ def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: in
         DataError: A file holds other bytes than were saved; names all such files.
         MachineError: A file cannot be read.
     """
-    with ThreadPoolExecutor(max(1, num_threads)) as pool, disk_faults(f"read the checkpoint {entry.path}"):
-        found = list(pool.map(lambda name: read_facts(entry.path / name), names))
+    with disk_faults(f"read the checkpoint {entry.path}"):
+        found = mapped(lambda name: read_facts(entry.path / name), names, num_threads)
     changed = [name for name, facts in zip(names, found, strict=True) if facts != entry.manifest.files[name]]
     if changed:
         raise DataError(f"{_told(entry, changed)} was saved with other bytes (SHA-256 differs)")

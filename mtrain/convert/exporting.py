@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,14 @@ from mtrain.hf.table import HfTensor, stream_tensor
 _SHARD_BYTES = 5_000_000_000
 
 
-def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | None, num_workers: int) -> Proof:
+def export_hf(
+    path: Path,
+    out: Path,
+    like: Path | None,
+    dtype: torch.dtype | None,
+    num_workers: int,
+    check: Callable[[], None] = lambda: None,
+) -> Proof:
     """Converts a checkpoint and proves it.
 
     Args:
@@ -39,7 +46,9 @@ def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | Non
         out: The folder; must not exist.
         like: As `open_target`.
         dtype: Of the tensors outside; None keeps what the checkpoint computes with.
-        num_workers: Threads that each write one file.
+        num_workers: Threads that each write one file; 1: the caller's own.
+        check: Called between two pieces of work, in any of the threads. What it raises ends the export; another call
+            goes on with the files that are complete.
 
     Raises:
         ConfigError: `out` exists.
@@ -57,6 +66,7 @@ def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | Non
                 file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
                 for one in shard.tensors:
                     for part in stream_tensor(one.tensor, target.key(one.key), target.tensors.read):
+                        check()
                         file.write(raw_bytes(part.to(one.dtype)))
                     tell(one.size_bytes)
 
@@ -66,7 +76,7 @@ def export_hf(path: Path, out: Path, like: Path | None, dtype: torch.dtype | Non
             _write_side_files(folder, target, files)
         written = HfFolder(folder)
         check_names(folder, written, target.table, ())
-        proof = prove(target.table, target.tensors, target.key, written, "folder", num_workers)
+        proof = prove(target.table, target.tensors, target.key, written, "folder", num_workers, check)
     return proof
 
 

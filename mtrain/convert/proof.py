@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import torch
 
+from mtrain.checkpoint.background import mapped
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.progress import Meter
 from mtrain.errors import DataError
@@ -33,6 +33,7 @@ def prove(
     weights: Weights,
     into: Literal["checkpoint", "folder"],
     num_workers: int,
+    check: Callable[[], None] = lambda: None,
 ) -> Proof:
     """Compares every tensor of Hugging Face with what the checkpoint makes of it.
 
@@ -42,7 +43,8 @@ def prove(
         key_of: Key in the table -> key in the checkpoint.
         weights: The other side.
         into: Which of the two was written: where dtypes differ, because a cast was asked for, its is compared.
-        num_workers: Threads.
+        num_workers: Threads; 1: the caller's own.
+        check: Called between two pieces of work, in any of the threads; what it raises ends the proof.
 
     Raises:
         DataError: Tensors differ; they are named.
@@ -54,6 +56,7 @@ def prove(
         tensor, piece = item
         theirs, start = weights.tensor(tensor.name).contiguous().view(-1), 0
         for ours in stream_tensor(tensor, key_of(piece.key), checkpoint.read):
+            check()
             part = theirs[start : start + ours.numel()]
             dtype = ours.dtype if into == "checkpoint" else part.dtype
             if not same_bits(ours.to(dtype), part.to(dtype)):
@@ -62,8 +65,8 @@ def prove(
         meter.add(sizes[tensor.name])
         return start != theirs.numel()
 
-    with Meter("proving", sum(sizes.values())) as meter, ThreadPoolExecutor(num_workers) as pool:
-        found = pool.map(differs, tensors)
+    with Meter("proving", sum(sizes.values())) as meter:
+        found = mapped(differs, tensors, num_workers)
         differing = [tensor.name for (tensor, _), differ in zip(tensors, found, strict=True) if differ]
     if differing:
         raise DataError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mtrain.convert.progress import Meter
 from mtrain.errors import ConfigError, RunFolderError
-from mtrain.files import disk_faults, sync_file, sync_folder, write_atomically
+from mtrain.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 
 _PLAN, _DONE, _LOCK, _PART = ".plan.json", ".done", ".lock", ".part"
+_STAGING_PREFIX, _STAGING_SUFFIX = ".", ".partial"
 
 
 class Unit(NamedTuple):
@@ -49,19 +49,20 @@ def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
     """
     if out.exists():
         raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
-    folder = out.with_name(f".{out.name}.partial")
-    with disk_faults(f"make {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunFolderError(f"another process is converting into {out}; wait for it or stop it") from None
+    folder = staging_folder(out)
+    with contextlib.ExitStack() as held:
+        with disk_faults(f"make {folder}"):
+            if folder.is_symlink():  # what it names is somebody else's
+                folder.unlink()
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / _LOCK).open("w"))
+            if try_lock(lock.fileno(), fcntl.LOCK_EX) is LockOutcome.BUSY:
+                raise RunFolderError(f"another process is converting into {out}; wait for it or stop it")
         with disk_faults(f"write {folder}"):
             _begin(folder, plan)
         yield folder
         with disk_faults(f"complete {out}"):
-            shutil.rmtree(folder / _DONE)
+            remove(folder / _DONE)
             for name in (_PLAN, _LOCK):
                 (folder / name).unlink()
             for path in folder.rglob("*"):
@@ -69,6 +70,16 @@ def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
             sync_folder(folder)
             folder.rename(out)
             sync_folder(out.parent)
+
+
+def staging_folder(out: Path) -> Path:
+    """Where a conversion into `out` works until it is complete."""
+    return out.with_name(f"{_STAGING_PREFIX}{out.name}{_STAGING_SUFFIX}")
+
+
+def staging_folders(parent: Path) -> list[Path]:
+    """What conversions into folders of `parent` have left there or are working in; links too."""
+    return sorted(parent.glob(f"{_STAGING_PREFIX}*{_STAGING_SUFFIX}"))
 
 
 def is_published(path: Path) -> bool:
@@ -79,13 +90,13 @@ def is_published(path: Path) -> bool:
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
     said = json.dumps(plan, indent=1, sort_keys=True)
     path = folder / _PLAN
-    if path.exists() and path.read_text(encoding="utf-8") == said:
+    if path.is_file() and path.read_bytes() == said.encode():
         finished = len(list((folder / _DONE).glob("*.json")))
         print(f"going on where an earlier call stopped: {finished} files are done", flush=True)
         return
     for left in folder.iterdir():
         if left.name != _LOCK:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            remove(left)
     (folder / _DONE).mkdir()
     write_atomically(path, said)
 
@@ -126,17 +137,16 @@ def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: in
             stop.set()
             raise
 
-    with (
-        disk_faults(f"write into {folder}"),
-        Meter(title, sum(unit.size_bytes for unit in units)) as meter,
-        ThreadPoolExecutor(num_workers, thread_name_prefix="convert") as pool,
-    ):
-        futures = {unit.name: pool.submit(run, unit, meter) for unit in units}
-        try:
-            faults = [fault for future in futures.values() if (fault := future.exception()) is not None]
-        except BaseException:
-            stop.set()
-            raise
+    with disk_faults(f"write into {folder}"), Meter(title, sum(unit.size_bytes for unit in units)) as meter:
+        if num_workers == 1:  # in this thread, as `mapped` says
+            return {unit.name: run(unit, meter) for unit in units}
+        with ThreadPoolExecutor(num_workers, thread_name_prefix="convert") as pool:
+            futures = {unit.name: pool.submit(run, unit, meter) for unit in units}
+            try:
+                faults = [fault for future in futures.values() if (fault := future.exception()) is not None]
+            except BaseException:
+                stop.set()
+                raise
         if faults:
             raise next(fault for fault in faults if not isinstance(fault, StoppedError))
     return {name: future.result() for name, future in futures.items()}
