@@ -25,6 +25,11 @@ def _is_on(value: Any, config: Config) -> bool:
     return bool(value)
 
 
+def _overlaps(config: Config) -> bool:
+    """Whether an interleaved schedule computes while it transfers."""
+    return config.model.megatron.get("overlap_p2p_comm") is not False
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A fault that fields of `model.megatron` would let in."""
@@ -74,7 +79,56 @@ BATCHED_TRANSFERS = Refusal(
     "pairs activations with gradients where layout.pp=2 and layout.vpp > 1, since both neighbours are the same rank",
     breaks=lambda value, config: bool(value) and config.layout.pp == 2 and config.layout.vpp > 1,
 )
-REFUSALS = (REPLACED, UNREAD, LOW_PRECISION, RESIDUAL, BATCHED_TRANSFERS)
+BATCHED_OVERLAP = Refusal(
+    ("batch_p2p_comm",),
+    "does not go with transfers that overlap with the computation, as they do where layout.vpp > 1",
+    "remove it, or set model.megatron.overlap_p2p_comm=false beside it",
+    lambda value, config: bool(value) and config.layout.vpp > 1 and _overlaps(config),
+)
+OVERLAP = Refusal(
+    ("overlap_p2p_comm",),
+    "needs an interleaved schedule, but layout.vpp=1",
+    "raise layout.vpp, or remove it",
+    lambda value, config: bool(value) and config.layout.pp > 1 and config.layout.vpp == 1,
+)
+WARM_UP_OVERLAP = Refusal(
+    ("overlap_p2p_comm_warmup_flush",),
+    "needs layout.vpp > 1 and transfers that overlap with the computation",
+    "raise layout.vpp and leave model.megatron.overlap_p2p_comm at true, or remove it",
+    lambda value, config: bool(value) and config.layout.pp > 1 and not (config.layout.vpp > 1 and _overlaps(config)),
+)
+FUSED_ACTIVATION = Refusal(
+    ("bias_activation_fusion",),
+    "computes other activations than swiglu in approximations of its own",
+    "remove it, or set model.activation=swiglu",
+    lambda value, config: bool(value) and config.model.activation != "swiglu",
+)
+UNTURNED_LATENTS = Refusal(
+    ("no_rope_freq",),
+    "is not read by latent attention (model.mla), and not settled for model.mtp_depths",
+    breaks=lambda value, config: config.model.mla is not None or config.model.mtp_depths > 0,
+)
+UNTURNED_LAYERS = Refusal(
+    ("no_rope_freq",),
+    "must divide model.num_layers, or list a 0 or 1 for each of them",
+    "change it",
+    lambda value, config: (
+        len(value) != config.model.num_layers if isinstance(value, list) else config.model.num_layers % value != 0
+    ),
+)
+REFUSALS = (
+    REPLACED,
+    UNREAD,
+    LOW_PRECISION,
+    RESIDUAL,
+    BATCHED_TRANSFERS,
+    BATCHED_OVERLAP,
+    OVERLAP,
+    WARM_UP_OVERLAP,
+    FUSED_ACTIVATION,
+    UNTURNED_LATENTS,
+    UNTURNED_LAYERS,
+)
 
 
 def refusals(config: Config) -> Iterator[str]:

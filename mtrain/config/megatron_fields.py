@@ -1,19 +1,13 @@
-"""Which fields of megatron-core's TransformerConfig may pass through `model.megatron`.
+"""What becomes of each field of megatron-core's TransformerConfig that `model.megatron` names.
 
-The names are read from the source of the installed package: importing it would load torch.
+Only what a parity test runs against the oracle may pass (PROVEN). Every other field has its reason here.
 """
 
-import ast
 import difflib
-import importlib.util
-from collections.abc import Collection, Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-_CLASSES = {
-    "core/model_parallel_config.py": "ModelParallelConfig",
-    "core/transformer/transformer_config.py": "TransformerConfig",
-}
+from mtrain.config.megatron_class import UNREADABLE, field_defaults
 
 TYPED_KNOBS = {
     "num_layers": "model.num_layers",
@@ -139,70 +133,227 @@ EXPERTS = {
 }
 """Fields of experts that stay at their defaults -> why, or what to use."""
 
-_NOT_BUILT = (
-    "moe_",
-    "experimental_attention_variant",
-    "dsa_",
-    "linear_",
-    "is_hybrid_model",
-    "mamba_",
-    "heterogeneous_block_specs",
-    "hybrid_context_parallel",
-    "hierarchical_context_parallel_sizes",
+SILENT = (
+    "apply_query_key_layer_scaling",
+    "apply_residual_connection_post_layernorm",
+    "fp4",
+    "fp8",
+    "mrope_section",
+    "qk_clip",
+    "qk_l2_norm",
+    "rotary_interleaved",
 )
-"""How the fields begin of models and schedules that are not built here, and of experts that a new version may bring."""
+"""Fields that megatron-core takes and silently gets wrong, refused in `mtrain/config/guards.py`."""
+
+_REFUSED_FOR = {
+    "needs TransformerEngine, whose layers no parity test covers": (
+        "apply_rope_fusion",
+        "attention_backend",
+        "batch_invariant_mode",
+        "cpu_offloading",
+        "cpu_offloading_activations",
+        "cpu_offloading_double_buffering",
+        "cpu_offloading_num_layers",
+        "cpu_offloading_weights",
+        "delay_wgrad_compute",
+        "ep_overlap_early_attn_memory_release",
+        "fine_grained_activation_offloading",
+        "fused_single_qkv_rope",
+        "log_max_attention_logit",
+        "min_offloaded_tensor_size",
+        "offload_modules",
+        "overlap_moe_expert_parallel_comm",
+        "tp_comm_atomic_ag",
+        "tp_comm_atomic_rs",
+        "tp_comm_bootstrap_backend",
+        "tp_comm_bulk_dgrad",
+        "tp_comm_bulk_wgrad",
+        "tp_comm_overlap",
+        "tp_comm_overlap_ag",
+        "tp_comm_overlap_disable_fc1",
+        "tp_comm_overlap_disable_qkv",
+        "tp_comm_overlap_rs",
+        "tp_comm_overlap_rs_dgrad",
+        "tp_comm_split_ag",
+        "tp_comm_split_rs",
+        "use_te_activation_func",
+        "use_te_rng_tracker",
+    ),
+    "belongs to fp8 or fp4, whose scales depend on the layout": (
+        "activation_func_fp8_input_store",
+        "disable_parameter_transpose_cache",
+        "first_last_layers_bf16",
+        "fp4_param",
+        "fp4_quantizer_factory",
+        "fp4_recipe",
+        "fp8_amax_compute_algo",
+        "fp8_amax_history_len",
+        "fp8_dot_product_attention",
+        "fp8_interval",
+        "fp8_margin",
+        "fp8_multi_head_attention",
+        "fp8_param",
+        "fp8_quantizer_factory",
+        "fp8_recipe",
+        "fp8_wgrad",
+        "num_layers_at_end_in_bf16",
+        "num_layers_at_start_in_bf16",
+        "quant_recipe",
+        "tp_only_amax_red",
+        "use_kitchen",
+        "use_kitchen_attention",
+        "kitchen_attention_backend",
+    ),
+    "needs a GPU to be shown exact, and no parity test covers it": (
+        "batch_p2p_sync",
+        "cuda_graph_impl",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_scope",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_warmup_steps",
+        "disable_bf16_reduced_precision_matmul",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+        "use_ring_exchange_p2p",
+    ),
+    "is for inference": (
+        "flash_decode",
+        "inference_fuse_tp_communication",
+        "inference_rng_tracker",
+        "inference_sampling_seed",
+        "mlp_chunks_for_prefill",
+        "symmetric_ar_type",
+        "use_inference_optimized_layers",
+    ),
+    "is read by layers of megatron-core that are replaced here, so it would have no effect": (
+        "attention_softmax_in_fp32",
+        "masked_softmax_fusion",
+        "memory_efficient_layer_norm",
+        "persist_layer_norm",
+    ),
+    "has no effect in megatron-core 0.16.1 as it is used here": (
+        "async_tensor_model_parallel_allreduce",
+        "barrier_with_L1_time",
+        "pipeline_model_parallel_comm_backend",
+        "qk_clip_alpha",
+        "qk_clip_threshold",
+        "test_mode",
+        "use_fused_weighted_squared_relu",
+    ),
+    "adds parameters that nothing here saves or converts": ("attention_output_gate",),
+    "needs gradient_accumulation_fusion, which is not free": (
+        "defer_embedding_wgrad_compute",
+        "wgrad_deferral_limit",
+    ),
+    "is no part of train.recompute, which says what is computed again": (
+        "distribute_saved_activations",
+        "num_microbatches_with_partial_activation_checkpoints",
+    ),
+    "writes files beside the run folder, which holds the configuration already": ("config_logger_dir",),
+    "changes the names in checkpoints": ("hetereogenous_dist_checkpoint",),
+    "belongs to a kind of layer or schedule that is not built here": (
+        "dsa_indexer_head_dim",
+        "dsa_indexer_loss_coeff",
+        "dsa_indexer_n_heads",
+        "dsa_indexer_topk",
+        "dsa_indexer_use_sparse_loss",
+        "experimental_attention_variant",
+        "heterogeneous_block_specs",
+        "hierarchical_context_parallel_sizes",
+        "hybrid_context_parallel",
+        "is_hybrid_model",
+        "linear_attention_freq",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
+        "mamba_state_dim",
+        "max_seqlen_per_dp_cp_rank",
+        "use_mamba_mem_eff_path",
+    ),
+}
+
+REFUSED = {name: reason for reason, names in _REFUSED_FOR.items() for name in names}
+"""Fields that no parity test covers -> why."""
 
 
-def broken_rules(given: Collection[str]) -> Iterator[str]:
+class Proven(NamedTuple):
+    """A field that `tests/parity/test_megatron_fields.py` runs against the oracle, and the values it may have."""
+
+    is_legal: Callable[[Any], bool]
+    needed: str
+    """What a legal value is, in words."""
+    changes_the_function: bool = False
+    """Whether the same weights mean another model with it."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value <= _MOST
+
+
+def _is_pattern(value: object) -> bool:
+    return _is_count(value) or (isinstance(value, list) and {0, 1} >= set(map(_bit, value)))
+
+
+def _bit(value: object) -> int:
+    return value if type(value) is int else -1
+
+
+_MOST = 2**31 - 1
+_SWITCH = Proven(lambda value: isinstance(value, bool), "true or false")
+PROVEN = {
+    "batch_p2p_comm": _SWITCH,
+    "bias_activation_fusion": _SWITCH,
+    "bias_dropout_fusion": _SWITCH,
+    "clone_scatter_output_in_embedding": _SWITCH,
+    "deterministic_mode": _SWITCH,
+    "fp32_residual_connection": _SWITCH,
+    "microbatch_group_size_per_vp_stage": Proven(_is_count, "a number above 0"),
+    "no_rope_freq": Proven(_is_pattern, "a number above 0, or a list of 0 and 1", changes_the_function=True),
+    "overlap_p2p_comm": _SWITCH,
+    "overlap_p2p_comm_warmup_flush": _SWITCH,
+}
+"""The fields that pass; which of them go together is in `mtrain/config/guards.py`."""
+
+
+def broken_rules(given: Mapping[str, Any]) -> Iterator[str]:
     """Yields a message for every field that may not pass through, each starting with `megatron.<field>`."""
-    if not given:
-        return
-    known = field_names()
-    for name in given:
+    for name, value in given.items():
         if name in TYPED_KNOBS:
             yield f"megatron.{name} is set by {TYPED_KNOBS[name]}; use that key instead"
         elif reason := (OURS | EXPERTS).get(name):
             yield f"megatron.{name} is not free ({reason}); remove it"
-        elif name not in known:
-            yield f"megatron.{name} is not a field of megatron-core's TransformerConfig; {_nearest(name, known)}"
-        elif name.startswith(_NOT_BUILT):
-            yield f"megatron.{name} belongs to a kind of layer or schedule that is not built here; remove it"
+        elif name in PROVEN:
+            if not PROVEN[name].is_legal(value):
+                yield f"megatron.{name}: {PROVEN[name].needed} is needed, but {value!r} was given; change it"
+        elif name in REFUSED:
+            if not is_default(name, value):
+                yield f"megatron.{name} {REFUSED[name]}; remove it"
+        elif name not in SILENT:
+            yield f"megatron.{name} is not a field of megatron-core's TransformerConfig; {_nearest(name)}"
 
 
-@cache
-def field_names() -> frozenset[str]:
-    """The public fields of the installed TransformerConfig, inherited ones included; parsed, not imported.
+def is_default(name: str, value: Any) -> bool:
+    """Whether megatron-core would do the same without the field."""
+    default = field_defaults().get(name, UNREADABLE)
+    return type(value) is type(default) and bool(value == default)
 
-    Raises:
-        ValueError: megatron-core is not installed.
-    """
-    folder = _package_folder()
-    return frozenset(
+
+def changing_the_function(given: Mapping[str, Any]) -> list[str]:
+    """The given fields with which the same weights mean another model."""
+    return [
         name
-        for path, class_name in _CLASSES.items()
-        for name in _annotated_names(folder / path, class_name)
-        if not name.startswith("_")
-    )
+        for name, value in given.items()
+        if name in PROVEN and PROVEN[name].changes_the_function and not is_default(name, value)
+    ]
 
 
-def _package_folder() -> Path:
-    spec = importlib.util.find_spec("megatron")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        if all((Path(folder) / path).is_file() for path in _CLASSES):
-            return Path(folder)
-    raise ValueError("megatron cannot be checked, since megatron-core is not installed; install it or remove the key")
-
-
-def _annotated_names(path: Path, class_name: str) -> Iterator[str]:
-    for node in ast.parse(path.read_bytes()).body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            for statement in node.body:
-                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    yield statement.target.id
-
-
-def _nearest(name: str, known: frozenset[str]) -> str:
-    candidates = difflib.get_close_matches(name, sorted(known | TYPED_KNOBS.keys()), n=1)
+def _nearest(name: str) -> str:
+    candidates = difflib.get_close_matches(name, sorted(field_defaults().keys()), n=1)
     if not candidates:
         return "remove it"
     if candidates[0] in TYPED_KNOBS:

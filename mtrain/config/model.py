@@ -1,5 +1,5 @@
-"""`model.*`: the architecture. Every knob here is read by our own code; any other field of Megatron-Core's
-TransformerConfig passes through `model.megatron`."""
+"""`model.*`: the architecture. Every knob here is read by our own code; a few other fields of Megatron-Core's
+TransformerConfig pass through `model.megatron`."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -137,7 +137,8 @@ class ModelSection(Section):
     """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it is importable and a GPU
     is present."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of megatron.core.transformer.TransformerConfig, passed through unchanged."""
+    """Further fields of megatron.core.transformer.TransformerConfig: those that a parity test covers are passed on
+    (mtrain/config/megatron_fields.py)."""
 
     @property
     def query_groups(self) -> int:

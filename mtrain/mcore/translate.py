@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,12 +66,27 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
         **experts_fields(config.model),
         **_parallelism(config, layout),
         **_execution(config, device),
-        **config.model.megatron,
+        **_passed_through(config.model.megatron, layout),
     }
     try:
         return TransformerConfig(**fields)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"megatron-core refuses the model configuration: {error}") from error
+
+
+def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The fields of `model.megatron`, but for those of transfers that `layout` does not make.
+
+    A run's own layout makes them all (mtrain/config/guards.py); a reference of one process, a teacher or a generator
+    shares its model and not its layout.
+    """
+    overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False
+    unfit = {
+        "overlap_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm_warmup_flush": not overlaps,
+        "batch_p2p_comm": overlaps or (layout.vpp > 1 and layout.pp == 2),
+    }
+    return {name: value for name, value in given.items() if not unfit.get(name, False)}
 
 
 def _architecture(model: ModelSection) -> dict[str, Any]:

@@ -131,9 +131,11 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
     hidden = max(_MIN_HIDDEN, heads * HEAD_DIM)
     is_own_width = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
     width = max(1.0, min(4.0, model.ffn_hidden_size / model.hidden_size))
+    num_layers = _num_layers(model, trials)
     return {
         "hf": None,
-        "num_layers": _num_layers(model, trials),
+        "num_layers": num_layers,
+        "megatron": {**model.megatron, **_unturned_layers(model, num_layers)},
         "num_attention_heads": heads,
         "num_query_groups": None if model.num_query_groups is None or model.mla is not None else groups,
         "head_dim": HEAD_DIM if model.mla is None and (is_own_width or heads * HEAD_DIM != hidden) else None,
@@ -200,6 +202,17 @@ def _num_layers(model: ModelSection, trials: Sequence[Trial]) -> int:
     even = [trial.num_stages for trial in trials if trial.stage_shares is None]
     uneven = [2 * trial.num_stages for trial in trials if trial.stage_shares is not None]
     return _multiple_from(max([min(2, model.num_layers), model.global_attention_every or 1, *uneven]), even)
+
+
+def _unturned_layers(model: ModelSection, num_layers: int) -> dict[str, list[int]]:
+    """Which of the few layers have no rotary embedding; one at least where the user's model has any."""
+    given = model.megatron.get("no_rope_freq")
+    if given is None:
+        return {}
+    if isinstance(given, int):
+        given = [int((layer + 1) % given == 0) for layer in range(model.num_layers)]
+    kept = given[:num_layers]
+    return {"no_rope_freq": [*kept[:-1], max(kept[-1], max(given) - max(kept))]}
 
 
 def _window(model: ModelSection, old: int, new: int) -> int | None:

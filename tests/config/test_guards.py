@@ -21,6 +21,13 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("fp4", "e2m1", {}, "choose train.precision"),
     ("fp32_residual_connection", True, {}, "which pipeline stages receive as train.precision"),
     ("batch_p2p_comm", True, HALF_PIPELINE, "pairs activations with gradients"),
+    ("batch_p2p_comm", True, {"layout": {"pp": 4, "vpp": 2}}, "set model.megatron.overlap_p2p_comm=false beside it"),
+    ("overlap_p2p_comm", True, {"layout": {"pp": 2}}, "needs an interleaved schedule"),
+    ("overlap_p2p_comm_warmup_flush", True, {"layout": {"pp": 2}}, "needs layout.vpp > 1"),
+    ("bias_activation_fusion", True, {"model__activation": "gelu"}, "in approximations of its own"),
+    ("no_rope_freq", 2, {"model__mtp_depths": 1}, "not settled for model.mtp_depths"),
+    ("no_rope_freq", 3, {}, "must divide model.num_layers"),
+    ("no_rope_freq", [0, 1], {}, "list a 0 or 1 for each of them"),
 ]
 
 ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
@@ -29,7 +36,11 @@ ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
     ("fp8", None, {}),
     ("fp32_residual_connection", True, {"train__precision": "fp32"}),
     ("batch_p2p_comm", False, HALF_PIPELINE),
-    ("batch_p2p_comm", True, {"layout": {"pp": 4, "vpp": 2}}),
+    ("overlap_p2p_comm", True, HALF_PIPELINE),
+    ("overlap_p2p_comm", False, {}),
+    ("overlap_p2p_comm_warmup_flush", True, HALF_PIPELINE),
+    ("bias_activation_fusion", True, {}),
+    ("no_rope_freq", 4, {}),
     ("batch_p2p_comm", True, {"layout": {"pp": 2}}),
 ]
 
@@ -39,9 +50,14 @@ def test_a_field_that_lets_a_fault_in_is_refused(field: str, value: Any, others:
     with pytest.raises(ValidationError) as error:
         config(model__megatron={field: value}, **others)
     shown = str(value).lower() if isinstance(value, bool) else value
-    (line,) = [line for line in str(error.value).splitlines() if f"model.megatron.{field}={shown}" in line]
-    assert words in line
+    lines = [line for line in str(error.value).splitlines() if f"model.megatron.{field}={shown}" in line]
+    (line,) = [line for line in lines if words in line]
     assert ";" in line, "the message must say what to change"
+
+
+def test_batched_transfers_pass_where_nothing_overlaps() -> None:
+    fields = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
+    assert config(model__megatron=fields, layout={"pp": 4, "vpp": 2}).model.megatron == fields
 
 
 @pytest.mark.parametrize(("field", "value", "others"), ALLOWED, ids=str)
@@ -50,7 +66,8 @@ def test_a_field_that_lets_no_fault_in_passes(field: str, value: Any, others: di
 
 
 def test_every_refusal_is_tested() -> None:
-    assert {field for refusal in guards.REFUSALS for field in refusal.fields} == {row[0] for row in REFUSED}
+    reasons = [(field, refusal.reason + refusal.remedy) for refusal in guards.REFUSALS for field in refusal.fields]
+    assert [field for field, text in reasons if not any(row[0] == field and row[3] in text for row in REFUSED)] == []
 
 
 def test_transformer_engine_is_refused_for_isolated_documents() -> None:

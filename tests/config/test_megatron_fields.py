@@ -1,37 +1,112 @@
 """What may pass through model.megatron."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from mtrain.config import Config, megatron_fields
-from tests.config.samples import config
-
-
-def test_the_parsed_names_are_those_of_the_installed_class(
-    transformer_config_fields: frozenset[str],
-) -> None:
-    assert megatron_fields.field_names() == transformer_config_fields
+from mtrain.config import Config, guards, megatron_fields
+from mtrain.config.load import load_config
+from mtrain.config.megatron_class import UNREADABLE, field_defaults
+from mtrain.errors import ConfigError
+from tests.config.samples import config, content
+from tests.config.yaml_files import write
+from tests.fault_table import Notice
 
 
 @pytest.fixture(scope="module")
-def transformer_config_fields() -> frozenset[str]:
+def installed() -> dict[str, Any]:
+    """Defaults of the public fields of the installed class; a factory stands for itself."""
     from megatron.core.transformer import TransformerConfig
 
-    return frozenset(field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_"))
+    fields = dataclasses.fields(TransformerConfig)
+    return {field.name: field.default for field in fields if not field.name.startswith("_")}
 
 
-def test_every_refused_field_exists(transformer_config_fields: frozenset[str]) -> None:
-    refused = (megatron_fields.TYPED_KNOBS, megatron_fields.OURS, megatron_fields.EXPERTS)
-    assert set().union(*refused) <= transformer_config_fields
-    assert sum(map(len, refused)) == len(set().union(*refused)), "a field has two answers"
+TABLES: dict[str, Collection[str]] = {
+    "TYPED_KNOBS": megatron_fields.TYPED_KNOBS,
+    "OURS": megatron_fields.OURS,
+    "EXPERTS": megatron_fields.EXPERTS,
+    "SILENT": megatron_fields.SILENT,
+    "REFUSED": megatron_fields.REFUSED,
+    "PROVEN": megatron_fields.PROVEN,
+}
 
 
-def test_every_field_of_experts_and_depths_is_answered_by_name(transformer_config_fields: frozenset[str]) -> None:
-    answered = megatron_fields.TYPED_KNOBS | megatron_fields.OURS | megatron_fields.EXPERTS
-    assert {field for field in transformer_config_fields if field.startswith(("moe_", "mtp_"))} <= answered.keys()
+def test_the_parsed_fields_are_those_of_the_installed_class(installed: dict[str, Any]) -> None:
+    parsed = field_defaults()
+    assert parsed.keys() == installed.keys()
+    assert {name: value for name, value in parsed.items() if value is not UNREADABLE and value != installed[name]} == {}
+    assert sum(value is UNREADABLE for value in parsed.values()) < 12
+
+
+def test_every_field_of_the_installed_class_has_one_answer(installed: dict[str, Any]) -> None:
+    answers = Counter(name for table in TABLES.values() for name in table)
+    assert answers.keys() - installed.keys() == set(), "answers for fields that are not there"
+    assert installed.keys() - answers.keys() == set(), "fields without an answer"
+    assert [name for name, count in answers.items() if count > 1] == []
+
+
+def test_what_is_silently_wrong_is_refused_by_the_guards() -> None:
+    refused = {name for refusal in guards.REFUSALS for name in refusal.fields}
+    assert set(megatron_fields.SILENT) <= refused
+    assert refused <= {*megatron_fields.SILENT, *megatron_fields.PROVEN}
+
+
+@pytest.mark.parametrize("name", sorted(megatron_fields.REFUSED))
+@pytest.mark.fault(
+    "input",
+    "a field of model.megatron that no parity test covers",
+    happens="refused by name with the reason; 0.1.0 ended some in a traceback",
+    exit_code=2,
+)
+def test_a_field_without_a_proof_is_refused(name: str, notice: Notice, tmp_path: Path) -> None:
+    default = field_defaults()[name]
+    other = (not default) if isinstance(default, bool) else 33
+    with notice, pytest.raises(ConfigError) as error:
+        load_config([write(tmp_path / "c.yaml", content(model__megatron={name: other}))], [])
+    assert error.value.exit_code == notice.exit_code
+    assert str(error.value) == f"model.megatron.{name} {megatron_fields.REFUSED[name]}; remove it"
+
+
+def test_a_refused_field_at_its_default_changes_nothing_and_passes() -> None:
+    at_defaults = {
+        name: default
+        for name, default in field_defaults().items()
+        if name in megatron_fields.REFUSED and default is not UNREADABLE
+    }
+    assert len(at_defaults) > 80
+    assert config(model__megatron=at_defaults).model.megatron == at_defaults
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, 1.5) for name in megatron_fields.PROVEN]
+    + [(name, None) for name in megatron_fields.PROVEN]
+    + [
+        ("deterministic_mode", 1),
+        ("microbatch_group_size_per_vp_stage", True),
+        ("microbatch_group_size_per_vp_stage", 2**63),
+        ("no_rope_freq", [0, 2, 0, 1, 0, 0, 0, 0]),
+        ("no_rope_freq", [[0], 0, 0, 0, 0, 0, 0, 0]),
+        ("no_rope_freq", 0),
+    ],
+)
+def test_a_field_that_passes_has_values_of_its_kind(name: str, value: object) -> None:
+    with pytest.raises(ValidationError) as error:
+        config(model__megatron={name: value})
+    needed = megatron_fields.PROVEN[name].needed
+    assert f"megatron.{name}: {needed} is needed, but {value!r} was given; change it" in str(error.value)
+
+
+def test_fields_that_change_the_function_are_known() -> None:
+    given = {"no_rope_freq": 4, "deterministic_mode": True, "bias_dropout_fusion": True}
+    assert megatron_fields.changing_the_function(given) == ["no_rope_freq"]
+    assert megatron_fields.changing_the_function({"deterministic_mode": True}) == []
 
 
 def test_every_typed_knob_exists() -> None:
@@ -45,7 +120,7 @@ def test_every_typed_knob_exists() -> None:
 
 
 def test_free_fields_pass() -> None:
-    given = {"deterministic_mode": True, "apply_rope_fusion": False, "microbatch_group_size_per_vp_stage": 4}
+    given = {"deterministic_mode": True, "apply_rope_fusion": False, "no_rope_freq": [0, 1] * 4}
     assert config(model__megatron=given).model.megatron == given
 
 

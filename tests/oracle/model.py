@@ -174,7 +174,8 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     rope = model.rope
     if window is not None and rope.local_base is not None:
         rope = RopeSection(base=rope.local_base)
-    query, key = rotate(query, rope), rotate(key, rope)
+    if _is_turned(model, layer_index):
+        query, key = rotate(query, rope), rotate(key, rope)
     scores = torch.einsum("dqghe,dkgoe->dghqk", query, key) / math.sqrt(model.query_scalar or head)
     scores = scores.masked_fill(~_visible(length, window), -math.inf)
     if model.attention_sinks:  # one more column that no value belongs to
@@ -193,6 +194,14 @@ def _turned(part: Tensor, model: ModelSection) -> Tensor:
 def _sees_everything(model: ModelSection, layer_index: int) -> bool:
     """Whether the layer (counted from 0) is one of every n-th that a sliding window leaves out."""
     return model.global_attention_every is not None and (layer_index + 1) % model.global_attention_every == 0
+
+
+def _is_turned(model: ModelSection, layer_index: int) -> bool:
+    """Whether the layer (counted from 0) rotates: not every n-th where no_rope_freq is n, nor those it marks with 1."""
+    pattern = model.megatron.get("no_rope_freq")
+    if isinstance(pattern, list):
+        return not pattern[layer_index]
+    return pattern is None or (layer_index + 1) % pattern != 0
 
 
 def _visible(length: int, window: int | None) -> Tensor:

@@ -90,6 +90,22 @@ def test_global_layers_are_among_the_few_layers() -> None:
     assert shrink(user, [Trial(pp=4)]).config.model.num_layers == 8
 
 
+@pytest.mark.parametrize(
+    ("pattern", "kept"),
+    [
+        (2, [0, 1, 0, 1]),
+        (12, [0, 0, 0, 1]),
+        ([0, 1] + [0] * 22, [0, 1, 0, 0]),
+        ([0] * 23 + [1], [0, 0, 0, 1]),
+        ([1] * 24, [1] * 4),
+        ([0] * 24, [0] * 4),
+    ],
+)
+def test_layers_without_rope_are_among_the_few_layers(pattern: int | list[int], kept: list[int]) -> None:
+    user = config(model__num_layers=24, model__megatron={"no_rope_freq": pattern, "deterministic_mode": True})
+    assert shrink(user, [Trial(pp=4)]).config.model.megatron == {"no_rope_freq": kept, "deterministic_mode": True}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "model").glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("layout", ["tp8pp4", "tp4cp2"])
 def test_derived_layouts_are_legal_on_every_shipped_model(path: Path, layout: str) -> None:
