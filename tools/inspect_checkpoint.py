@@ -23,7 +23,7 @@ from mtrain.cli import one_message
 from mtrain.errors import DataError
 
 if TYPE_CHECKING:
-    from mtrain.checkpoint.tensors import GlobalTensor
+    from mtrain.checkpoint.safe_load import GlobalTensor
 
 app = typer.Typer(
     help="Looks into checkpoints: of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "

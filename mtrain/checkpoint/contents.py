@@ -9,7 +9,8 @@ from typing import NamedTuple
 from mtrain.checkpoint.directory import checkpoint_at
 from mtrain.checkpoint.foreign import foreign_folder
 from mtrain.checkpoint.manifest import Manifest
-from mtrain.checkpoint.tensors import CheckpointTensors, GlobalTensor
+from mtrain.checkpoint.safe_load import GlobalTensor
+from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
 
 OPTIMIZER, RANDOM = "optimizer", "random states"

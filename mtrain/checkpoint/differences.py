@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain.checkpoint.contents import RANDOM, Contents, group_of
-from mtrain.checkpoint.tensors import GlobalTensor
+from mtrain.checkpoint.safe_load import GlobalTensor
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 

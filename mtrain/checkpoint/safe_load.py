@@ -1,95 +1,202 @@
-"""Reads the list of tensors of a checkpoint without running anything that it holds.
+"""Reads the list of tensors of a checkpoint without running or building anything that it names.
 
-torch keeps that list, `.metadata`, as a pickle, and a pickle can name any function to call. Only the few classes that
-such a list consists of are let through. The tensors themselves are read by torch with `weights_only`, and nothing else
-of a checkpoint is unpickled.
+torch keeps that list, `.metadata`, as a pickle, and a pickle can name any function to call. It is read as plain data
+(`inert_pickle`), and of that data every value that is used is checked here. The tensors themselves are mapped
+(`record`), and nothing else of a checkpoint is unpickled.
 """
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path, PurePosixPath
-from typing import Any
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mtrain.checkpoint.inert_pickle import Built, Named, read_inert
 from mtrain.errors import DataError
+from mtrain.plain_files import read_plain_file
 
+Sizes: TypeAlias = tuple[int, ...]
 _METADATA = ".metadata"
-_PLAIN_CLASSES = {
-    "builtins": {"set"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+_MOST_BYTES = 1 << 28
+"""Of a list; about two million boxes."""
+_MOST_AXES = 64
+"""As torch allows."""
+_MOST_ELEMENTS = 1 << 63
+_LONGEST_NAME = 255
+"""Bytes of a file's name."""
+_IN_TORCH = "torch.distributed.checkpoint."
+_DTYPES = {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_ALLOWED = {
+    *_DTYPES,
+    "builtins.set",
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+    f"{_IN_TORCH}filesystem._StorageInfo",
+    f"{_IN_TORCH}filesystem._StoragePrefix",
+    f"{_IN_TORCH}metadata.BytesStorageMetadata",
+    f"{_IN_TORCH}metadata.ChunkStorageMetadata",
+    f"{_IN_TORCH}metadata.Metadata",
+    f"{_IN_TORCH}metadata.MetadataIndex",
+    f"{_IN_TORCH}metadata.StorageMeta",
+    f"{_IN_TORCH}metadata.TensorProperties",
+    f"{_IN_TORCH}metadata.TensorStorageMetadata",
+    f"{_IN_TORCH}metadata._MEM_FORMAT_ENCODING",
+    f"{_IN_TORCH}planner.SavePlan",  # megatron-core's own writer adds its plans
+    f"{_IN_TORCH}planner.TensorWriteData",
+    f"{_IN_TORCH}planner.WriteItem",
+    f"{_IN_TORCH}planner.WriteItemType",
 }
-"""Module -> names that hold data and do nothing when they are made; the last line as megatron-core's own writer adds
-its plans."""
+"""What a list may name."""
 
 
-class VerifiedReader(FileSystemReader):
-    """torch's reader with a list of tensors that has been checked."""
+class Box(NamedTuple):
+    """A part of a global tensor and where its bytes lie."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.folder, self.metadata = folder, metadata
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Name of each saved tensor -> its dtype."""
-        saved = self.metadata.state_dict_metadata.items()
-        return {key: facts.properties.dtype for key, facts in saved if isinstance(facts, TensorStorageMetadata)}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checked list."""
-        return self.metadata
+    key: str
+    offsets: Sizes
+    sizes: Sizes
+    file: str
+    """A plain name in the checkpoint's folder."""
+    start: int
+    """First byte in the file."""
+    length: int
+    """Bytes, with all that torch.save writes around the values."""
 
 
-def verified_reader(folder: Path) -> VerifiedReader:
-    """Opens a checkpoint in `torch_dist` format.
+class GlobalTensor(NamedTuple):
+    """What the list says of one tensor."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    boxes: tuple[Box, ...]
+    """Of other offsets each, inside the shape."""
+
+
+class TensorList(NamedTuple):
+    """A checked list."""
+
+    tensors: dict[str, GlobalTensor]
+    others: set[str]
+    """Names of what is saved and is not a tensor; it cannot be read."""
+
+
+def read_tensor_list(folder: Path) -> TensorList:
+    """The tensors of a checkpoint in `torch_dist` format.
 
     Raises:
-        DataError: The list of tensors is missing, damaged, would run code, or names files elsewhere.
+        DataError: The list is missing, damaged or too long, names code or files elsewhere, or contradicts itself.
     """
     path = folder / _METADATA
     try:
-        with path.open("rb") as file:
-            metadata = _DataUnpickler(file).load()
-        _check(metadata)
+        return _tensor_list(read_inert(read_plain_file(path, _MOST_BYTES), _ALLOWED))
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as fault:
+    except ValueError as fault:
         raise DataError(f"{path} is not a list of tensors: {fault}; restore the checkpoint or use another") from fault
-    return VerifiedReader(folder, metadata)
+    except MemoryError as fault:
+        raise DataError(f"{path} does not fit into memory; restore the checkpoint or use another") from fault
 
 
-def _check(metadata: Metadata) -> None:
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"it holds {type(metadata).__name__}")
-    for place in metadata.storage_data.values():
-        name = place.relative_path
-        if PurePosixPath(name).parts != (name,) or name == ".." or place.transform_descriptors:
-            raise ValueError(f"it names {name!r}, which is not a plain file of the checkpoint")
+def _tensor_list(content: Any) -> TensorList:
+    metadata = _fields(content, "metadata.Metadata")
+    saved, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if not isinstance(saved, dict) or not isinstance(storage, dict):
+        raise ValueError("it has no names of tensors, or no files")
+    places = _places(storage)
+    tensors: dict[str, GlobalTensor] = {}
+    others = set()
+    for key, facts in saved.items():
+        if not isinstance(key, str):
+            raise ValueError(f"it has a {type(key).__name__} as a name")
+        if isinstance(facts, Built) and facts.name == f"{_IN_TORCH}metadata.BytesStorageMetadata":
+            others.add(key)
+        else:
+            tensors[key] = _tensor(key, _fields(facts, "metadata.TensorStorageMetadata"), places)
+    return TensorList(tensors, others)
 
 
-class _DataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 keeps the same classes
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _PLAIN_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
+_Places: TypeAlias = dict[tuple[str, Sizes], tuple[str, int, int]]
+"""(key, offsets) -> (file, first byte, length)."""
+
+
+def _places(storage: Mapping[Any, Any]) -> _Places:
+    """All files are checked, those that no tensor asks for too."""
+    places: _Places = {}
+    for index, said in storage.items():
+        name, info = _fields(index, "metadata.MetadataIndex"), _fields(said, "filesystem._StorageInfo")
+        key, offsets = name.get("fqn"), name.get("offset")
+        if not isinstance(key, str):
+            raise ValueError("it has a place without a name")
+        file = _plain_name(info.get("relative_path"))
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{file} is transformed, which is not a plain file of the checkpoint")
+        begin, length = _whole_number(info.get("offset")), _whole_number(info.get("length"))
+        if offsets is not None:  # None: it is no tensor
+            places[key, _sizes(offsets)] = file, begin, length
+    return places
+
+
+def _plain_name(file: Any) -> str:
+    if not isinstance(file, str):
+        raise ValueError(f"it names a {type(file).__name__}, which is not a plain file of the checkpoint")
+    if file in ("", ".", "..") or "/" in file or "\0" in file or len(file.encode()) > _LONGEST_NAME:
+        raise ValueError(f"it names {file[:_LONGEST_NAME]!r}, which is not a plain file of the checkpoint")
+    return file
+
+
+def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor:
+    properties, chunks = facts.get("properties"), facts.get("chunks")
+    if not isinstance(properties, Built) or not isinstance(properties.state, tuple) or not properties.state:
+        raise ValueError(f"{key} has no properties")
+    named = properties.state[0]
+    if not isinstance(named, Named) or named.name not in _DTYPES:
+        raise ValueError(f"{key} has no dtype")
+    shape = _sizes(facts.get("size"))
+    if not isinstance(chunks, list):
+        raise ValueError(f"{key} has no list of boxes")
+    boxes: dict[Sizes, Box] = {}
+    for chunk in chunks:
+        said = _fields(chunk, "metadata.ChunkStorageMetadata")
+        offsets, sizes = _sizes(said.get("offsets")), _sizes(said.get("sizes"))
+        is_inside = len(offsets) == len(sizes) == len(shape) and all(
+            first + size <= whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not is_inside or offsets in boxes:  # so there are no more boxes than places, however often one is named
+            raise ValueError(f"{key} of shape {list(shape)} has a box of {list(sizes)} at {list(offsets)}")
+        if (key, offsets) not in places:
+            raise ValueError(f"it names no file for a part of {key}")
+        boxes[offsets] = Box(key, offsets, sizes, *places[key, offsets])
+    return GlobalTensor(_DTYPES[named.name], shape, tuple(boxes.values()))
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    """Of an object of one of torch's classes."""
+    if not isinstance(value, Built) or value.name != _IN_TORCH + name or not isinstance(value.state, dict):
+        shown = value.name if isinstance(value, Built) else type(value).__name__
+        raise ValueError(f"it holds {shown} instead of {name}")
+    return value.state
+
+
+def _sizes(value: Any) -> Sizes:
+    """A `torch.Size`."""
+    if not isinstance(value, Built) or value.name != "torch.Size" or len(value.arguments) != 1:
+        raise ValueError("it has no shape where one is due")
+    (sizes,) = value.arguments
+    if not isinstance(sizes, tuple) or len(sizes) > _MOST_AXES:
+        raise ValueError("it has no shape where one is due")
+    if math.prod(_whole_number(size) for size in sizes) >= _MOST_ELEMENTS:
+        raise ValueError("it has a shape of too many elements")
+    return sizes
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
+        raise ValueError("it has no whole number where one is due")
+    return value

@@ -9,36 +9,14 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mtrain.checkpoint.envelope import FAULTS, Sizes, mapped_tensor
-from mtrain.checkpoint.safe_load import verified_reader
+from mtrain.checkpoint.record import FAULTS, mapped_tensor
+from mtrain.checkpoint.safe_load import Box, Sizes, read_tensor_list
 from mtrain.errors import DataError
-
-
-class Box(NamedTuple):
-    """A part of a global tensor and where its bytes lie."""
-
-    key: str
-    offsets: Sizes
-    sizes: Sizes
-    file: str
-    start: int
-    """First byte in the file."""
-    length: int
-    """Bytes, with the envelope of torch.save."""
-
-
-class GlobalTensor(NamedTuple):
-    """What the list says of one tensor."""
-
-    dtype: torch.dtype
-    shape: Sizes
-    boxes: tuple[Box, ...]
+from mtrain.plain_files import open_plain_file
 
 
 class CheckpointTensors:
@@ -52,16 +30,7 @@ class CheckpointTensors:
         """
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
-        metadata = verified_reader(folder).metadata
-        self.others = {
-            key for key, facts in metadata.state_dict_metadata.items() if not isinstance(facts, TensorStorageMetadata)
-        }
-        """Names of what is saved and is not a tensor; it cannot be read."""
-        self.tensors = {
-            key: GlobalTensor(facts.properties.dtype, tuple(facts.size), _boxes(key, facts, metadata))
-            for key, facts in metadata.state_dict_metadata.items()
-            if isinstance(facts, TensorStorageMetadata)
-        }
+        self.tensors, self.others = read_tensor_list(folder)
 
     def read(self, key: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         """One box of a global tensor.
@@ -86,12 +55,14 @@ class CheckpointTensors:
         if sum(math.prod(part) for _, part in found) != math.prod(sizes):
             raise DataError(f"{self.folder}: {key} is not whole: parts of {list(tensor.shape)} are missing")
         result = torch.empty(sizes, dtype=tensor.dtype)
+        is_filled = torch.zeros(sizes, dtype=torch.bool)  # boxes that overlap would hide a gap from the sum above
         for box, part in found:
             first = tuple(max(one, other) for one, other in zip(box.offsets, offsets))
-            target = result
-            for dim, (start, size) in enumerate(zip(first, part)):
-                target = target.narrow(dim, start - offsets[dim], size)
-            target.copy_(self._inside(box, first, part))
+            inside = tuple(slice(start - base, start - base + size) for start, base, size in zip(first, offsets, part))
+            result[inside] = self._inside(box, first, part)
+            is_filled[inside] = True
+        if not is_filled.all():
+            raise DataError(f"{self.folder}: {key} is not whole: boxes of {list(tensor.shape)} overlap")
         return result
 
     def _inside(self, box: Box, offsets: Sizes, sizes: Sizes) -> Tensor:
@@ -121,21 +92,10 @@ def overlap(one: Box, other: Box) -> Sizes | None:
     return tuple(ends) if all(end > 0 for end in ends) else None
 
 
-def _boxes(key: str, facts: TensorStorageMetadata, metadata: Metadata) -> tuple[Box, ...]:
-    boxes = []
-    for chunk in facts.chunks:
-        place = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
-        if place is None:
-            raise DataError(f"the checkpoint's list names no file for a part of {key}; restore the checkpoint")
-        sizes = tuple(chunk.sizes)
-        boxes.append(Box(key, tuple(chunk.offsets), sizes, place.relative_path, place.offset, place.length))
-    return tuple(boxes)
-
-
 def _map(path: Path) -> mmap.mmap:
     """Copy on write, so that torch may take it for writable memory; nothing is ever written."""
     try:
-        with path.open("rb") as file:
+        with open_plain_file(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as fault:
         raise DataError(f"{path} cannot be read: {fault}; restore the checkpoint") from fault

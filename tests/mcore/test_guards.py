@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
-from mtrain.checkpoint.safe_load import verified_reader
+from mtrain.checkpoint.safe_load import read_tensor_list
 from mtrain.config import guards
 from mtrain.config.model import RopeSection
 from mtrain.errors import DataError
@@ -303,7 +303,7 @@ def test_a_checkpoint_runs_code_in_their_reader_and_not_in_ours(tmp_path: Path) 
     mark = tmp_path / "ran"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(MakesAFile(mark)))
     with pytest.raises(DataError, match="refused"):
-        verified_reader(tmp_path)
+        read_tensor_list(tmp_path)
     assert not mark.exists()
     with pytest.raises(AttributeError):  # what it read is no list of tensors
         _get_filesystem_reader(str(tmp_path)).read_metadata()

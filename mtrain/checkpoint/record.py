@@ -1,7 +1,7 @@
-"""Finds a tensor inside the envelope that torch.save puts around it, without reading or copying it.
+"""Finds a tensor inside the record that torch.save makes of it, without reading or copying it.
 
-The envelope is a zip file whose members are stored as they are: a pickle that describes the tensor, and its bytes. Of
-the pickle only the description of one plain tensor is accepted.
+A record is a zip file whose members are stored as they are: a pickle that describes the tensor, and its bytes. Of the
+pickle only the description of one plain tensor is accepted.
 """
 
 from __future__ import annotations
@@ -9,16 +9,37 @@ from __future__ import annotations
 import io
 import math
 import mmap
-import pickle
+import struct
 import zipfile
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Sizes: TypeAlias = tuple[int, ...]
-FAULTS = (ValueError, KeyError, IndexError, EOFError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError)
-"""What a damaged envelope raises."""
+from mtrain.checkpoint.inert_pickle import Built, Named, Saved, read_inert
+from mtrain.checkpoint.safe_load import Sizes
+
+FAULTS = (
+    *(ValueError, KeyError, IndexError, EOFError, TypeError, OverflowError, MemoryError),
+    *(RuntimeError, struct.error, zipfile.BadZipFile),
+)
+"""What a damaged record raises, zipfile's and torch's own included."""
+_TENSOR, _NO_HOOKS = "torch._utils._rebuild_tensor_v2", "collections.OrderedDict"
+_DTYPES = {
+    "torch.FloatStorage": torch.float32,
+    "torch.DoubleStorage": torch.float64,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+}
+_ALLOWED = {*_DTYPES, _TENSOR, _NO_HOOKS}
+_LONGEST_DESCRIPTION = 1 << 16
+"""Bytes of a tensor's description; torch writes about 200."""
 
 
 def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: Sizes) -> Tensor:
@@ -31,22 +52,22 @@ def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: S
         sizes: Its shape must be.
 
     Raises:
-        ValueError: Or another of `FAULTS`: the envelope is damaged or holds something else.
+        ValueError: Or another of `FAULTS`: the record is damaged or holds something else.
     """
     if place.stop > len(content):
         raise ValueError(f"the file ends after {len(content)} bytes")
     with zipfile.ZipFile(_Slice(content, place.start, len(place))) as archive:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     description = _member(content, place, members["data.pkl"])
-    storage = _StorageReader(io.BytesIO(content[description.start : description.stop])).load()
+    if len(description) > _LONGEST_DESCRIPTION:
+        raise ValueError(f"its description has {len(description)} bytes")
+    storage = _described(read_inert(content[description.start : description.stop], _ALLOWED))
     data = _member(content, place, members[f"data/{storage.key}"])
     if storage.dtype != dtype or storage.shape != sizes:
         raise ValueError(f"it holds {storage.dtype} {list(storage.shape)} instead of {dtype} {list(sizes)}")
     if math.prod(sizes) == 0:
         return torch.empty(sizes, dtype=dtype)
     last = sum((size - 1) * stride for size, stride in zip(storage.shape, storage.stride))
-    if min(storage.stride, default=0) < 0 or storage.offset < 0:
-        raise ValueError("it has a negative stride or offset")
     begin = data.start + storage.offset * dtype.itemsize
     if begin + (last + 1) * dtype.itemsize > data.stop:
         raise ValueError("it is larger than its data")
@@ -101,40 +122,18 @@ class _Storage(NamedTuple):
     stride: Sizes
 
 
-class _StorageReader(pickle.Unpickler):
-    """Reads the description of one tensor; anything else is refused."""
-
-    def persistent_load(self, saved_id: Any) -> tuple[str, torch.dtype]:
-        kind, dtype, key, _, _ = saved_id
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError("it is not a tensor")
-        return str(key), dtype
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _described
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name in _STORAGE_DTYPES:
-            return _STORAGE_DTYPES[name]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
-
-
-_STORAGE_DTYPES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-
-
-def _described(
-    storage: tuple[str, torch.dtype], offset: int, shape: Sizes, stride: Sizes, requires_grad: bool, hooks: Any
-) -> _Storage:
-    return _Storage(storage[0], storage[1], int(offset), tuple(shape), tuple(stride))
+def _described(content: Any) -> _Storage:
+    """What the description says; every number in it is 0 or more."""
+    if not isinstance(content, Built) or content.name != _TENSOR or len(content.arguments) != 6:
+        raise ValueError("it is not a tensor")
+    saved, offset, shape, stride, _, _ = content.arguments
+    if not isinstance(saved, Saved) or not isinstance(saved.id, tuple) or len(saved.id) != 5:
+        raise ValueError("it is not a tensor")
+    kind, storage, key, _, _ = saved.id
+    if kind != "storage" or not isinstance(storage, Named) or storage.name not in _DTYPES or not isinstance(key, str):
+        raise ValueError("it is not a tensor")
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) != len(stride):
+        raise ValueError("it has no shape")
+    if any(type(number) is not int or number < 0 for number in (offset, *shape, *stride)):
+        raise ValueError("it has a negative stride or offset, or one that is no number")
+    return _Storage(key, _DTYPES[storage.name], offset, shape, stride)

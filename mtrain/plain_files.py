@@ -1,0 +1,115 @@
+"""Reading files that others wrote: with a limit, and nothing but plain files and plain JSON.
+
+A folder, a device or a pipe in the place of a file is refused; a pipe would be waited for.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+NOT_A_PLAIN_FILE = frozenset(
+    {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
+)
+"""Error numbers of `open_plain_file` and `read_plain_file` that say something of what lies there, not of the disk."""
+_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+"""What may be one half of a surrogate pair without the other."""
+
+
+def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
+    """Opens a file for reading, unbuffered.
+
+    Args:
+        path: Of the file.
+        follow_link: Whether it may be a link.
+
+    Raises:
+        OSError: It cannot be opened; or, with a number of NOT_A_PLAIN_FILE, it is no plain file, which is not waited
+            for as one would wait for a pipe.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name cannot be the name of a file") from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, but a file is needed", str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_plain_file(path: Path, most_bytes: int, follow_link: bool = True) -> bytes:
+    """The whole content of a file that must not be large.
+
+    Args:
+        path: Of the file.
+        most_bytes: What it may hold; of a larger one nothing is read.
+        follow_link: Whether it may be a link.
+
+    Raises:
+        OSError: As `open_plain_file`, and where the file is larger.
+    """
+    with open_plain_file(path, follow_link) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, but at most {most_bytes} are read", str(path))
+        parts = []
+        while part := file.read(size + 1):  # a read may give less than was asked for
+            parts.append(part)
+            size -= len(part)
+            if size < 0:
+                raise OSError(errno.EINVAL, "it grows while it is read", str(path))
+        return b"".join(parts)
+
+
+def parsed_json(raw: bytes) -> Any:
+    """The content of JSON text that others wrote.
+
+    Raises:
+        ValueError: It is not JSON as the standard has it (NaN, names that stand there twice), is nested too deeply, or
+            holds a number or a text that nothing can be done with.
+    """
+    try:
+        content = json.loads(
+            raw.decode("utf-8-sig"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_number,
+            parse_float=_finite_number,
+        )
+        if _HALF_OF_A_PAIR.search(raw):  # half of a surrogate pair can be neither printed nor part of a name
+            json.dumps(content, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("it does not fit into memory") from None
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice[:100]!r} stands there twice")
+    return content
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite_number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:100]} is too large for a number")
+    return number
