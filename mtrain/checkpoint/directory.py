@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtrain.checkpoint.hashed_file import read_facts
-from mtrain.checkpoint.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest
+from mtrain.checkpoint.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest, write_manifest
 from mtrain.errors import DataError, RunFolderError
 from mtrain.files import disk_faults, sync_file, sync_folder, write_atomically
 
@@ -203,7 +203,7 @@ def publish(
         manifest = Manifest(**facts.model_dump(), files=files)
         for folder in sorted({(attempt.path / name).parent for name in files} | {attempt.path}):
             sync_folder(folder)
-        write_atomically(attempt.path / MANIFEST_NAME, manifest.model_dump_json(indent=1) + "\n")
+        write_manifest(attempt.path, manifest)
         final = attempt.root / step_name(attempt.step)
         _refuse_published(attempt.root, attempt.step)
         check()

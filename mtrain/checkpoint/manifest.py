@@ -1,13 +1,37 @@
-"""mtrain.json: what a checkpoint is and which files it consists of; written last, so its presence means complete."""
+"""mtrain.json: what a checkpoint is and which files it consists of; written last, so its presence means complete.
 
+Its last line is the SHA-256 of all that stands before it. The bytes themselves are hashed, not what they mean, so that
+any changed bit is found, and a later version with more fields still knows what this one wrote.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mtrain.errors import DataError
+from mtrain.files import write_atomically
+from mtrain.plain_files import NOT_A_PLAIN_FILE, read_plain_file
 
 MANIFEST_NAME = "mtrain.json"
+CONFIG_NAME = "config.yaml"
+"""The configuration that a run resolved."""
+_CONFIG_NAMES = (CONFIG_NAME, "model.yaml")
+"""Of the file whose SHA-256 is `config_hash`: of a run, or of an import, which knows a part only."""
+_MOST_BYTES = 1 << 26
+"""Of a manifest; one line a file."""
+_MOST_COUNT = 1 << 53
+"""More steps, tokens or bytes than there will be."""
+_SEAL = b',\n "sha256": "%s"\n}\n'
+_SEALED = re.compile(re.escape(_SEAL).replace(b"%s", b"([0-9a-f]{64})") + rb"\Z")
+_DELETED_ON_NFS = ".nfs"
+"""Begins the name of what another process holds open while it is deleted."""
 
 
 class FileFacts(BaseModel):
@@ -15,7 +39,7 @@ class FileFacts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    size_bytes: int = Field(ge=0)
+    size_bytes: int = Field(ge=0, le=_MOST_COUNT)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -34,14 +58,15 @@ class Facts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=_MOST_COUNT)
     """Optimizer updates completed."""
     tokens: int = Field(0, ge=0)
     """Positions that training has consumed, padding included."""
     layout: str
     """The layout that saved it, for people and for messages."""
     config_hash: str
-    """SHA-256 of the resolved configuration that saved it."""
+    """SHA-256 of the resolved configuration that saved it, which lies beside it as config.yaml (model.yaml of an
+    import)."""
     versions: dict[str, str]
     """Package -> version."""
     dataset: str | None = None
@@ -55,8 +80,9 @@ class Facts(BaseModel):
 class Manifest(Facts):
     """The facts of one checkpoint and its files."""
 
-    format: Literal[2] = 2
-    """Of this file; a program that does not know the number does not touch the checkpoint."""
+    format: Literal[2, 3] = 3
+    """Of this file; a program that does not know the number does not touch the checkpoint. 2, of version 0.1.0, has no
+    SHA-256 of itself."""
     files: dict[str, FileFacts] = Field(min_length=1)
     """Path inside the checkpoint, with forward slashes -> facts; this file left out."""
 
@@ -65,36 +91,113 @@ class Manifest(Facts):
     def files_lie_inside_the_checkpoint(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
         for name in files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or name in ("", "."):
-                raise ValueError(f"file {name!r} does not lie inside the checkpoint")
+            if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == "." or "\0" in name:
+                raise ValueError(f"file {name[:255]!r} does not lie inside the checkpoint")
         return files
+
+    @model_validator(mode="after")
+    def config_hash_is_of_the_configuration(self) -> Self:
+        for name in _CONFIG_NAMES:
+            if name in self.files and self.files[name].sha256 != self.config_hash:
+                raise ValueError(f"config_hash={self.config_hash[:64]} is not the SHA-256 of {name}")
+        return self
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether its own bytes were compared with a SHA-256."""
+        return self.format > 2
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes it with its own SHA-256, whole or not at all; OSError as the disk gives it."""
+    body = manifest.model_dump_json(indent=1).encode()
+    seal = _SEAL % hashlib.sha256(body).hexdigest().encode()
+    write_atomically(folder / MANIFEST_NAME, (body.removesuffix(b"\n}") + seal).decode())
+
+
+def parsed_manifest(raw: bytes) -> Manifest:
+    """A manifest from the bytes of its file.
+
+    Raises:
+        ValueError: They are not what was written, or cannot be understood.
+    """
+    sealed = _SEALED.search(raw)
+    body = raw if sealed is None else raw[: sealed.start()] + b"\n}"
+    if sealed is not None and hashlib.sha256(body).hexdigest().encode() != sealed[1]:
+        raise ValueError("it was changed after it was written (its SHA-256 differs)")
+    manifest = Manifest.model_validate_json(body)
+    if manifest.is_sealed != (sealed is not None):
+        raise ValueError("its last line, the SHA-256 of itself, is damaged")
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads a published checkpoint's manifest and compares it with what lies there.
 
-    Files are compared by presence and size; `verification` reads their bytes.
+    Files are compared by presence and size; `verification` reads their bytes. A file that the manifest does not name
+    has no SHA-256 to be compared with, so it is not allowed.
 
     Raises:
-        DataError: the manifest is missing or cannot be understood, or a file is missing or has another size.
+        DataError: the manifest is missing or cannot be understood, or a file is missing, has another size, is a link or
+            a device, or is not named.
     """
+    path = folder / MANIFEST_NAME
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+        manifest = parsed_manifest(read_plain_file(path, _MOST_BYTES, follow_link=False))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {MANIFEST_NAME}: it was not completed, or another program wrote it") from None
     except NotADirectoryError:
         raise DataError(f"{folder} is not a folder") from None
+    except OSError as fault:
+        if fault.errno not in NOT_A_PLAIN_FILE:
+            raise
+        reason = "it is a link" if fault.errno == errno.ELOOP else fault.strerror or fault
+        raise DataError(f"{path} is not a manifest: {reason}") from fault
     except ValidationError as fault:
-        raise DataError(f"{folder / MANIFEST_NAME} cannot be understood: {_first_line(fault)}") from fault
-    for name, facts in manifest.files.items():
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise DataError(f"{path} is missing")
-        if (size := path.stat().st_size) != facts.size_bytes:
-            raise DataError(f"{path} has {size} bytes, but {facts.size_bytes} were saved")
+        raise DataError(f"{path} cannot be understood: {_first_line(fault)}") from fault
+    except (ValueError, MemoryError) as fault:
+        raise DataError(f"{path} cannot be understood: {fault}") from fault
+    try:
+        _compare(folder, manifest.files)
+    except FileNotFoundError:
+        raise DataError(f"{folder} changed while it was read: it is being deleted") from None
     return manifest
+
+
+def _compare(folder: Path, files: Mapping[str, FileFacts]) -> None:
+    sizes = _sizes_below(folder)
+    for name, facts in files.items():
+        if name not in sizes:
+            raise DataError(f"{folder / name[:255]} is missing")
+        if sizes[name] != facts.size_bytes:
+            raise DataError(f"{folder / name} has {sizes[name]} bytes, but {facts.size_bytes} were saved")
+    if unknown := sorted(sizes.keys() - files.keys() - {MANIFEST_NAME}):
+        raise DataError(
+            f"{folder / unknown[0]} is not named in {MANIFEST_NAME}, so it cannot be verified; move it elsewhere"
+        )
+
+
+def _sizes_below(folder: Path) -> dict[str, int]:
+    """Path inside the folder -> size in bytes, of all files.
+
+    Raises:
+        DataError: There is something that is neither a file nor a folder.
+    """
+    sizes: dict[str, int] = {}
+    left = [folder]
+    while left:
+        for entry in os.scandir(left.pop()):
+            facts = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(facts.st_mode):
+                left.append(Path(entry.path))
+            elif stat.S_ISREG(facts.st_mode):
+                if not entry.name.startswith(_DELETED_ON_NFS):
+                    sizes[Path(entry.path).relative_to(folder).as_posix()] = facts.st_size
+            else:
+                raise DataError(f"{entry.path} is a link, a device or a pipe, but the file itself is needed")
+    return sizes
 
 
 def _first_line(fault: ValidationError) -> str:
     error = fault.errors()[0]
-    return " ".join([".".join(str(part) for part in error["loc"]), error["msg"]]).strip()
+    return " ".join([".".join(str(part) for part in error["loc"]), error["msg"]]).strip()[:500]

@@ -1,13 +1,17 @@
 """training_state.json: the counters of a run at a checkpoint, beside the tensors."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mtrain.errors import DataError
+from mtrain.plain_files import read_plain_file
 
 STATE_NAME = "training_state.json"
+_MOST_BYTES = 1 << 20
+_MOST_COUNT = 1 << 53
+"""More steps or samples than there will be, and what torch still counts."""
 
 
 class LossScaler(BaseModel):
@@ -15,10 +19,10 @@ class LossScaler(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scale: float = Field(gt=0)
-    growth_tracker: int = Field(ge=0)
+    scale: float = Field(gt=0, allow_inf_nan=False)
+    growth_tracker: int = Field(ge=0, le=_MOST_COUNT)
     """Updates since the last change without an overflow."""
-    hysteresis_tracker: int
+    hysteresis_tracker: int = Field(ge=-_MOST_COUNT, le=_MOST_COUNT)
     """Overflows left before the scale goes down."""
 
 
@@ -28,7 +32,7 @@ class TrainingState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=_MOST_COUNT)
     """Optimizer updates completed, by the run's count."""
     consumed_samples: int = Field(ge=0)
     adam_step: int = Field(ge=0)
@@ -40,6 +44,12 @@ class TrainingState(BaseModel):
     """cpu or cuda: random states of one mean nothing to the other."""
     vocab_size: int = Field(gt=0)
     """Rows of the embedding that are tokens; the rest is padding and follows the layout."""
+
+    @model_validator(mode="after")
+    def adam_step_is_not_above_step(self) -> Self:
+        if self.adam_step > self.step:
+            raise ValueError(f"adam_step={self.adam_step}, but only {self.step} steps were made")
+        return self
 
 
 def write_state(folder: Path, state: TrainingState) -> None:
@@ -55,8 +65,8 @@ def read_state(folder: Path) -> TrainingState:
     """
     path = folder / STATE_NAME
     try:
-        return TrainingState.model_validate_json(path.read_bytes())
+        return TrainingState.model_validate_json(read_plain_file(path, _MOST_BYTES))
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValidationError as fault:
-        raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg']}") from fault
+        raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault

@@ -16,7 +16,7 @@ import yaml
 import mtrain
 from mtrain.checkpoint.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.imported import MODEL_NAME
-from mtrain.checkpoint.manifest import MANIFEST_NAME, FileFacts, GitState, Manifest
+from mtrain.checkpoint.manifest import FileFacts, GitState, Manifest, write_manifest
 from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_list
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
@@ -212,4 +212,4 @@ def _write_manifest(folder: Path, known: dict[str, FileFacts]) -> None:
         git=None if checkout is None else GitState(**checkout._asdict()),
         files={name: known.get(name) or read_facts(folder / name) for name in names},
     )
-    write_atomically(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1) + "\n")
+    write_manifest(folder, manifest)

@@ -24,13 +24,13 @@ from megatron.core.distributed import DistributedDataParallel
 
 from mtrain.checkpoint.background import started
 from mtrain.checkpoint.directory import Attempt, abandon, named_attempt, open_attempt, publish, step_name
-from mtrain.checkpoint.manifest import Facts, FileFacts, GitState
+from mtrain.checkpoint.manifest import CONFIG_NAME, Facts, FileFacts, GitState
 from mtrain.checkpoint.retention import Keep, apply_retention
 from mtrain.checkpoint.snapshot import Snapshot
 from mtrain.checkpoint.tensor_file import Part, Written, write_list, write_parts
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config import Config
-from mtrain.config.load import config_hash
+from mtrain.config.load import config_hash, config_yaml
 from mtrain.environment import program_versions
 from mtrain.errors import MachineError, MtrainError, RunFolderError
 from mtrain.faultpoints import fault_point
@@ -216,6 +216,7 @@ class Saver:
             files |= write_list(flight.attempt.path, (place for written in everyone for place in written.places))
             fault_point("state", 0, step)
             write_state(flight.attempt.path, flight.state)
+            (flight.attempt.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")
             fault_point("publish", 0, step)
 
         def check() -> None:

@@ -64,5 +64,6 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
     if first is None and rank == 0:
         size = sum(facts.size_bytes for facts in files.values())
         seconds = time.monotonic() - began
-        tell(f"verified {entry.path}: {len(files)} files, {size / 1e9:.3g} GB in {seconds:.1f} s")
+        old = "" if entry.manifest.is_sealed else "; its manifest, of version 0.1.0, has no checksum of itself"
+        tell(f"verified {entry.path}: {len(files)} files, {size / 1e9:.3g} GB in {seconds:.1f} s{old}")
     return first

@@ -1,5 +1,7 @@
 """Small checkpoints for tests."""
 
+import hashlib
+import json
 from pathlib import Path
 
 from mtrain.checkpoint.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
@@ -37,3 +39,13 @@ def save(root: Path, step: int, valid_loss: float | None = None) -> CheckpointEn
 def damage(root: Path, step: int) -> None:
     """Cuts a shard of a published checkpoint."""
     (root / step_name(step) / "__0_0.distcp").write_bytes(b"sha")
+
+
+def change_manifest(folder: Path, *, format: int = 3, **changes: object) -> None:
+    """Rewrites a manifest with other content and a SHA-256 that fits it; of format 2 without one, as 0.1.0 wrote it."""
+    path = folder / "mtrain.json"
+    content = {**json.loads(path.read_text()), "format": format, **changes}
+    content.pop("sha256", None)
+    body = json.dumps(content, indent=1)
+    seal = hashlib.sha256(body.encode()).hexdigest()
+    path.write_text(body + "\n" if format == 2 else body.removesuffix("\n}") + f',\n "sha256": "{seal}"\n}}\n')

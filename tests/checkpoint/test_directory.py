@@ -1,10 +1,12 @@
 """The checkpoints folder: published whole or not at all; the newest good one is found whatever lies around."""
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,9 @@ from mtrain.checkpoint.directory import (
 )
 from mtrain.checkpoint.hashed_file import read_facts
 from mtrain.errors import DataError, MachineError, RunFolderError
-from tests.checkpoint.checkpoints import FILES, damage, facts, publish_attempt, save, write_files
+from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
 from tests.crash import killed_at_every_file_operation
+from tests.fault_table import Notice
 
 
 def newest_step(root: Path) -> int | None:
@@ -84,49 +87,145 @@ def test_a_published_attempt_is_newest_by_number_not_by_name_or_time(tmp_path: P
     assert newest_step(tmp_path) == 100_000_000
 
 
-def _change_manifest(**changes: object) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        path = folder / "mtrain.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def _change(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: change_manifest(folder, **changes)
 
-    return change
+
+def _edit(old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Other bytes under the same SHA-256."""
+
+    def edit(folder: Path) -> None:
+        raw = (folder / "mtrain.json").read_bytes()
+        assert old in raw
+        (folder / "mtrain.json").write_bytes(raw.replace(old, new, 1))
+
+    return edit
+
+
+def _instead(name: str, put: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Something else in the place of a file, which is kept beside the checkpoint."""
+
+    def replace(folder: Path) -> None:
+        (folder / name).rename(folder.parent / "kept")
+        put(folder / name)
+
+    return replace
+
+
+def _link(path: Path) -> None:
+    path.symlink_to(path.parents[1] / "kept")
+
+
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 40 * 2**30)
 
 
 FACTS = {"size_bytes": 1, "sha256": "0" * 64}
+LONG = "x" * 5000
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut shard": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"s"), "has 1 bytes, but 5 were saved"),
     "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "missing folder": (lambda folder: shutil.rmtree(folder / "extra"), "extra/facts.json is missing"),
-    "shard is a link": (
-        lambda folder: (
-            (folder / "common.pt").rename(folder / "moved"),
-            (folder / "common.pt").symlink_to(folder / "moved"),
-        ),
-        "common.pt is missing",
-    ),
     "no manifest": (lambda folder: (folder / "mtrain.json").unlink(), "has no mtrain.json"),
     "half manifest": (lambda folder: os.truncate(folder / "mtrain.json", 30), "cannot be understood"),
     "garbage manifest": (lambda folder: (folder / "mtrain.json").write_bytes(b"\xff\0"), "cannot be understood"),
-    "unknown format": (_change_manifest(format=3), "cannot be understood: format"),
-    "no files": (_change_manifest(files={}), "cannot be understood: files"),
-    "file outside": (_change_manifest(files={"../x": FACTS}), "does not lie inside"),
-    "file elsewhere": (_change_manifest(files={"/etc/passwd": FACTS}), "does not lie inside"),
-    "another step": (_change_manifest(step=21), "holds step 21"),
+    "unknown format": (_change(format=4), "cannot be understood: format"),
+    "no files": (_change(files={}), "cannot be understood: files"),
+    "file outside": (_change(files={"../x": FACTS}), "does not lie inside"),
+    "file elsewhere": (_change(files={"/etc/passwd": FACTS}), "does not lie inside"),
+    "file with NUL": (_change(files={"a\0b": FACTS}), "does not lie inside"),
+    "file of a long name": (_change(files={LONG: FACTS}), "xxx is missing"),
+    "another step": (_change(step=21), "holds step 21"),
+    "huge step": (_change(step=10**30), "cannot be understood: step"),
     "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "has no mtrain.json"),
+    "one bit": (_edit(b'"step": 20', b'"step": 24'), "was changed after it was written"),
+    "a word": (_edit(b'"dataset": null', b'"dataset": "x"'), "was changed after it was written"),
+    "no seal": (_edit(b',\n "sha256": "', b',\n "sha257": "'), "cannot be understood"),
+    "seal cut off": (
+        lambda folder: (folder / "mtrain.json").write_bytes((folder / "mtrain.json").read_bytes()[:-82] + b"\n}\n"),
+        "the SHA-256 of itself, is damaged",
+    ),
+    "format of 0.1.0 with a seal": (_edit(b'"format": 3', b'"format": 2'), "was changed after it was written"),
+}
+INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "link to the manifest": (_instead("mtrain.json", _link), "mtrain.json is not a manifest: it is a link"),
+    "folder for the manifest": (_instead("mtrain.json", Path.mkdir), "mtrain.json is not a manifest: it is a folder"),
+    "pipe for the manifest": (_instead("mtrain.json", os.mkfifo), "is a device or a pipe"),
+    "manifest of 40 GiB": (_instead("mtrain.json", _sparse), "bytes, but at most"),
+    "deep manifest": (_instead("mtrain.json", lambda path: path.write_bytes(b"[" * 10**6)), "cannot be understood"),
+    "huge number": (_instead("mtrain.json", lambda path: path.write_bytes(b"1" * 10**6)), "cannot be understood"),
+    "link to a shard": (_instead("common.pt", _link), "common.pt is a link"),
+    "folder for a shard": (_instead("common.pt", Path.mkdir), "common.pt is missing"),
+    "pipe for a shard": (_instead("common.pt", os.mkfifo), "is a link, a device or a pipe"),
+    "link to a folder": (_instead("extra", _link), "extra is a link"),
+}
+UNVERIFIED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file more": (lambda folder: (folder / "__1_0.distcp").touch(), "__1_0.distcp is not named in mtrain.json"),
+    "file more below": (lambda folder: (folder / "extra" / "x").touch(), "x is not named in mtrain.json"),
+    "one file named": (
+        _change(files={"common.pt": {"size_bytes": 6, "sha256": hashlib.sha256(b"common").hexdigest()}}),
+        "is not named in mtrain.json, so it cannot be verified",
+    ),
 }
 
 
-@pytest.mark.parametrize(("do_damage", "why"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_checkpoint_is_passed_over_loudly(
-    tmp_path: Path, do_damage: Callable[[Path], object], why: str
-) -> None:
-    save(tmp_path, 10)
-    do_damage(save(tmp_path, 20).path)
-    newest = newest_good(tmp_path)
+def passed_over(root: Path, do_damage: Callable[[Path], object]) -> str:
+    """The warning for a newer checkpoint after this was done to it."""
+    save(root, 10)
+    do_damage(save(root, 20).path)
+    newest = newest_good(root)
     assert newest.entry is not None
     assert newest.entry.step == 10
-    assert len(newest.warnings) == 1
-    assert why in newest.warnings[0]
+    (warning,) = newest.warnings
+    return warning
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "manifest missing, cut, garbage or with any changed bit; shard missing or cut; step renamed",
+    happens="the checkpoint before is taken, with a warning that says why; none good: exit code 3",
+    exit_code=None,
+)
+@pytest.mark.parametrize(("do_damage", "why"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_passed_over_loudly(
+    tmp_path: Path, do_damage: Callable[[Path], object], why: str, notice: Notice
+) -> None:
+    with notice:
+        assert why in passed_over(tmp_path, do_damage)
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "folder, link, pipe or a file of 40 GiB in the place of a manifest or a shard",
+    happens="the checkpoint before is taken, with a warning that says why; none good: exit code 3",
+    exit_code=None,
+)
+@pytest.mark.parametrize(("do_damage", "why"), INSTEAD.values(), ids=INSTEAD.keys())
+def test_something_else_in_the_place_of_a_file_is_passed_over_loudly(
+    tmp_path: Path, do_damage: Callable[[Path], object], why: str, notice: Notice
+) -> None:
+    with notice:
+        assert why in passed_over(tmp_path, do_damage)
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "file that the manifest does not name",
+    happens="nothing unverified is loaded: the checkpoint before is taken, with a warning that names the file",
+    exit_code=None,
+)
+@pytest.mark.parametrize(("do_damage", "why"), UNVERIFIED.values(), ids=UNVERIFIED.keys())
+def test_a_checkpoint_with_unverified_files_is_passed_over_loudly(
+    tmp_path: Path, do_damage: Callable[[Path], object], why: str, notice: Notice
+) -> None:
+    with notice:
+        assert why in passed_over(tmp_path, do_damage)
+
+
+def test_what_a_network_file_system_leaves_of_deleted_files_is_no_fault(tmp_path: Path) -> None:
+    (save(tmp_path, 10).path / ".nfs000000001").touch()
+    assert newest_step(tmp_path) == 10
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\0", b"step_99999999\n", b"../../etc\n", b"step_00000010\n"])

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from mtrain.checkpoint.directory import begin_attempt, load_entry, newest_good, publish, published_steps, step_name
+from mtrain.checkpoint.manifest import Facts
 from mtrain.config import Config
+from mtrain.errors import DataError
 from mtrain.layout import Layout
-from tests.checkpoint.checkpoints import facts
+from tests.fault_table import Notice
 from tests.mcore import checkpoint_ranks as ranks
 from tests.mcore.checkpoint_ranks import Arrays, Outcome, Standing, Whole
 from tests.pool import Pool, RankFailed
@@ -254,13 +256,16 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(pool: Pool, half: A
         assert [word for word in words if word not in text] == [], (changes, text)
 
 
+FACTS = set(Facts.model_fields)
+
+
 def republished(folder: Path, change: Callable[[Path], Any], root: Path) -> Path:
     """The same checkpoint in another folder, changed before it was published: its manifest knows no better."""
     attempt = begin_attempt(root, 2)
     shutil.copytree(folder / step_name(2), attempt.path, dirs_exist_ok=True)
     (attempt.path / "mtrain.json").unlink()
     change(attempt.path)
-    publish(attempt, facts(attempt.step))
+    publish(attempt, Facts.model_validate(load_entry(folder / step_name(2)).manifest.model_dump(include=FACTS)))
     return root
 
 
@@ -304,15 +309,23 @@ class RunsCode:
         return os.mkdir, (str(self.marker),)
 
 
-def test_nothing_of_a_checkpoint_runs_as_code(pool: Pool, half: Any, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "checkpoints",
+    "pickle that runs code, in `.metadata`, in a shard or in `common.pt`",
+    happens="refused by all ranks, or never read; nothing runs",
+    exit_code=3,
+)
+def test_nothing_of_a_checkpoint_runs_as_code(pool: Pool, half: Any, tmp_path: Path, notice: Notice) -> None:
     evil = pickle.dumps(RunsCode(tmp_path / "ran"))
     listed = republished(half[0], lambda folder: (folder / ".metadata").write_bytes(evil), tmp_path / "listed")
     beside = republished(half[0], lambda folder: (folder / "common.pt").write_bytes(evil), tmp_path / "beside")
     shard = republished(half[0], lambda folder: _shard(folder).write_bytes(_padded(evil, folder)), tmp_path / "shard")
     config = configured(**BF16, **TIED)
     cases = [(config, folder) for folder in (listed, shard, beside)]
-    refused, unread, ignored = pool.run(ranks.load_errors, Layout(), cases)[0]
+    with notice:
+        refused, unread, ignored = pool.run(ranks.load_errors, Layout(), cases)[0]
     assert refused[0] == unread[0] == "DataError"
+    assert notice.exit_code == DataError.exit_code
     assert "posix.mkdir, which is refused" in refused[1]
     assert ignored == ("nothing", "")
     assert not (tmp_path / "ran").exists()
