@@ -11,14 +11,17 @@ import time
 from typing import NamedTuple
 
 VARIABLE = "MTRAIN_TEST_FAULT"
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1}
+_HEARTBEAT_S = 1.0
+"""In which the phase has reached the heartbeat's file."""
 
 
 class Fault(NamedTuple):
     """What is to happen where."""
 
     kind: str
-    """kill: SIGKILL to this process. hang: the thread stops for ever. slow: it takes a second longer, every time. full:
-    the disk has no space left."""
+    """kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
+    stops for ever. slow: it takes a second longer, every time. full: the disk has no space left."""
     rank: int
     step: int
     phase: str
@@ -46,8 +49,11 @@ def fault_point(phase: str, rank: int, step: int) -> None:
     fault = Fault.parsed(text)
     if (fault.rank, fault.step, fault.phase) != (rank, step, phase):
         return
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "stop":
+        time.sleep(_HEARTBEAT_S)
+    if fault.kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[fault.kind])
+        return
     while fault.kind == "hang":
         time.sleep(3600)
     if fault.kind == "slow":

@@ -18,7 +18,7 @@ from mtrain.environment import RankEnvironment
 from mtrain.errors import ConfigError
 from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_weights
-from mtrain.mcore.groups import open_groups
+from mtrain.mcore.groups import opened_groups
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.world import open_world
@@ -51,8 +51,11 @@ def generate_text(
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = load_tokenizer(Path(config.data.tokenizer))
     alone = config.model_copy(update={"layout": LayoutSection()})
-    with open_world(_ALONE, config.train.device, config.train.process_group_timeout_s) as device:
-        groups = open_groups(Layout(), device, seed, config.train.process_group_timeout_s)
+    timeout_s = config.train.process_group_timeout_s
+    with (
+        open_world(_ALONE, config.train.device, timeout_s) as device,
+        opened_groups(Layout(), device, seed, timeout_s) as groups,
+    ):
         chunks = build_model(alone, groups)
         entry = checkpoint_at(checkpoint).entry
         assert entry is not None, "checkpoint_at raises where there is none"

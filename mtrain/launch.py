@@ -10,44 +10,30 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from mtrain.config.load import load_config
 from mtrain.errors import MachineError, RankLostError
 from mtrain.files import disk_faults
+from mtrain.health.signals import STOP_SIGNALS, StopSignal
 from mtrain.layout import Layout
+from mtrain.watch import Failure, Heartbeats, Rank, Watch
 
 MARK = "MTRAIN_LAUNCH"
 """Environment variable by which a launch finds every process that comes from its ranks."""
 
 _PORTS = (15000, 32768)
-_POLL_S = 0.02
 _LOG_LINES = 60
 """Lines of a failing rank's log that are shown."""
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up here, since a forked child must not wait for the loader's lock."""
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A running rank."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    log: Path | None
-    """Where its output goes; None: it shares ours."""
-    log_start_bytes: int
-    """Size of the log before this launch."""
 
 
 def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]) -> int:
@@ -60,47 +46,50 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
     config = load_config(paths, overrides)
     Layout.from_config(config, num_ranks)
     command = [sys.executable, "-m", "mtrain", "train", *map(str, paths), *overrides]
-    return run_ranks(command, num_ranks, Path(config.run.dir) / "logs")
+    folder = Path(config.run.dir)
+    heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s)
+    return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
 
 
-def run_ranks(command: Sequence[str], num_ranks: int, log_dir: Path, grace_s: float = 10.0) -> int:
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    grace_s: float = 10.0,
+    heartbeats: Heartbeats | None = None,
+) -> int:
     """Runs `command` once for each rank, under torchrun's environment variables, and returns the exit code.
 
-    Rank 0 shares our output; what the others print is appended to `log_dir`/rank_<r>.log. SIGTERM, SIGUSR1 and SIGINT
-    are passed on to every rank; a second SIGINT kills them. Once a rank has failed, the others have `grace_s` seconds
-    to end, then they are killed; the failing rank's error is shown once.
+    Rank 0 shares our output; what the others print is appended to `log_dir`/rank_<r>.log. Stop signals are passed on to
+    every rank, also one that came before the ranks were there; a second SIGINT kills them. Ranks start with these
+    signals blocked, so that none is lost before they can handle it, and have to let them through. Once a rank has
+    failed, the others have `grace_s` seconds to end, then they are killed; the failing rank's error is shown once.
+    Ranks that are stopped (SIGSTOP) for `grace_s` seconds after a stop signal are killed, as are all when none of them
+    gives a sign of life.
+
+    Args:
+        command: What every rank runs.
+        num_ranks: How many.
+        log_dir: Of the ranks' output.
+        grace_s: See above.
+        heartbeats: Where to look for signs of life.
 
     Returns:
-        0; the exit code of the rank that failed first; 5 where a signal killed it; 130 after a second SIGINT.
+        0; the exit code of the rank that failed first; 5 where a signal killed it or it was stopped; 130 after a second
+        SIGINT.
 
     Raises:
         MachineError: the log folder cannot be written.
     """
-    with _pending_signals() as pending, _started(command, num_ranks, log_dir) as ranks:
-        failed = _watch(ranks, pending, grace_s)
-        if pending.count(signal.SIGINT) > 1:
-            return _INTERRUPTED
-        if failed is None:
-            return 0
-    _show(failed, ranks[0])
-    code = failed.process.returncode
-    return code if code > 0 else RankLostError.exit_code
-
-
-@contextmanager
-def _pending_signals() -> Iterator[list[int]]:
-    """Collects the signals to pass on, instead of dying of them."""
-    pending: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        pending.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
-        yield pending
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with StopSignal() as stop, _started(command, num_ranks, log_dir) as ranks:
+            failure = Watch(ranks, stop, grace_s, heartbeats).wait()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    if failure is None:
+        return 0
+    _show(failure, ranks[0], heartbeats)
+    return failure.exit_code
 
 
 @contextmanager
@@ -140,54 +129,18 @@ def _start(command: Sequence[str], environment: dict[str, str], number: int, log
             stdout=output,
             stderr=output,
             process_group=0,  # Ctrl-C reaches the ranks once, through us
-            preexec_fn=partial(_die_with, os.getpid()),
+            preexec_fn=partial(_prepare, os.getpid()),
         )
         return Rank(number, process, log, output.tell() if output is not None else 0)
 
 
-def _die_with(parent: int) -> None:
+def _prepare(parent: int) -> None:
     """Runs in the child before the command: the kernel kills it when the launcher ends, however that ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # kept across exec; StopSignal lets them through
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(RankLostError.exit_code)
-
-
-def _watch(ranks: Sequence[Rank], pending: Sequence[int], grace_s: float) -> Rank | None:
-    """Waits until every rank has ended, or the grace after a failure is over; returns the rank that failed first."""
-    failed: Rank | None = None
-    deadline = float("inf")
-    num_passed_on = 0
-    while _num_running(ranks) and time.monotonic() < deadline:
-        for number in list(pending[num_passed_on:]):
-            num_passed_on += 1
-            if pending[:num_passed_on].count(signal.SIGINT) > 1:
-                return failed
-            for rank in ranks:
-                rank.process.send_signal(number)
-        if failed is None and (failed := _first_failed(ranks)) is not None:
-            deadline = time.monotonic() + grace_s
-        time.sleep(_POLL_S)
-    return failed if failed is not None else _first_failed(ranks)
-
-
-def _num_running(ranks: Sequence[Rank]) -> int:
-    """Looks at every rank, so that the return codes of all that have ended are known."""
-    return sum([rank.process.poll() is None for rank in ranks])
-
-
-def _first_failed(ranks: Sequence[Rank]) -> Rank | None:
-    """Of the ranks seen to have failed at once: who was killed, then who left with a code of its own, not 1 or 5.
-
-    A rank whose peer is gone fails too, with 1 or 5; such followers must not hide the cause.
-    """
-    failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
-    return min(failed, key=_precedence, default=None)
-
-
-def _precedence(rank: Rank) -> tuple[bool, bool, int]:
-    code = rank.process.returncode
-    return code > 0, code in (1, RankLostError.exit_code), rank.number
 
 
 def _kill(ranks: Sequence[Rank], mark: str) -> None:
@@ -202,13 +155,14 @@ def _kill(ranks: Sequence[Rank], mark: str) -> None:
                 process.kill()
 
 
-def _show(failed: Rank, first: Rank) -> None:
-    """Says which rank failed first and why, unless rank 0 has said so itself."""
-    code = failed.process.returncode
-    if code > 0 and (failed.log is None or (code > 1 and first.process.returncode == code)):
+def _show(failure: Failure, first: Rank, heartbeats: Heartbeats | None) -> None:
+    """Says which rank failed first, why and what it did, unless rank 0 has said so itself."""
+    failed, code = failure.rank, failure.rank.process.returncode
+    if failure.is_of_its_own and (failed.log is None or (code > 1 and first.process.returncode == code)):
         return
-    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    lines = [f"error: rank {failed.number} {cause}; the other ranks were stopped"]
+    place = None if heartbeats is None else heartbeats.place_of(failed)
+    where = f" (last seen in {place})" if place else ""
+    lines = [f"error: rank {failed.number} {failure.cause}{where}; the other ranks were stopped"]
     if failed.log is not None:
         with failed.log.open("rb") as log:
             log.seek(failed.log_start_bytes)

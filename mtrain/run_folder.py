@@ -75,6 +75,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def heartbeats(self) -> Path:
+        """What each rank is doing, one file a rank."""
+        return self.path / "heartbeats"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files."""
         return self.path / "tensorboard"

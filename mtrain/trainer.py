@@ -22,14 +22,15 @@ from mtrain.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.errors import NumericError
 from mtrain.evaluate import evaluate, term_records
 from mtrain.exports import Exporter, clean_staging
+from mtrain.health.heartbeat import Heartbeat, Phase
 from mtrain.health.signals import StopSignal
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.lr import learning_rate
-from mtrain.mcore.groups import Groups, open_groups
+from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.optimizer import Update
 from mtrain.mcore.saving import Origin, Saver
-from mtrain.mcore.world import on_first_rank, open_world
+from mtrain.mcore.world import any_rank, naming_lost_ranks, on_first_rank, open_world
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.planning import flops_per_token, mfu, peak_flops
@@ -42,7 +43,9 @@ from mtrain.step import StepTotals
 def train(config: Config) -> None:
     """Trains from the newest checkpoint of the run folder, or from the start, to `train.num_steps`.
 
-    A stop signal on any rank ends the run after the step in flight, with a checkpoint and the marker REQUEUE.
+    A stop signal on any rank ends the run after the step in flight, with a checkpoint and the marker REQUEUE; one that
+    comes before the first step leaves the marker only. May be called again in the same process, and in a thread, which
+    sees the signals where the main thread holds a StopSignal.
 
     Raises:
         MtrainError: As each part says; see mtrain/errors.py for exit codes.
@@ -50,8 +53,12 @@ def train(config: Config) -> None:
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)
     timeout_s = config.train.process_group_timeout_s
-    with StopSignal() as signal, open_world(environment, config.train.device, timeout_s) as device:
-        train_on(open_groups(layout, device, config.train.seed, timeout_s), config, signal)
+    with (
+        StopSignal() as signal,
+        open_world(environment, config.train.device, timeout_s) as device,
+        opened_groups(layout, device, config.train.seed, timeout_s) as groups,
+    ):
+        train_on(groups, config, signal)
 
 
 Build = Callable[[Config, Groups, RunFolder], Run]
@@ -73,7 +80,15 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     with contextlib.ExitStack() as held:
         surroundings = _surroundings(groups.device, groups.layout)
         lock, config = on_first_rank(lambda: _enter(folder, config, surroundings, held))
+        size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
+        heartbeat = held.enter_context(Heartbeat(folder.heartbeats, groups.rank, size, timeout_s))
+        held.enter_context(naming_lost_ranks(heartbeat.missing))
+        if any_rank(signal.received is not None, groups.device):
+            return on_first_rank(lambda: folder.set_requeue("stopped by a signal before the model was built"))
+        heartbeat.enter(Phase.BUILD, 0)
         run = build(config, groups, folder)
+        if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
+            return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal before step {run.start_step + 1}"))
         if config.checkpoint.rehearse:
             rehearse(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))
@@ -82,14 +97,16 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         exporter = Exporter(folder, every, lock.check)
         held.callback(exporter.close)
         try:
-            stopped_after = _loop(run, saver, exporter, sinks, signal)
+            stopped_after = _loop(run, saver, exporter, sinks, signal, heartbeat)
         except NumericError:  # on all ranks; what was saved before is as good as ever
             saver.wait()
             raise
+        heartbeat.enter(Phase.SAVE, config.train.num_steps if stopped_after is None else stopped_after)
         saver.finish()
         if stopped_after is not None:
-            on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
-        elif exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
+            return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
+        heartbeat.enter(Phase.EXPORT, heartbeat.step)
+        if exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
             folder.set_requeue("stopped by a signal before all checkpoints were exported")
 
 
@@ -142,28 +159,34 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
     return Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
 
 
-def _loop(run: Run, saver: Saver, exporter: Exporter, sinks: Sinks, signal: StopSignal) -> int | None:
+def _loop(
+    run: Run, saver: Saver, exporter: Exporter, sinks: Sinks, signal: StopSignal, heartbeat: Heartbeat
+) -> int | None:
     """All steps; the number of the last one where a signal stopped the run early."""
     config, start, last = run.config, run.start_step, run.config.train.num_steps
     if config.valid.at_start and start == 0:
-        _validate(run, sinks, 0)
+        _validate(run, sinks, 0, heartbeat)
     with _batches(run) as batches:
         for step in range(start, last):
             began = time.perf_counter()
+            heartbeat.enter(Phase.DATA, step + 1)
             own = None if batches is None else next(batches)
+            heartbeat.enter(Phase.FORWARD_BACKWARD, step + 1)
             totals = run.training.forward_backward(own, flag=signal.received is not None)
             lr = learning_rate(step, config.optimizer, last)
+            heartbeat.enter(Phase.UPDATE, step + 1)
             update = run.training.update(totals, lr)
             done, valid_loss = step + 1, None
             sinks.write(_record(run, done, totals, update, lr, time.perf_counter() - began))
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
-                valid_loss = _validate(run, sinks, done)
+                valid_loss = _validate(run, sinks, done, heartbeat)
             if totals.flag:
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
             is_stopped = totals.flag and done < last
             at_end = done == last and config.checkpoint.at_end
             if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):
+                heartbeat.enter(Phase.SAVE, done)
                 exporter.expect(done)
                 saver.save(run.chunks, run.optimizer, done, valid_loss)
             exporter.poll()
@@ -186,10 +209,11 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
         yield batches
 
 
-def _validate(run: Run, sinks: Sinks, step: int) -> float | None:
+def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float | None:
     """The validation loss, in nats; None where the run has no validation set."""
     if run.validation is None:
         return None
+    heartbeat.enter(Phase.VALIDATION, step)
     model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
     record = evaluate(*model, run.validation, step, run.teacher)
     sinks.write(record)

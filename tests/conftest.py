@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +39,11 @@ def pool() -> Pool:
 def notice(request: pytest.FixtureRequest) -> Iterator[Notice]:
     """Measures how long the fault of this test takes to be noticed."""
     yield from measured(request)
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP as it is in a terminal, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

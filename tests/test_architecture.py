@@ -26,6 +26,7 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "faultpoints": 0,
     "files": 0,
+    "health.heartbeat": 0,
     "health.signals": 0,
     "hf.axes": 0,
     "hf.config": 0,
@@ -42,6 +43,7 @@ LAYERS: dict[str, int] = {
     "plain_files": 0,
     "planning": 0,
     "tokenizer": 0,
+    "watch": 0,
     # 1: torch and numpy; these rooms do not import each other
     "checkpoint": 1,
     "data": 1,

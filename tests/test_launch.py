@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mtrain.health.signals import STOP_SIGNALS
 from mtrain.launch import run_ranks
+from tests.fault_table import Notice
 
 LAUNCHER = """
 import sys
@@ -20,16 +22,19 @@ from pathlib import Path
 from mtrain.launch import run_ranks
 sys.exit(run_ranks([sys.executable, sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3]), grace_s=float(sys.argv[4])))
 """
-HEAD = """
+UNBLOCK = "signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())"
+HEAD = f"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
 rank = int(os.environ["RANK"])
 here = Path(__file__).parent
+{UNBLOCK}
 def tell(name, text=""):
     (here / "writing").mkdir(exist_ok=True)
     (here / "writing" / name).write_text(str(text))
     os.replace(here / "writing" / name, here / name)
 """
+pytestmark = pytest.mark.usefixtures("hangup")
 LONG_S = 60
 """Longer than a test may take; nothing waits for it to pass."""
 
@@ -162,11 +167,14 @@ def test_what_rank_0_has_said_is_not_repeated(
     assert capfd.readouterr().err == "bad data\n"
 
 
+@pytest.mark.fault("ranks", "kill -9 of a rank", happens="the launcher names the rank and the signal", exit_code=5)
 def test_a_killed_rank_is_named_with_its_signal(
-    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str], notice: Notice
 ) -> None:
     path = program("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
-    assert run(path, 2, grace_s=0.1) == 5
+    with notice:
+        code = run(path, 2, grace_s=0.1)
+    assert code == notice.exit_code
     assert "error: rank 1 was killed by SIGKILL" in capfd.readouterr().err
 
 
@@ -176,7 +184,7 @@ def test_ranks_may_end_by_themselves_within_the_grace(program: Callable[[str], P
     assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_signals_reach_every_rank_once(program: Callable[[str], Path], tmp_path: Path, number: signal.Signals) -> None:
     body = f"""
 received = []
@@ -190,6 +198,22 @@ time.sleep(0.2); tell(f'received{{rank}}', len(received))
         process.send_signal(number)
         assert process.wait(20) == 0
     assert [(tmp_path / f"received{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_a_signal_before_a_rank_can_handle_it_is_kept(program: Callable[[str], Path], tmp_path: Path) -> None:
+    body = """
+signal.signal(signal.SIGUSR1, lambda number, frame: tell(f'received{rank}'))
+tell(f'begun{rank}'); time.sleep(1)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+tell(f'end{rank}')
+"""
+    path = program(body)
+    path.write_text(path.read_text().replace(UNBLOCK, "", 1))
+    with launcher(path, 2) as process:
+        wait_for_both("begun", tmp_path, process)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(20) == 0
+    assert all((tmp_path / f"received{rank}").exists() for rank in range(2))
 
 
 def test_a_second_interrupt_kills(program: Callable[[str], Path], tmp_path: Path) -> None:

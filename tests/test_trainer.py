@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+
+from mtrain.health.heartbeat import read_beat
+from tests.fault_table import Notice
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
@@ -118,15 +122,25 @@ def test_a_stopped_run_goes_on_bit_for_bit(command: Any, start: Any, tmp_path: P
     assert len(numbers(tmp_path / "run")) == 60
 
 
-def test_a_signal_to_one_rank_stops_all_in_the_same_step(command: Any, start: Any, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "signals",
+    "SIGHUP (a closed terminal) to one rank during training",
+    happens="all ranks finish the same step, save and leave the marker REQUEUE",
+    exit_code=0,
+)
+@pytest.mark.usefixtures("hangup")
+def test_a_signal_to_one_rank_stops_all_in_the_same_step(
+    command: Any, start: Any, tmp_path: Path, notice: Notice
+) -> None:
     process = start(command("train.num_steps=2000", "layout.tp=2", ranks=2))
     wait_for_step(tmp_path / "run", 2)
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
-    ranks[1].send_signal(signal.SIGUSR1)
-    code, _, errors = finished(process)
-    assert code == 0, errors
-    assert (tmp_path / "run" / "REQUEUE").exists()
+    with notice:
+        ranks[1].send_signal(signal.SIGHUP)
+        code, _, errors = finished(process)
+    assert code == notice.exit_code, errors
     last = records(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "REQUEUE").read_text() == f"stopped by a signal after step {last}\n"
     assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "mtrain.json").exists()
 
 
@@ -227,14 +241,23 @@ def test_the_resolved_configuration_repeats_the_run(command: Any, start: Any, tm
     assert numbers(tmp_path / "again") == numbers(tmp_path / "run")
 
 
-def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_path: Path) -> None:
-    process = start(command("train.num_steps=2000", "layout.tp=2", ranks=2))
+@pytest.mark.fault(
+    "ranks",
+    "kill -9 of a rank in a step",
+    happens="the launcher names rank, signal, phase and step; the others end",
+    exit_code=5,
+)
+def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
+    process = start(command("train.num_steps=2000", "train.process_group_timeout_s=20", "layout.tp=2", ranks=2))
     wait_for_step(tmp_path / "run", 1)
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
-    ranks[1].kill()
-    code, output, errors = finished(process)
-    assert code == 5
-    assert "rank 1" in errors
-    assert "SIGKILL" in errors
+    while (beat := read_beat(tmp_path / "run" / "heartbeats", 1)) is None or beat.step == 0:
+        time.sleep(0.02)
+    with notice:
+        ranks[1].kill()
+        code, output, errors = finished(process)
+    assert code == notice.exit_code
+    assert re.search(r"rank 1 was killed by SIGKILL \(last seen in \w+ of step \d+\)", errors), errors
+    assert re.search(r"rank 0 lost the connection to another rank; rank 1: silent for .* of step \d+ ", errors), errors
     assert "Traceback" not in output + errors
     assert not any(child.is_running() for child in ranks.values())

@@ -18,7 +18,7 @@ from mtrain.hf.logits import transformers_logits
 from mtrain.hf.source import open_source
 from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_frozen_weights
-from mtrain.mcore.groups import Groups, open_groups
+from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.model import build_frozen_model, run_chunk
 from mtrain.mcore.world import open_world
 
@@ -47,8 +47,10 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
         theirs = transformers_logits(hf, tokens)
     except ModuleNotFoundError as fault:
         raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
-    with open_world(_ALONE, "cpu", _TIMEOUT_S) as device:
-        groups = open_groups(Layout(), device, _SEED, _TIMEOUT_S)
+    with (
+        open_world(_ALONE, "cpu", _TIMEOUT_S) as device,
+        opened_groups(Layout(), device, _SEED, _TIMEOUT_S) as groups,
+    ):
         ours = our_logits(entry, model, groups, tokens, main)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 

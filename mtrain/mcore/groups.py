@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,33 +70,50 @@ def is_of_experts(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def open_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Groups:
-    """Opens every group of the layout on an initialised torch.distributed world.
+@contextlib.contextmanager
+def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Iterator[Groups]:
+    """Opens every group of the layout on an initialised torch.distributed world, and closes them at the end.
 
     Collective over the world. Also seeds the random states that dropout draws from.
+
+    Args:
+        layout: Of the world's size.
+        device: Of this rank.
+        seed: Of the random states.
+        timeout_s: How long ranks wait for each other in any collective of any group, to the second.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-        create_gloo_process_groups=False,
-    )
-    groups = Groups(
-        layout=layout,
-        device=device,
-        collection=ProcessGroupCollection.use_mpu_process_groups(),
-        rank=dist.get_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-    )
-    seed_generators(seed, 0, groups)
-    return groups
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=timeout_s / 60,
+            create_gloo_process_groups=False,
+        )
+        _set_timeouts(timedelta(seconds=timeout_s))
+        groups = Groups(
+            layout=layout,
+            device=device,
+            collection=ProcessGroupCollection.use_mpu_process_groups(),
+            rank=dist.get_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+        )
+        seed_generators(seed, 0, groups)
+        yield groups
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _set_timeouts(timeout: timedelta) -> None:
+    """Of every group of this rank: parallel_state.py does not hand its timeout on to all that it opens."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def seed_generators(seed: int, step: int, groups: Groups) -> None:
@@ -106,8 +126,3 @@ def seed_generators(seed: int, step: int, groups: Groups) -> None:
     derived = int.from_bytes(digest[:4], "little") >> 1
     torch.manual_seed(derived)
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
-
-
-def close_groups() -> None:
-    """Closes what `open_groups` opened; torch.distributed stays up."""
-    parallel_state.destroy_model_parallel()

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
@@ -39,7 +38,7 @@ from mtrain.mcore import optimizer_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.parts import parts_to_save
-from mtrain.mcore.world import on_first_rank
+from mtrain.mcore.world import any_rank, on_first_rank
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
@@ -153,7 +152,7 @@ class Saver:
         Raises:
             MtrainError: As `save` does.
         """
-        if self._flight is None or self._any_rank(self._is_busy(self._flight)):
+        if self._flight is None or any_rank(self._is_busy(self._flight), self._groups.device):
             return
         fault = self._advanced(self._flight)
         if fault is not None:
@@ -300,11 +299,6 @@ class Saver:
     def _is_stuck(self) -> bool:
         self._stuck = [work for work in self._stuck if not work.done()]
         return bool(self._stuck)
-
-    def _any_rank(self, flag: bool) -> bool:
-        flags = torch.tensor([flag], dtype=torch.int32, device=self._groups.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags.item())
 
 
 def _first_fault(everyone: Sequence[Written | MtrainError | None]) -> MtrainError | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError, MtrainError, RankLostError
@@ -18,12 +21,27 @@ from mtrain.errors import MachineError, MtrainError, RankLostError
 Result = TypeVar("Result")
 
 _SIGNS_OF_A_LOST_RANK = (
+    # gloo
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
+    # NCCL, as ProcessGroupNCCL and ncclGetErrorString word it
     "remote process exited",
+    "remote process exiting",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
 )
+"""Parts of what torch's backends say, in plain errors, when another rank is gone or does not answer in time."""
+
+_ERRORS_OF_THE_STORE = (dist.DistStoreError, dist.DistNetworkError)
+"""Raised where ranks meet through the store, as NCCL does when it opens a connection."""
+
+_stores: dict[tuple[str, int, int], Store] = {}
+"""(address, port, world size) -> where the ranks of this process meet. Kept to the end of the process: a second world
+that opened the same port again could reach the store of the first one, which rank 0 is about to close."""
+_num_worlds = itertools.count()
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -62,12 +80,13 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ and environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
+    timeout = timedelta(seconds=timeout_s)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            **_rendezvous(environment),
+            timeout=timeout,
+            **_rendezvous(environment, timeout),
             **options,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -76,24 +95,45 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
             f"{environment.master_addr}:{environment.master_port}: {error}"
         ) from error
     try:
-        yield device
-    except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
-        if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
-            raise
-        reason = str(error).splitlines()[0].partition(" This is typically")[0]  # gloo's advice is not for our users
-        raise RankLostError(f"rank {environment.rank} lost the connection to another rank: {reason}") from error
+        with naming_lost_ranks(lambda: ""):
+            yield device
     finally:
         dist.destroy_process_group()
 
 
-def _rendezvous(environment: RankEnvironment) -> dict[str, Any]:
-    if environment.world_size == 1:
+def _rendezvous(environment: RankEnvironment, timeout: timedelta) -> dict[str, Any]:
+    """A store that every world of this process has for itself: ranks open their worlds in the same order."""
+    rank, size = environment.rank, environment.world_size
+    if size == 1:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
-    return {
-        "init_method": f"tcp://{environment.master_addr}:{environment.master_port}",
-        "rank": environment.rank,
-        "world_size": environment.world_size,
-    }
+    place = environment.master_addr, environment.master_port, size
+    if place not in _stores:
+        url = f"tcp://{environment.master_addr}:{environment.master_port}"
+        _stores[place], _, _ = next(rendezvous(url, rank, size, timeout=timeout))
+    store = PrefixStore(f"world-{next(_num_worlds)}", _stores[place])
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
+    """Turns what torch raises when another rank is gone or does not answer in time into one message.
+
+    Args:
+        missing: Called once that has happened; names the ranks that are missing, empty where they are unknown.
+
+    Raises:
+        RankLostError: Inside the block the connection to another rank broke or it did not answer in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
+        is_sign = any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK)
+        if not is_sign and not isinstance(error, _ERRORS_OF_THE_STORE):
+            raise
+        line = str(error).splitlines()[0].partition(" This is typically")[0]  # gloo's advice is not for our users
+        reason, names = re.sub(r"^\[/[^\]]*\] ", "", line), missing()  # nor is the place in its source
+        message = f"rank {dist.get_rank()} lost the connection to another rank"
+        raise RankLostError(f"{message}; {names} ({reason})" if names else f"{message}: {reason}") from error
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
@@ -113,6 +153,13 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
         raise outcome[1]
     result: Result = outcome[0]
     return result
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is true on any rank. One all-reduce of one number over the world, which the host waits for."""
+    flags = torch.tensor([flag], dtype=torch.int32, device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def on_all_ranks(action: Callable[[], Result]) -> Result:

@@ -154,7 +154,7 @@ def _call(
     import torch
     import torch.distributed as dist
 
-    from mtrain.mcore.groups import close_groups, open_groups
+    from mtrain.mcore.groups import opened_groups
 
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {}
@@ -170,10 +170,7 @@ def _call(
         **options,
     )
     try:
-        groups = open_groups(layout, device, seed, timeout_s)
-        try:
+        with opened_groups(layout, device, seed, timeout_s) as groups:
             return function(groups, *arguments)
-        finally:
-            close_groups()
     finally:
         dist.destroy_process_group()

@@ -5,19 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from mtrain.health.signals import STOP_SIGNALS, StopSignal
 
-
-@pytest.fixture(autouse=True)
-def hangup_is_not_ignored() -> Iterator[None]:
-    """As it is where these tests run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
+pytestmark = pytest.mark.usefixtures("hangup")
 
 
 def send(number: signal.Signals) -> None:

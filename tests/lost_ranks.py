@@ -1,0 +1,72 @@
+"""What ranks do in the tests of lost ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mtrain import faultpoints
+from mtrain.config import Config
+from mtrain.health.signals import StopSignal
+from mtrain.mcore.groups import Groups, opened_groups
+from mtrain.trainer import train_on
+
+
+def with_short_timeouts(groups: Groups, store: str, timeout_s: float, action: Callable[[Groups], None]) -> None:
+    """On the same ranks, but in a world opened anew; `store` is a file that is not there yet."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    with opened_groups(groups.layout, groups.device, 1234, timeout_s) as again:
+        action(again)
+
+
+def train_with_fault(groups: Groups, config: Config, fault: faultpoints.Fault) -> None:
+    """A whole run in which one rank fails."""
+    os.environ[faultpoints.VARIABLE] = str(fault)
+    store, timeout_s = f"{config.run.dir}.store", config.train.process_group_timeout_s
+    with_short_timeouts(groups, store, timeout_s, lambda again: train_on(again, config, StopSignal()))
+
+
+class Waited(NamedTuple):
+    """One call of one group to which the others did not come."""
+
+    group: str
+    call: str
+    seconds: float
+
+
+def wait_in_vain(groups: Groups, store: str, timeout_s: float) -> list[Waited]:
+    """Rank 0 begins two calls in every group of more than one rank, all at once, and waits; the others come to none."""
+    waited: list[Waited] = []
+
+    def action(_: Groups) -> None:
+        if dist.get_rank() != 0:
+            time.sleep(4 * timeout_s)
+            return
+        began = time.monotonic()
+        for name, call, work in list(_begun()):
+            try:
+                work.wait()
+            except RuntimeError:
+                waited.append(Waited(name, call, time.monotonic() - began))
+
+    with_short_timeouts(groups, store, timeout_s, action)
+    return waited
+
+
+def _begun() -> Iterator[tuple[str, str, Any]]:
+    for group in dist.distributed_c10d._world.pg_map:
+        if dist.get_world_size(group) > 1:
+            yield group.group_desc, "receive", dist.irecv(torch.zeros(1), group=group, group_src=1)
+            yield group.group_desc, "all-reduce", dist.all_reduce(torch.zeros(1), group=group, async_op=True)
