@@ -5,16 +5,24 @@ tokens are added by the code that builds samples, by id.
 """
 
 import hashlib
-import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from mtrain.errors import DataError
+from mtrain.plain_files import parsed_json, read_plain_file
+
+Result = TypeVar("Result")
 
 _HF_FILE = "tokenizer.json"
 _HF_SETTINGS = "tokenizer_config.json"
+_MOST_BYTES = 1 << 28
+"""Of one file; the largest have about forty million."""
+_PANIC = "PanicException"
+"""A fault of a library in Rust; no Exception, and its module cannot be imported to name the class."""
+_HAS_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 class Tokenizer(ABC):
@@ -88,12 +96,12 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Model
 
         content = _content(path)
-        try:
-            self._model = Model.from_buffer(content)
-        except Exception as fault:  # the library raises plain Exception for every kind of bad content
-            raise DataError(
-                f"{path} is not a tokenizer.json ({_one_line(fault)}); give one that the `tokenizers` library wrote"
-            ) from fault
+        _check_prefix(path, content)
+        self._model = _called(
+            lambda: Model.from_buffer(content),
+            f"{path} is not a tokenizer.json",
+            "give one that the `tokenizers` library wrote",
+        )
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # "<eos>" in a document is five characters, not the control token
@@ -124,16 +132,20 @@ class HuggingFaceTokenizer(Tokenizer):
         return int(id_)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+        return list(self._of_text(lambda: self._model.encode(text, add_special_tokens=False)).ids)
 
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
         """Above one thread the library uses as many as RAYON_NUM_THREADS allows."""
         if num_threads == 1:
             return [self.encode(text) for text in texts]
-        return [list(one.ids) for one in self._model.encode_batch(list(texts), add_special_tokens=False)]
+        found = self._of_text(lambda: self._model.encode_batch(list(texts), add_special_tokens=False))
+        return [list(one.ids) for one in found]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(id_) for id_ in ids], skip_special_tokens=True))
+        return str(self._of_text(lambda: self._model.decode([int(id_) for id_ in ids], skip_special_tokens=True)))
+
+    def _of_text(self, call: Callable[[], Any]) -> Any:
+        return _called(call, f"{self.path} fails on a text", "take the file from its source again")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -172,7 +184,7 @@ def _file(path: Path) -> Path:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_plain_file(path, _MOST_BYTES)
     except OSError as fault:
         raise DataError(f"tokenizer {path} cannot be read: {fault.strerror or fault}; check the path") from fault
 
@@ -182,12 +194,41 @@ def _settings(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        settings = json.loads(_content(path))
+        settings = parsed_json(_content(path))
     except ValueError as fault:
-        raise DataError(f"{path} is not JSON: {_one_line(fault)}; mend it") from fault
+        raise DataError(f"{path} is not JSON: {_one_line(fault)}; correct it") from fault
     if not isinstance(settings, dict):
-        raise DataError(f"{path} holds a {type(settings).__name__}, but a JSON object is needed; mend it")
+        raise DataError(f"{path} holds a {type(settings).__name__}, but a JSON object is needed; correct it")
     return settings
+
+
+def _called(call: Callable[[], Result], what: str, change: str) -> Result:
+    """What a call of the `tokenizers` library gives; every fault of it as one error."""
+    try:
+        return call()
+    except BaseException as fault:
+        if isinstance(fault, Exception) or type(fault).__name__ == _PANIC:  # plain Exception for every kind of fault
+            raise DataError(f"{what} ({_one_line(fault)}); {change}") from fault
+        raise
+
+
+def _check_prefix(path: Path, content: bytes) -> None:
+    """The library cuts the prefix off the second part of each merge unseen; where it is not there, the process may end.
+
+    Raises:
+        DataError: It is not there.
+    """
+    if not _HAS_PREFIX.search(content):
+        return
+    try:
+        model = parsed_json(content)["model"]
+        prefix, merges = model["continuing_subword_prefix"], model.get("merges", ())
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
+        is_there = all(second.startswith(prefix) for _, second in pairs)
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise DataError(f"{path} is not a tokenizer.json ({_one_line(fault)}); correct it") from fault
+    if not is_there:
+        raise DataError(f"{path} has merges without their prefix {prefix[:20]!r}; take the file from its source again")
 
 
 def _one_line(fault: BaseException) -> str:

@@ -34,6 +34,7 @@ LAYERS: dict[str, int] = {
     "hf.families": 0,
     "hf.family": 0,
     "hf.files": 0,
+    "hf.header": 0,
     "hf.registry": 0,
     "hf.rope": 0,
     "hf.table": 0,

@@ -1,6 +1,7 @@
 """Tokenizers: both kinds behave alike, and bad files are told."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from mtrain.data.tokenizer_training import train_tokenizer
 from mtrain.errors import DataError
 from mtrain.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+from tests.fault_table import Notice
 
 TEXTS = ["def f(x):\n    return x + 1\n", "    indented  twice", "", "naïve 日本 🙂 12345", "<s> </s> is text"]
 
@@ -123,6 +125,73 @@ def test_bad_files_are_told(
     prepare(tmp_path, folder)
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path / name)
+
+
+def _changed(folder: Path, path: Path, **changes: object) -> Path:
+    """The tokenizer with other parts."""
+    content = json.loads((folder / "hf" / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps({**content, **changes}))
+    (path / "tokenizer_config.json").write_bytes((folder / "hf" / "tokenizer_config.json").read_bytes())
+    return path
+
+
+def _precompiled(charsmap: str) -> dict[str, str]:
+    return {"type": "Precompiled", "precompiled_charsmap": charsmap}
+
+
+@pytest.mark.fault(
+    "folders",
+    "tokenizer.json that ends in a panic of the library, when it is opened or on a text",
+    happens="refused by one message that names the file",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("charsmap", "why"),
+    [("AAAA", r"is not a tokenizer\.json \(Precompiled"), ("CAAAAP////////8AAAAA", "fails on a text .index out of")],
+)
+def test_a_panic_of_the_library_is_one_message(
+    folder: Path, tmp_path: Path, charsmap: str, why: str, notice: Notice
+) -> None:
+    with notice, pytest.raises(DataError, match=why) as error:
+        load_tokenizer(_changed(folder, tmp_path, normalizer=_precompiled(charsmap))).encode("naïve")
+    assert error.value.exit_code == notice.exit_code
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_token_that_is_missing_is_one_message(folder: Path, tmp_path: Path, threads: int) -> None:
+    model = {"type": "WordLevel", "vocab": {"</s>": 1, "a": 2}, "unk_token": "[UNK]"}
+    tokenizer = load_tokenizer(_changed(folder, tmp_path, model=model))
+    with pytest.raises(DataError, match=r"tokenizer\.json fails on a text \(WordLevel error: Missing \[UNK\]"):
+        tokenizer.encode_batch(["b"], threads)
+
+
+@pytest.mark.parametrize("prefix", ["#", "toolong"])
+def test_merges_that_would_end_the_process_are_refused(folder: Path, tmp_path: Path, prefix: str) -> None:
+    model = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "é": 2, "aé": 3}, "merges": ["a é"]}
+    path = _changed(folder, tmp_path, model={**model, "continuing_subword_prefix": prefix})
+    with pytest.raises(DataError, match=f"has merges without their prefix '{prefix}'"):
+        load_tokenizer(path)
+
+
+def test_merges_with_their_prefix_are_read(folder: Path, tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "##b": 2, "ab": 3}, "merges": [["a", "##b"]]}
+    path = _changed(folder, tmp_path, model={**model, "continuing_subword_prefix": "##"}, pre_tokenizer=None)
+    assert load_tokenizer(path).encode("ab") == [3]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_bombs_and_pipes_are_told(folder: Path, tmp_path: Path, name: str) -> None:
+    _changed(folder, tmp_path)
+    (tmp_path / name).write_bytes(b'{"a":' * 10**6)
+    with pytest.raises(DataError, match=rf"{name} is not"):
+        load_tokenizer(tmp_path)
+    os.truncate(tmp_path / name, 40 * 2**30)
+    with pytest.raises(DataError, match=rf"{name} cannot be read: it has 42949672960 bytes"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name} cannot be read: it is a device or a pipe"):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_model_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:

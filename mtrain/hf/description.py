@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.model import ModelSection
-from mtrain.errors import ConfigError, DataError
+from mtrain.errors import ConfigError
 from mtrain.hf.config import DEPTHS, differences
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, read_json
+from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json
+from mtrain.hf.header import read_header
 from mtrain.hf.registry import family_of
 
-_LENGTH_BYTES = 8
 _FREE_OF_EXPERTS = ("dispatcher", "implementation", "capacity_factor", "bias_update_rate")
 """Fields of `model.experts` that do not change what the weights mean."""
 
@@ -33,22 +32,14 @@ def described_model(folder: Path) -> ModelSection:
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """Names of all tensors, from the index or from the header of the one file, unchecked.
+    """Names of all tensors, from the index or from the header of the one file; nothing else of them is checked.
 
     Raises:
         DataError: There are neither, or they are damaged.
     """
     if (folder / INDEX_NAME).exists():
-        places = read_json(inside(folder, INDEX_NAME)).get("weight_map")
-        return places if isinstance(places, dict) else ()
-    path = inside(folder, SINGLE_NAME)
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-    except (OSError, ValueError) as fault:
-        raise DataError(f"{path} cannot be read: {fault}; download it again") from fault
-    return header if isinstance(header, dict) else ()
+        return places(folder)
+    return read_header(inside(folder, SINGLE_NAME)).tensors
 
 
 def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:

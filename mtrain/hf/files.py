@@ -5,17 +5,21 @@ What a model is can be read here without loading torch.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mtrain.errors import DataError
+from mtrain.plain_files import parsed_json, read_plain_file
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_MOST_BYTES = 1 << 26
+"""Of a JSON file; the index of the largest models has ten million."""
+_LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
     r"generation_config\.json|tokenizer.*\.(json|model)|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
     r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|preprocessor_config\.json|"
@@ -41,10 +45,13 @@ def inside(folder: Path, name: str) -> Path:
         DataError: It is missing, or the name or a link leads elsewhere.
     """
     path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or not name:
-        raise DataError(f"{folder} names the file {name!r}, which does not lie inside it")
+    is_plain = "\0" not in name and all(len(os.fsencode(part)) <= _LONGEST_FILE_NAME for part in Path(name).parts)
+    if Path(name).is_absolute() or ".." in Path(name).parts or not name or not is_plain:
+        raise DataError(f"{folder} names the file {name[:_LONGEST_FILE_NAME]!r}, which does not lie inside it")
     try:
         real = path.resolve(strict=True)
+    except RuntimeError as fault:  # as Python 3.11 says it
+        raise DataError(f"{path} is a link to itself; download it again") from fault
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     if not any(real.is_relative_to(root) for root in _roots(folder)):
@@ -59,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: The file cannot be read or holds something else.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = parsed_json(read_plain_file(path, _MOST_BYTES))
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValueError as fault:
@@ -76,12 +83,21 @@ def places(folder: Path) -> dict[str, str]:
         DataError: It cannot be read, or names files outside of the folder.
     """
     found = read_json(inside(folder, INDEX_NAME)).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+    is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
+    if not isinstance(found, dict) or not is_map or not all(map(is_tensor_name, found)):
         raise DataError(f"{folder / INDEX_NAME} has no weight_map of names to files; download it again")
     for file in set(found.values()):
         if Path(file).name != file:
-            raise DataError(f"{folder / INDEX_NAME} names the file {file!r}, but a plain name in the folder is needed")
+            raise DataError(
+                f"{folder / INDEX_NAME} names the file {file[:_LONGEST_FILE_NAME]!r}, but a plain name in the folder "
+                "is needed"
+            )
     return found
+
+
+def is_tensor_name(name: str) -> bool:
+    """Whether a tensor may be called so: in messages it has to stand on one line."""
+    return 0 < len(name) <= _LONGEST_TENSOR_NAME and name.isprintable()
 
 
 def _roots(folder: Path) -> list[Path]:

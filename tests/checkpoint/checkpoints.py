@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from mtrain.checkpoint.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
 from mtrain.checkpoint.manifest import Facts
@@ -41,10 +42,17 @@ def damage(root: Path, step: int) -> None:
     (root / step_name(step) / "__0_0.distcp").write_bytes(b"sha")
 
 
-def change_manifest(folder: Path, *, format: int = 3, **changes: object) -> None:
-    """Rewrites a manifest with other content and a SHA-256 that fits it; of format 2 without one, as 0.1.0 wrote it."""
+def change_manifest(folder: Path, content: dict[str, Any] | None = None, *, format: int = 3, **changes: object) -> None:
+    """Rewrites a manifest with a SHA-256 that fits it; of format 2 without one, as 0.1.0 wrote it.
+
+    Args:
+        folder: Of the checkpoint.
+        content: All of it; None changes what is there.
+        format: What it says of its format, unless `content` is given.
+        changes: Fields with other values.
+    """
     path = folder / "mtrain.json"
-    content = {**json.loads(path.read_text()), "format": format, **changes}
+    content = {**json.loads(path.read_text()), "format": format, **changes} if content is None else {**content}
     content.pop("sha256", None)
     body = json.dumps(content, indent=1)
     seal = hashlib.sha256(body.encode()).hexdigest()

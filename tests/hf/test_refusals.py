@@ -20,6 +20,7 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf
 from mtrain.errors import DataError
+from tests.fault_table import Notice
 from tests.hf.folders import save
 from tools.convert_checkpoint import app
 
@@ -80,6 +81,12 @@ def overlap(folder: Path) -> None:
     (folder / FIRST).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
+def pipe_for(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+INDEX = "model.safetensors.index.json"
 NORM = "model.layers.0.input_layernorm.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown family": (lambda f: edit_json(f / "config.json", model_type="mamba"), "model_type='mamba' is not supp"),
@@ -121,6 +128,24 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_map(f, lambda places: places.update({NORM: "model-00002-of-00003.safetensors"})),
         f"lacks {NORM}, which model.safetensors.index.json places there",
     ),
+    "deep config": (
+        lambda f: (f / "config.json").write_bytes(b"[" * 10**6),
+        "config.json is not JSON: it is nested too",
+    ),
+    "number of 5,000 digits": (
+        lambda f: (f / "config.json").write_text('{"hidden_size": ' + "1" * 5000 + "}"),
+        "config.json is not JSON: .* digits",
+    ),
+    "key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), "config.json is not JSON: 'a' stands"),
+    "pipe as config": (lambda f: pipe_for(f / "config.json"), "config.json cannot be read: it is a device or a pipe"),
+    "deep index": (lambda f: (f / INDEX).write_bytes(b'{"weight_map":' * 10**6), f"{INDEX} is not JSON: it is nested"),
+    "index of 40 GiB": (lambda f: os.truncate(f / INDEX, 40 * 2**30), f"{INDEX} cannot be read: it has 42949672960"),
+    "NUL in the name of a file": (point_to("a\0b"), r"names the file 'a\\x00b'"),
+    "endless name of a file": (point_to("x" * 5000), "names the file 'xxx"),
+    "NUL in the name of a tensor": (
+        lambda f: edit_map(f, lambda places: places.update({"a\0b": FIRST})),
+        "has no weight_map of names",
+    ),
     "index without map": (
         lambda f: (f / "model.safetensors.index.json").write_text("{}"),
         "has no weight_map of names to files",
@@ -128,14 +153,23 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.fault(
+    "folders",
+    "folder of Hugging Face that is damaged, misses or repeats something, leads elsewhere or is of another model",
+    happens="refused by one message that names file, tensor or field; nothing is left behind",
+    exit_code=3,
+)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_folder_is_refused_by_name_and_nothing_is_left(good: Path, tmp_path: Path, fault: str) -> None:
+def test_a_faulty_folder_is_refused_by_name_and_nothing_is_left(
+    good: Path, tmp_path: Path, fault: str, notice: Notice
+) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(good, folder)
     plant, message = FAULTS[fault]
     plant(folder)
-    with pytest.raises(DataError, match=message):
+    with notice, pytest.raises(DataError, match=message) as error:
         import_hf(folder, tmp_path / "out", None, num_workers=1)
+    assert error.value.exit_code == notice.exit_code
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == []
 
 

@@ -1,0 +1,91 @@
+"""Files that others wrote: nothing but plain files and plain JSON, with a limit."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtrain.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
+
+
+def test_a_file_is_read_whole_up_to_the_limit(tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (tmp_path / "file").write_bytes(content)
+    (tmp_path / "link").symlink_to("file")
+    assert read_plain_file(tmp_path / "file", len(content)) == content
+    assert read_plain_file(tmp_path / "link", len(content)) == content
+    with pytest.raises(OSError, match=r"it has 3145728 bytes, but at most 3145727 are read"):
+        read_plain_file(tmp_path / "file", len(content) - 1)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 40 * 2**30)
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: None,
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "40 GiB": _sparse,
+    "link to itself": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS.keys())
+def test_what_is_no_plain_file_is_said_to_be_none(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(OSError) as error:
+        read_plain_file(tmp_path / "file", 1 << 20)
+    assert error.value.errno in NOT_A_PLAIN_FILE
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+def test_a_name_that_no_file_has_is_an_error_of_the_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OSError) as error:
+        read_plain_file(tmp_path / name, 1)
+    assert error.value.errno in NOT_A_PLAIN_FILE
+
+
+def test_a_link_is_not_followed_where_it_may_not_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError) as error:
+        read_plain_file(tmp_path / "link", 1, follow_link=False)
+    assert error.value.errno in NOT_A_PLAIN_FILE
+
+
+def test_json_is_read_as_it_stands() -> None:
+    content = '\ufeff{"a": [1, 2.5, -0, 1e-7, null, true, "\\ud83d\\ude42 é"], "b": {}}'
+    assert parsed_json(content.encode()) == {"a": [1, 2.5, 0, 1e-7, None, True, "🙂 é"], "b": {}}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "Expecting value"),
+        (b'{"a": 1', "delimiter"),
+        (b"[" * 10**6, "nested too deeply"),
+        (b'{"a":' * 10**6, "nested too deeply"),
+        (b"1" * 5000, "digits"),
+        (b"[1e999]", "1e999 is too large"),
+        (b"[NaN]", "NaN is no number"),
+        (b"[-Infinity]", "-Infinity is no number"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "'c' stands there twice"),
+        (b'["\\ud800"]', "surrogates not allowed"),
+        (b'["\xff"]', "can't decode"),
+        ('{"a": 1}'.encode("utf-16"), "can't decode"),
+    ],
+)
+def test_what_is_not_json_is_a_value_error(content: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parsed_json(content)
