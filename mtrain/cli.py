@@ -86,7 +86,12 @@ def local(
 def compare(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run folder.", show_default=False)],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The other one.", show_default=False)],
-    rtol: Annotated[float, typer.Option(help="Relative difference that counts as equal.")] = 1e-5,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            help="Relative difference that counts as equal; by default 1e-5, more in bf16 and fp16.", show_default=False
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for compare.html and compare.png.")] = Path(),
 ) -> None:
     """Compares two runs: what differs, and from which step and quantity on; exit 0 equal, 1 divergent."""

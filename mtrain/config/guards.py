@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mtrain.config.rules import layout_dependent_keys
+from mtrain.config.rules import dropout_keys, layout_dependent_keys
 
 if TYPE_CHECKING:
     from mtrain.config.root import Config
@@ -155,8 +155,8 @@ class Note:
 
 
 DROPOUT = Note(
-    lambda config: config.model.attention_dropout > 0 or config.model.hidden_dropout > 0,
-    "dropout draws other numbers on another layout: this run repeats on its own layout only",
+    lambda config: bool(dropout_keys(config.model)),
+    "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
 )
 CLIPPING = Note(
     lambda config: 0 < config.optimizer.clip_grad < _SMALL_CLIP,

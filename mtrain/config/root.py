@@ -28,8 +28,9 @@ class Config(Section):
 
     @property
     def is_layout_dependent(self) -> bool:
-        """Whether something is in use that changes with the layout by definition, and the promise is given up."""
-        return bool(rules.layout_dependent_keys(self.model, self.loss))
+        """Whether the run is that of its layout and micro-batch size only: by definition of something in use, or by the
+        draws of dropout."""
+        return bool(rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self.model))
 
     @rule
     def a_run_starts_from_one_place(self) -> str | None:

@@ -3,12 +3,14 @@
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from mtrain.config.data import DataSection
 from mtrain.config.layout import LayoutSection
 from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
+from mtrain.config.section import Section
 from mtrain.config.train import OptimizerSection, TrainSection, ValidSection
 
 
@@ -161,14 +163,35 @@ def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
         )
 
 
+LAYOUT_DEPENDENT_KEYS = (
+    "model.experts.capacity_factor",
+    "loss.router.microbatch_balance_coefficient",
+    "loss.router.global_balance_coefficient",
+)
+"""Knobs whose effect changes with the layout by definition, when they are above 0."""
+DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout")
+"""Above 0 they draw other numbers under another layout or micro-batch size, so that no two of them are the same run."""
+
+
 def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
-    """The knobs in use whose effect changes with the layout by definition."""
-    asked = {
-        "model.experts.capacity_factor": model.experts is not None and model.experts.capacity_factor is not None,
-        "loss.router.microbatch_balance_coefficient": loss.router.microbatch_balance_coefficient > 0,
-        "loss.router.global_balance_coefficient": loss.router.global_balance_coefficient > 0,
-    }
-    return [key for key, is_asked in asked.items() if is_asked]
+    """Those of LAYOUT_DEPENDENT_KEYS that are in use."""
+    return _above_zero(LAYOUT_DEPENDENT_KEYS, {"model": model, "loss": loss})
+
+
+def dropout_keys(model: ModelSection) -> list[str]:
+    """Those of DROPOUT_KEYS that are in use."""
+    return _above_zero(DROPOUT_KEYS, {"model": model})
+
+
+def _above_zero(keys: Iterable[str], sections: Mapping[str, Section]) -> list[str]:
+    def value(key: str) -> Any:
+        name, *parts = key.split(".")
+        found: Any = sections[name]
+        for part in parts:
+            found = None if found is None else getattr(found, part)
+        return found
+
+    return [key for key in keys if value(key)]
 
 
 def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:

@@ -22,6 +22,7 @@ from mtrain.checkpoint.tensor_file import Part
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.config import Config
+from mtrain.config.rules import dropout_keys
 from mtrain.errors import DataError
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups, seed_generators
@@ -271,8 +272,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
 
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
     seed_generators(config.train.seed, state.step, groups)
-    uses_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
-    if groups.rank == 0 and uses_dropout:
+    if groups.rank == 0 and dropout_keys(config.model):
         _log.warning(
             "the checkpoint was saved by %s on %s and continues on %s on %s: dropout draws from new seeds",
             *(state.layout, state.device, groups.layout, groups.device.type),

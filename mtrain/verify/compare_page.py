@@ -40,6 +40,9 @@ def _header(comparison: Comparison, verdict: str) -> Markup:
     divergence, steps = comparison.divergence, comparison.steps
     headline = f"{name_a} and {name_b} over {len(steps)} steps, {steps[0]} to {steps[-1]}."
     notes = [] if divergence is None else [f"First at {divergence}."]
+    if comparison.expected is not None:
+        notes.append(f"A difference is expected: {comparison.expected}.")
+    notes.append(f"Tolerance: {comparison.allowed}, {comparison.allowed.reason}.")
     notes.append(f"{name_a} has recorded {comparison.num_steps[0]} steps, {name_b} {comparison.num_steps[1]}.")
     return verdict_header(verdict, headline, is_good=divergence is None, notes=notes)
 

@@ -22,7 +22,7 @@ _PLAIN_WIDTH = 160
 """Characters of a line where the output is no terminal, so that no row is broken in two."""
 
 
-def report_comparison(run_a: Path, run_b: Path, rtol: float, output: Path) -> bool:
+def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path) -> bool:
     """Compares two runs, prints what was found and writes `compare.html` and `compare.png`; whether they are equal.
 
     Raises:
@@ -47,7 +47,7 @@ def print_comparison(comparison: Comparison) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
     divergence = comparison.divergence
-    verdict = f"equal within {comparison.rtol:.0e}" if divergence is None else f"divergent from {divergence}"
+    verdict = f"equal within {comparison.allowed}" if divergence is None else f"divergent from {divergence}"
     for name, value in {**_facts(comparison), "verdict": verdict}.items():
         console.print(f"[bold]{name:<15}[/bold]{escape(value)}", soft_wrap=True)
     console.print(_table(comparison, plain=not console.is_terminal))
@@ -65,19 +65,19 @@ def comparison_picture(comparison: Comparison) -> Figure:
         draw_curve(axes, name_b, list(zip(quantity.steps, quantity.b, strict=True)), "C1", dashed=True)
         finish_axes(axes, quantity.name, is_log=False)
     values[0].legend()
-    _draw_differences(differences, panels, comparison.rtol)
+    _draw_differences(differences, panels, [comparison.allowed.loss, comparison.allowed.grad_norm])
     return figure
 
 
-def _draw_differences(axes: Any, panels: Sequence[Quantity], rtol: float) -> None:
+def _draw_differences(axes: Any, panels: Sequence[Quantity], rtols: Sequence[float]) -> None:
     """Relative differences; what is exactly equal has no point on an axis of logarithms."""
     shown = [[value if 0 < value < math.inf else math.nan for value in panel.differences] for panel in panels]
     for number, (panel, values) in enumerate(zip(panels, shown, strict=True), start=2):
         label = f"{panel.name}: 0 in every step" if panel.worst == 0 else panel.name
         axes.plot(panel.steps, values, ".-", color=f"C{number}", linewidth=0.8, markersize=4, label=label)
-    if rtol > 0:
-        axes.axhline(rtol, color="red", linestyle="--", linewidth=1, label="tolerance")
-    is_log = rtol > 0 or any(not math.isnan(value) for values in shown for value in values)
+    for rtol in sorted({rtol for rtol in rtols if rtol > 0}):
+        axes.axhline(rtol, color="red", linestyle="--", linewidth=1, label=f"tolerance {rtol:.0e}")
+    is_log = max(rtols) > 0 or any(not math.isnan(value) for values in shown for value in values)
     finish_axes(axes, "relative difference", is_log=is_log)
     axes.legend()
     axes.set_xlabel("step")
@@ -95,6 +95,9 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     told["environment"] = _in_one_line(comparison.environment)
     if comparison.unrecorded:
         told["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
+    told["tolerance"] = f"{comparison.allowed}, {comparison.allowed.reason}"
+    if comparison.expected is not None:
+        told["expected"] = f"a difference: {comparison.expected}"
     return told
 
 

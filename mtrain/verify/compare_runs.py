@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from mtrain.errors import ConfigError, DataError
 from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import MAIN_TERM, StepRecord
-from mtrain.run_folder import Change, RunFolder, changes
+from mtrain.run_folder import Change, RunFolder, changes, flat_keys
+from mtrain.verify.compare_expectations import Allowed, allowed, expected_difference
 
 KINDS = ("denominator", "loss", "grad_norm", "lr")
 """In the order in which a step computes them: the first that differs is nearest to the cause."""
@@ -82,7 +83,10 @@ class Comparison:
     """Of the two runs, distinct."""
     num_steps: tuple[int, int]
     """That each run has recorded."""
-    rtol: float
+    allowed: Allowed
+    """Tolerances of losses, gradient norms and learning rates."""
+    expected: str | None
+    """Why the runs differ by definition; None where they should not."""
     changes: tuple[Change, ...]
     """Of the configuration, `old` from A and `new` from B."""
     environment: tuple[Change, ...]
@@ -114,21 +118,21 @@ class Comparison:
         return Divergence(step, quantity.name, a, b, difference, quantity.rtol)
 
 
-def compare_runs(run_a: Path, run_b: Path, rtol: float) -> Comparison:
+def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
     """Reads two run folders, also while the runs go on.
 
     Args:
         run_a: The `run.dir` of one run.
         run_b: That of the other.
-        rtol: Largest relative difference of losses, gradient norms and learning rates that counts as equal;
-            denominators must be equal.
+        rtol: Largest relative difference of losses, gradient norms and learning rates that counts as equal; None
+            takes what the precision of the runs lets rounding do. Denominators must be equal.
 
     Raises:
         ConfigError: `rtol` is negative or not finite.
         DataError: A folder lacks its configuration or metrics, a file is damaged, or the runs have no step in common.
         MachineError: A file cannot be read.
     """
-    if not 0 <= rtol < math.inf:
+    if rtol is not None and not 0 <= rtol < math.inf:
         raise ConfigError(f"--rtol must be a number from 0 on, but is {rtol}; give one such as 1e-5")
     recorded = [{record.step: record for record in load_curves(run).steps} for run in (run_a, run_b)]
     shared = sorted(recorded[0].keys() & recorded[1].keys())
@@ -139,14 +143,22 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float) -> Comparison:
         )
     name_a, name_b = distinct_names([run_a, run_b])
     environments = [RunFolder(run).saved_environment() for run in (run_a, run_b)]
+    texts = [_config_text(run) for run in (run_a, run_b)]
+    try:
+        configs, config_changes = [flat_keys(text) for text in texts], changes(*texts)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:
+        reason = " ".join(str(fault).split())
+        raise DataError(f"config.yaml of {run_a} or {run_b} is damaged ({reason}); repair it") from fault
+    tolerances = allowed(rtol, [config.get("train.precision") for config in configs])
     return Comparison(
         names=(name_a, name_b),
         num_steps=(len(recorded[0]), len(recorded[1])),
-        rtol=rtol,
-        changes=tuple(_config_changes(run_a, run_b)),
+        allowed=tolerances,
+        expected=expected_difference(configs, config_changes, environments),
+        changes=tuple(config_changes),
         environment=tuple(_environment_changes(*environments)),
         unrecorded=tuple(name for name, told in zip((name_a, name_b), environments, strict=True) if told is None),
-        quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], rtol)),
+        quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], tolerances)),
     )
 
 
@@ -164,18 +176,11 @@ def _span(records: Mapping[int, StepRecord]) -> str:
     return f"steps {min(records)} to {max(records)}" if records else "no steps"
 
 
-def _config_changes(run_a: Path, run_b: Path) -> list[Change]:
-    texts = []
-    for run in (run_a, run_b):
-        text = RunFolder(run).saved_config()
-        if text is None:
-            raise DataError(f"{run}/config.yaml is not there; give the run.dir of a run")
-        texts.append(text)
-    try:
-        return changes(*texts)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:
-        reason = " ".join(str(fault).split())
-        raise DataError(f"config.yaml of {run_a} or {run_b} is damaged ({reason}); mend it") from fault
+def _config_text(run: Path) -> str:
+    text = RunFolder(run).saved_config()
+    if text is None:
+        raise DataError(f"{run}/config.yaml is not there; give the run.dir of a run")
+    return text
 
 
 def _environment_changes(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> list[Change]:
@@ -186,15 +191,15 @@ def _environment_changes(a: Mapping[str, str] | None, b: Mapping[str, str] | Non
     ]
 
 
-def _quantities(pairs: list[tuple[StepRecord, StepRecord]], rtol: float) -> list[Quantity]:
+def _quantities(pairs: list[tuple[StepRecord, StepRecord]], allowed: Allowed) -> list[Quantity]:
     side_terms = sorted({term for pair in pairs for record in pair for term in record.terms} - {MAIN_TERM})
     names = {
         "denominator": ("denominator", "", DENOMINATOR_RTOL),
         **{f"denominator of {term}": ("denominator", term, DENOMINATOR_RTOL) for term in side_terms},
-        "loss": ("loss", "", rtol),
-        **{f"loss of {term}": ("loss", term, rtol) for term in side_terms},
-        "gradient norm": ("grad_norm", "", rtol),
-        "learning rate": ("lr", "", rtol),
+        "loss": ("loss", "", allowed.loss),
+        **{f"loss of {term}": ("loss", term, allowed.loss) for term in side_terms},
+        "gradient norm": ("grad_norm", "", allowed.grad_norm),
+        "learning rate": ("lr", "", allowed.lr),
     }
     steps = tuple(a.step for a, _ in pairs)
     return [
@@ -204,9 +209,9 @@ def _quantities(pairs: list[tuple[StepRecord, StepRecord]], rtol: float) -> list
             steps,
             tuple(_value(a, kind, term) for a, _ in pairs),
             tuple(_value(b, kind, term) for _, b in pairs),
-            allowed,
+            rtol,
         )
-        for name, (kind, term, allowed) in names.items()
+        for name, (kind, term, rtol) in names.items()
     ]
 
 

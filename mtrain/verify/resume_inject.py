@@ -6,6 +6,7 @@ Every one of them has been made by a real trainer. `mtrain verify resume --injec
 from __future__ import annotations
 
 from mtrain.config import Config
+from mtrain.config.rules import dropout_keys
 from mtrain.verify.inject import Fault
 
 CRASH = "crash"
@@ -13,7 +14,7 @@ CRASH = "crash"
 
 
 def _has_dropout(config: Config) -> bool:
-    return config.model.attention_dropout > 0 or config.model.hidden_dropout > 0
+    return bool(dropout_keys(config.model))
 
 
 def _rate_changes(config: Config) -> bool:

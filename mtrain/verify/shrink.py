@@ -17,7 +17,7 @@ from mtrain.config.data import DataSection
 from mtrain.config.experts import ExpertsSection
 from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.model import ModelSection
-from mtrain.config.rules import layout_dependent_keys
+from mtrain.config.rules import dropout_keys, layout_dependent_keys
 from mtrain.errors import ConfigError
 from mtrain.verify.layouts import Trial, common_multiple
 
@@ -107,11 +107,10 @@ def refuse_incomparable(config: Config) -> None:
 
 
 def _refuse_dropout(config: Config) -> None:
-    keys = [key for key in ("attention_dropout", "hidden_dropout") if getattr(config.model, key) > 0]
-    if keys:
+    if keys := dropout_keys(config.model):
         raise ConfigError(
-            f"model.{keys[0]}={getattr(config.model, keys[0])} draws other numbers under every layout, so that no two "
-            f"of them can be compared; add {' '.join(f'model.{key}=0' for key in keys)} to the command"
+            f"{' and '.join(keys)} above 0 draw other numbers under every layout and micro-batch size, so that no two "
+            f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
         )
 
 

@@ -102,4 +102,4 @@ NOTED: list[tuple[guards.Note, dict[str, Any], dict[str, Any]]] = [
 def test_what_cannot_be_mended_is_noted(note: guards.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
     assert guards.notes(config(**given)) == [note.text]
     assert guards.notes(config(**other)) == []
-    assert config(**given).is_layout_dependent == (note is guards.LAYOUT_DEPENDENT)
+    assert config(**given).is_layout_dependent == (note in (guards.LAYOUT_DEPENDENT, guards.DROPOUT))

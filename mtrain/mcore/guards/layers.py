@@ -214,12 +214,13 @@ ROWS = (
     ),
     Guard(
         "dropout",
-        "Which numbers dropout draws depends on tp, sp, cp and pp.",
+        "Which numbers dropout draws depends on tp, sp, cp, pp, dp and the micro-batch size.",
         (Place(_DOT_PRODUCT, 111, 116, "Dropout"), Place("tensor_parallel/random.py", 411, 426, "tp_rank")),
         "model.hidden_dropout or model.attention_dropout above 0",
         lambda config, layout: guards.DROPOUT.applies(config),
         "noted",
-        "Allowed; the log says that the run repeats on its own layout only.",
+        "Allowed; the log says that the run repeats on its own layout and micro-batch size only, and every record says "
+        "that it depends on the layout.",
         ("mtrain/config/guards.py",),
         (guard_test("dropout_depends_on_the_layout_and_is_noted"),),
     ),
