@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from mtrain.health.signals import hold_stop_signals
+from mtrain.health.signals import hold_stop_signals, ignore_stop_signals
 
 _VERBS_THAT_SAVE = ("train", "launch")
 """A stop signal must not end these while they start; all others it ends at once, as any program."""
@@ -11,7 +11,8 @@ _VERBS_THAT_SAVE = ("train", "launch")
 
 def main() -> None:
     """Runs the command line."""
-    if sys.argv[1:2] and sys.argv[1] in _VERBS_THAT_SAVE:
+    saves = bool(sys.argv[1:2]) and sys.argv[1] in _VERBS_THAT_SAVE
+    if saves:
         hold_stop_signals()
     try:
         from mtrain.cli import app  # half a second, and the trainer behind it ten: signals must be held by now
@@ -19,6 +20,9 @@ def main() -> None:
         app(prog_name="mtrain")
     except KeyboardInterrupt:  # the second Ctrl-C, outside of what a verb does
         sys.exit(128 + signal.SIGINT)
+    finally:
+        if saves:
+            ignore_stop_signals()
 
 
 if __name__ == "__main__":

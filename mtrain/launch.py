@@ -100,7 +100,7 @@ def _started(command: Sequence[str], num_ranks: int, log_dir: Path) -> Iterator[
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         MARK: mark,
@@ -171,7 +171,7 @@ def _show(failure: Failure, first: Rank, heartbeats: Heartbeats | None) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nothing listens on now, below those that systems hand out, so that none is given away meanwhile."""
     for port in random.sample(range(*_PORTS), 100):
         with socket.socket() as probe, suppress(OSError):

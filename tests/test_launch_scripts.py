@@ -1,4 +1,4 @@
-"""The scripts of launch/: correct bash, and a Slurm job that passes signals on and requeues itself only when asked to.
+"""The scripts of launch/: correct bash, and a Slurm job that Slurm's own signal requeues and scancel does not.
 
 Slurm's own commands are stood in for by small scripts that write down how they were called.
 """
@@ -11,20 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_table import Notice
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [*ROOT.glob("launch/*"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
 
 SRUN = """#!/bin/bash
 printf '%s|' "$@" MASTER "$MASTER_ADDR" "$MASTER_PORT" > "$CALLS/arguments"
-trap 'sleep 0.3; touch "$RUN_DIR/REQUEUE"; exit 0' USR1
 [[ -n ${SRUN_CODE:-} ]] && exit "$SRUN_CODE"
+[[ -n ${SRUN_STARTS_S:-} ]] && { touch "$CALLS/starting"; trap '' USR1; sleep "$SRUN_STARTS_S"; }
+[[ -n ${SRUN_DIES:-} ]] || trap 'sleep 0.3; touch "$RUN_DIR/REQUEUE"; exit 0' USR1
 touch "$CALLS/ready"
 for _ in {1..300}; do sleep 0.1; done
 exit 9
 """
 SCONTROL = """#!/bin/bash
 case $1 in
-  show) printf 'n3\\nn4\\n' ;;
+  show) [[ $2 == hostnames ]] && printf 'n3\\nn4\\n' || echo "JobId=$4 JobState=${JOB_STATE:-RUNNING} Reason=None" ;;
   requeue) echo "$2" > "$CALLS/requeued" ;;
 esac
 """
@@ -68,15 +71,76 @@ def test_arguments_reach_the_ranks_unchanged(tmp_path: Path) -> None:
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_stopped_run_that_left_the_marker_is_requeued(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path, str(tmp_path), "run.yaml")
+def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 20
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
         time.sleep(0.02)
-    process.send_signal(number)
-    assert finish(process) == 0
+
+
+@pytest.mark.fault(
+    "signals",
+    "Slurm's USR1 before the time limit",
+    happens="the ranks save; the script requeues the job",
+    exit_code=0,
+)
+def test_a_run_that_slurm_asks_to_stop_is_requeued(tmp_path: Path, notice: Notice) -> None:
+    process = start(tmp_path, str(tmp_path), "run.yaml")
+    wait_for(tmp_path / "ready")
+    with notice:
+        process.send_signal(signal.SIGUSR1)
+        code = finish(process)
+    assert code == notice.exit_code
     assert (tmp_path / "requeued").read_text() == "712345\n"
+
+
+@pytest.mark.fault("signals", "scancel", happens="the ranks save; nothing is requeued", exit_code=0)
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1, signal.SIGTERM]], ids=str)
+def test_a_cancelled_run_is_not_requeued(tmp_path: Path, numbers: list[signal.Signals], notice: Notice) -> None:
+    process = start(tmp_path, str(tmp_path), "run.yaml")
+    wait_for(tmp_path / "ready")
+    with notice:
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.1)
+        code = finish(process)
+    assert code == notice.exit_code
+    assert (tmp_path / "REQUEUE").exists(), "the ranks were asked to save"
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PREEMPTED"])
+def test_a_job_that_slurm_has_ended_is_left_to_slurm(tmp_path: Path, state: str) -> None:
+    """scancel signals the ranks beside the script."""
+    process = start(tmp_path, str(tmp_path), "run.yaml", JOB_STATE=state)
+    wait_for(tmp_path / "ready")
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process) == 0
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_signal_that_srun_forgets_is_repeated(tmp_path: Path) -> None:
+    process = start(tmp_path, str(tmp_path), "run.yaml", SRUN_STARTS_S="1")
+    wait_for(tmp_path / "starting")
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process) == 0
+    assert (tmp_path / "requeued").exists()
+
+
+@pytest.mark.fault(
+    "signals",
+    "Slurm's USR1 before srun or a rank can handle it",
+    happens="the script requeues the job that it ended",
+    exit_code=0,
+)
+def test_a_run_that_the_signal_kills_before_it_began_is_requeued(tmp_path: Path, notice: Notice) -> None:
+    process = start(tmp_path, str(tmp_path), "run.yaml", SRUN_DIES="1")
+    wait_for(tmp_path / "ready")
+    with notice:
+        process.send_signal(signal.SIGUSR1)
+        code = finish(process)
+    assert code == notice.exit_code
+    assert (tmp_path / "requeued").exists()
 
 
 def test_a_failed_run_is_not_requeued_and_its_exit_code_is_kept(tmp_path: Path) -> None:

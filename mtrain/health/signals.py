@@ -71,6 +71,12 @@ def hold_stop_signals() -> None:
     StopSignal().__enter__()
 
 
+def ignore_stop_signals() -> None:
+    """At the end of the program: everything is saved, and the interpreter drops its handlers while it shuts down."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _enclosing() -> StopSignal | None:
     """The block that handles signals now."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)

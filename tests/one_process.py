@@ -1,0 +1,54 @@
+"""What ranks do in the tests of several runs in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mtrain.config import Config
+from mtrain.health.signals import StopSignal
+from mtrain.mcore.groups import Groups
+from mtrain.trainer import train, train_on
+
+
+def train_fresh(groups: Groups, config: Config) -> None:
+    """One run in a process that has seen none."""
+    train_on(groups, config, StopSignal())
+
+
+def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) -> None:
+    """One run after the other as a user's program calls them, the second one in a thread."""
+    rank, size = str(groups.rank), str(groups.layout.world_size)
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for number, config in enumerate(configs):
+        if number == 1:
+            _in_a_thread(config)
+        else:
+            train(config)
+    assert not parallel_state.is_initialized()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))  # to be closed
+
+
+def _in_a_thread(config: Config) -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            train(config)
+        except BaseException as error:  # shown in the thread that waits
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
