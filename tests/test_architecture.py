@@ -41,8 +41,10 @@ LAYERS: dict[str, int] = {
     "launch": 0,
     "layout": 0,
     "lr": 0,
+    "output": 0,
     "plain_files": 0,
     "planning": 0,
+    "run_lock": 0,
     "tokenizer": 0,
     "watch": 0,
     # 1: torch and numpy; these rooms do not import each other
