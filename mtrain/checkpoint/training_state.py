@@ -1,9 +1,9 @@
 """training_state.json: the counters of a run at a checkpoint, beside the tensors."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtrain.errors import DataError
 from mtrain.plain_files import read_plain_file
@@ -45,12 +45,6 @@ class TrainingState(BaseModel):
     vocab_size: int = Field(gt=0)
     """Rows of the embedding that are tokens; the rest is padding and follows the layout."""
 
-    @model_validator(mode="after")
-    def adam_step_is_not_above_step(self) -> Self:
-        if self.adam_step > self.step:
-            raise ValueError(f"adam_step={self.adam_step}, but only {self.step} steps were made")
-        return self
-
 
 def write_state(folder: Path, state: TrainingState) -> None:
     """Writes the state into a checkpoint's folder; OSError as the disk gives it."""
@@ -65,8 +59,13 @@ def read_state(folder: Path) -> TrainingState:
     """
     path = folder / STATE_NAME
     try:
-        return TrainingState.model_validate_json(read_plain_file(path, _MOST_BYTES))
+        state = TrainingState.model_validate_json(read_plain_file(path, _MOST_BYTES))
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValidationError as fault:
         raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault
+    if state.adam_step > state.step:
+        raise DataError(
+            f"{path} cannot be understood: adam_step={state.adam_step}, but only {state.step} steps were made"
+        )
+    return state
