@@ -41,10 +41,8 @@ LAYERS: dict[str, int] = {
     "launch": 0,
     "layout": 0,
     "lr": 0,
-    "output": 0,
     "plain_files": 0,
     "planning": 0,
-    "run_lock": 0,
     "tokenizer": 0,
     "watch": 0,
     # 1: torch and numpy; these rooms do not import each other
@@ -56,6 +54,7 @@ LAYERS: dict[str, int] = {
     "metrics": 1,
     "rope": 1,
     "run_folder": 1,
+    "verify.reference": 1,
     # 2: the only room that imports megatron-core
     "mcore": 2,
     # 3: composition
@@ -331,6 +330,18 @@ def test_data_index_takes_the_datasets_of_megatron_only() -> None:
         if each.target.startswith("megatron") and not each.target.startswith("megatron.core.datasets")
     ]
     assert wrong == []
+
+
+REFERENCE = r"mtrain\.verify\.reference(\.\w+)?"
+REFERENCE_MAY_IMPORT = rf"mtrain\.(config(\.\w+)?|errors|tokenizer)|{REFERENCE}"
+"""The configuration as data, the tokenizer, and itself: nothing that decides what a step computes."""
+
+
+def test_the_reference_shares_no_code_with_what_it_judges() -> None:
+    assert not any(re.fullmatch(REFERENCE_MAY_IMPORT, f"mtrain.{name}") for name in ("lr", "loss.pair", "rope", "step"))
+    found = [each.target for module in modules() if re.fullmatch(REFERENCE, module.name) for each in imports(module)]
+    assert len(found) > 50
+    assert [name for name in found if name.startswith("mtrain") and not re.fullmatch(REFERENCE_MAY_IMPORT, name)] == []
 
 
 def test_layer_0_loads_neither_torch_nor_megatron() -> None:

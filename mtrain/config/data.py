@@ -1,17 +1,16 @@
 """`data.*`: where samples come from."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 
 class SourceSection(Section):
     """One corpus of a blend."""
 
-    path: str = Field(min_length=1)
+    path: str
     """indexed: the prefix of the .bin/.idx pair. jsonl: the file."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
@@ -21,7 +20,7 @@ class DataSection(Section):
     """Pretraining on Megatron's .bin/.idx corpora, finetuning on JSONL, or random tokens."""
 
     kind: Literal["indexed", "jsonl", "mock"] = "indexed"
-    seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
+    seq_length: int = Field(gt=1)
     """Tokens in a sample."""
     train: tuple[SourceSection, ...] = ()
     valid: tuple[SourceSection, ...] = ()
@@ -29,13 +28,13 @@ class DataSection(Section):
     split: tuple[float, float, float] | None = None
     """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
     [0.9, 0.1, 0]."""
-    tokenizer: str | None = Field(None, min_length=1)
+    tokenizer: str | None = None
     """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
     isolate_documents: bool = False
     """indexed: attention and positions start again at each document, and no token is predicted across an edge."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     """jsonl: what happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
-    prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
+    prefetch_steps: int = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
 
     @rule

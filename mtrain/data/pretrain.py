@@ -80,14 +80,17 @@ class Windows:
         document_starts[inner] = inner
         return padded(ids, mask, self._seq_length, pad_id=0, document_starts=np.maximum.accumulate(document_starts))
 
-    def _build_stream(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents in the epoch's order, [n], and where each begins in the stream, [n + 1]; 16 bytes a document."""
+    def document_order(self, epoch: int) -> NDArray[np.int64]:
+        """[n] int64: the documents in the order of an epoch, counted from the first one that is used."""
         count = len(self._documents)
         if self._shuffle_key is None:
-            order = np.arange(count)
-        else:
-            order = permutation(count, key_of(_DOCUMENT_ORDER, *self._shuffle_key, epoch))
-        starts = np.zeros(count + 1, np.int64)
+            return np.arange(count)
+        return permutation(count, key_of(_DOCUMENT_ORDER, *self._shuffle_key, epoch))
+
+    def _build_stream(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Documents in the epoch's order, [n], and where each begins in the stream, [n + 1]; 16 bytes a document."""
+        order = self.document_order(epoch)
+        starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(self._lengths[order], out=starts[1:])
         return order, starts
 

@@ -34,13 +34,13 @@ class Blended:
     """Sources in their shares, each in a new order every epoch."""
 
     def __init__(self, seed: int, weights: Sequence[float], sources: Sequence[SampleSource]) -> None:
-        self._order = SampleOrder(seed, weights, [len(source) for source in sources])
-        self._sources = tuple(sources)
+        self.order = SampleOrder(seed, weights, [len(source) for source in sources])
+        self.sources = tuple(sources)
         self.fingerprint = "+".join(f"{weight:g}*{source.fingerprint}" for weight, source in zip(weights, sources))
 
     def sample(self, g: int) -> Sample:
-        place = self._order.locate(g)
-        return self._sources[place.source].sample(place.epoch, place.index)
+        place = self.order.locate(g)
+        return self.sources[place.source].sample(place.epoch, place.index)
 
 
 class HeldOut:

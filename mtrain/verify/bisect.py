@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.verify.result import Deviation, Diagnosis, LayoutResult
-from mtrain.verify.wording import IN_WORDS, Wording
+from mtrain.verify.wording import BEFORE_FORWARD, IN_WORDS, Wording
 
 EVERY_LAYOUT = "every layout"
 
@@ -25,12 +25,15 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, wording: Wordin
         watched: Runs a layout again and watches its modules; asked once, for the smallest layout that fails.
         wording: Of the check.
     """
-    axis = failing_axis(results)
+    judged = _telling(results)
+    axis = failing_axis(judged)
     if axis is None:
         return None
-    smallest = _smallest_failures(results)[0]
+    if wording.undecided and not any(each.passed for each in judged):
+        axis = EVERY_LAYOUT  # nothing tells the axes apart
+    smallest = _smallest_failures(judged)[0]
     first = smallest.first_failure()
-    module = watched(smallest, first.step) if first is not None else None
+    module = watched(smallest, first.step) if first is not None and first.kind not in BEFORE_FORWARD else None
     return Diagnosis(
         axis=axis,
         layout=smallest.name,
@@ -42,6 +45,13 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, wording: Wordin
         module=module,
         lines=(_where(axis, smallest, first, wording), _what(smallest, first, module, wording)),
     )
+
+
+def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
+    """Without one process that could not be run, where nothing passes and others could be run: it says nothing."""
+    if any(each.passed for each in results) or all(each.error is not None for each in results):
+        return list(results)
+    return [each for each in results if each.num_ranks > 1 or each.error is None]
 
 
 def failing_axis(results: Sequence[LayoutResult]) -> str | None:
@@ -72,7 +82,7 @@ def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
 
 def _where(axis: str, result: LayoutResult, first: Deviation | None, wording: Wording) -> str:
     if axis == EVERY_LAYOUT:
-        fails = wording.everything
+        fails = wording.undecided if wording.undecided and result.num_ranks > 1 else wording.everything
     else:
         fails = f"each of {axis} alone breaks the run" if ", " in axis else f"{axis} alone breaks the run"
     when = f", step {first.step}" if first is not None else ""
@@ -86,7 +96,7 @@ def _what(result: LayoutResult, first: Deviation | None, module: str | None, wor
     quantity = IN_WORDS[first.kind].format(name=first.name)
     deviation = f"{first.value:.1e} (tolerance {first.tolerance:.1e})"
     agreed = wording.agreed_before(first.kind, {each.kind for each in result.deviations if each.step == first.step})
-    if "gradient" not in wording.maps:
+    if "gradient" not in wording.maps or first.kind in BEFORE_FORWARD:
         return f"first deviation: {quantity} by {deviation}{agreed}"
     forward = f"first module that deviates: {module}" if module else "outputs of all modules agree"
     return f"first deviation: {quantity} by {deviation}{agreed}; {forward}"

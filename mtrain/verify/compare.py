@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.verify.adamw import AdamW, Moments, Updated
+from mtrain.verify.compare_inputs import Fields, rate_deviations, sample_deviations
+from mtrain.verify.exact import Exact
 from mtrain.verify.layouts import Prepared
-from mtrain.verify.reference import Exact
+from mtrain.verify.reference.adamw import AdamW, Moments, Updated
 from mtrain.verify.result import Deviation, LayoutResult, StepValues, Tolerance
 from mtrain.verify.tolerances import update_tolerance
 from mtrain.verify.weights import EMBEDDING, OUTPUT, Arrays, Whole
-from mtrain.verify.worker import Outcome, disagreement, rate
+from mtrain.verify.worker import Outcome, disagreement
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Of normal float32 numbers; keeps 0 / 0 out of the comparison of weights."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What layouts are compared with, beside exact values at their own weights."""
+
+    tolerances: Sequence[Tolerance]
+    """Of all kinds."""
+    tensors: Sequence[str]
+    """Names in the order of the forward pass."""
+    fields: Sequence[Fields]
+    """By step, the rows that are to be trained on."""
+    order_faults: Sequence[str]
+    """What is wrong with the order of samples."""
 
 
 def compared(
     trial: Prepared,
     everyone: Sequence[Outcome],
     exact: Sequence[Exact],
-    tolerances: Sequence[Tolerance],
-    tensors: Sequence[str],
+    expected: Expected,
     seconds: float,
 ) -> LayoutResult:
     """The result of one layout.
@@ -36,12 +51,14 @@ def compared(
         trial: The layout.
         everyone: What its ranks report.
         exact: The exact values at the layout's own weights, one a step.
-        tolerances: Of all kinds.
-        tensors: Names in the order of the forward pass.
+        expected: What is the same for all layouts.
         seconds: What the layout took.
     """
-    first = everyone[0]
+    first, config = everyone[0], trial.config
     guards = [f"step {step.values.step}: {step.guard}" for step in first.steps if step.guard is not None]
+    guards += expected.order_faults
+    comparison = StepComparison(config, expected.tolerances, expected.tensors, lambda step: config.optimizer.lr)
+    inputs = [*_inputs(everyone, expected), *rate_deviations(first.rates, config)]
     if split := disagreement(everyone):
         guards.append(split)
     return LayoutResult(
@@ -51,9 +68,16 @@ def compared(
         seconds=seconds,
         steps=tuple(step.values for step in first.steps),
         expected=tuple(each.values for each in exact),
-        deviations=tuple(StepComparison(trial.config, tolerances, tensors).of(first, exact)),
+        deviations=(*inputs, *comparison.of(first, exact)),
         guards=tuple(guards),
     )
+
+
+def _inputs(everyone: Sequence[Outcome], expected: Expected) -> Iterator[Deviation]:
+    readers = [outcome.batches for outcome in everyone if outcome.batches]
+    for number, fields in enumerate(expected.fields[: len(readers[0])]):
+        batches = [batch for steps in readers for batch in steps[number]]
+        yield from sample_deviations(number + 1, batches, fields)
 
 
 class StepComparison:
@@ -64,6 +88,7 @@ class StepComparison:
         config: Config,
         tolerances: Sequence[Tolerance],
         tensors: Sequence[str],
+        rate: Callable[[int], float],
         start: Moments = Moments(0, {}, {}),  # noqa: B008
     ) -> None:
         """
@@ -71,9 +96,10 @@ class StepComparison:
             config: Of the layout.
             tolerances: Of all kinds.
             tensors: Names in the order of the forward pass.
+            rate: Learning rate of a step, counted from 1.
             start: Adam's state before the first step that is compared.
         """
-        self._config, self._tensors = config, tensors
+        self._config, self._tensors, self._rate = config, tensors, rate
         self._tolerance = {each.kind: each.value for each in tolerances}
         self._adamw = AdamW(config.optimizer, start)
 
@@ -84,16 +110,17 @@ class StepComparison:
         for step, expected in zip(outcome.steps, exact):
             assert step.gradients is not None, "rank 0 holds what was gathered"
             assert step.weights is not None, "rank 0 holds what was gathered"
-            yield from self._values(step.values, expected.values)
+            yield from self._values(step.values, expected)
             yield from self._gradients(step.values.step, step.gradients, expected.gradients)
             yield self._norm(step.values, expected.values)
             updated = self._updated(before, step.gradients.tensors, step.values, expected.biases)
             yield from self._weights(step.values.step, step.weights, updated)
             before = step.weights.tensors
 
-    def _values(self, found: StepValues, exact: StepValues) -> Iterator[Deviation]:
+    def _values(self, found: StepValues, expected: Exact) -> Iterator[Deviation]:
+        exact = expected.values
         for term, value in exact.denominators.items():
-            tolerance = 0.0 if value.is_integer() else self._tolerance["denominator"]
+            tolerance = 0.0 if term in expected.adds_exactly else self._tolerance["denominator"]
             deviation = relative(found.denominators[term], value)
             yield Deviation("denominator", term, found.step, deviation, tolerance)
         for term, value in exact.means.items():
@@ -125,7 +152,7 @@ class StepComparison:
         scales = {name: np.abs(value) + 1e-30 for name, value in before.items()}
         if values.denominators["main"] == 0:
             return Updated(before, scales)
-        updated = self._adamw.updated(before, gradients, values.grad_norm, rate(self._config, values.step - 1))
+        updated = self._adamw.updated(before, gradients, values.grad_norm, self._rate(values.step))
         moved = {name: np.abs(value) + np.abs(value - before[name]) for name, value in biases.items()}
         return Updated({**before, **updated.weights, **biases}, {**scales, **updated.scales, **moved})
 

@@ -23,20 +23,10 @@ from mtrain.mcore.groups import Groups
 from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.schedule import run_schedule
 from mtrain.mcore.summed import SummedOverRanks
+from mtrain.verify.planting import Plant, replaced
+from mtrain.verify.shared_faults import SHARED_PLANTS
 
-Plant = Callable[[], contextlib.AbstractContextManager[None]]
 _Factor = Callable[[Microbatch], float]
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for one attribute, as long as the block runs."""
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Plant:
@@ -270,14 +260,5 @@ PLANTS: dict[str, Plant] = {
     "expert-loads-per-rank": lambda: replaced(balance, "_sum_over", lambda group, counts: None),
     "experts-left-out-of-norm": _experts_left_out,
     "depths-divided-by-main": _depths_by_main,
+    **SHARED_PLANTS,
 }
-
-
-@contextlib.contextmanager
-def planted(name: str | None, plants: Mapping[str, Plant]) -> Iterator[None]:
-    """Carries the fault on this rank while the block runs; None plants nothing."""
-    if name is None:
-        yield
-        return
-    with plants[name]():
-        yield

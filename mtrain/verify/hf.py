@@ -1,39 +1,44 @@
 """`mtrain verify hf`: the first steps of the user's run from a folder of Hugging Face, against transformers.
 
-Nothing is made smaller. transformers, torch's AdamW and the sums of losses in mtrain/hf/training.py are one side; the
-trainer's step under the layouts is the other. Both see the same samples and start from the same weights, in float32.
+Nothing is made smaller. transformers, torch's AdamW, the sums of losses in mtrain/hf/training.py and the reference's
+rows, weights and learning rates are one side; the trainer's step under the layouts is the other. Both read the same
+samples and start from the same weights, in float32.
 """
 
 from __future__ import annotations
 
 import datetime
-import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.loss import LossSection
-from mtrain.data.batch import Microbatch
-from mtrain.data.loader import StepLoader
 from mtrain.environment import program_versions
-from mtrain.errors import ConfigError, MtrainError
-from mtrain.hf.training import Rows, StepInput, transformers_steps
+from mtrain.errors import ConfigError, DataError, MtrainError
+from mtrain.hf.training import Rows as HfRows
+from mtrain.hf.training import StepInput, transformers_steps
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.verify.bisect import diagnosed
 from mtrain.verify.compare import relative
 from mtrain.verify.hf_worker import run_from_hf
 from mtrain.verify.inject import chosen
-from mtrain.verify.layouts import Prepared, own_layout, parse_trials, prepared
+from mtrain.verify.layouts import Prepared, Trial, own_layout, parse_trials, prepared
 from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.reference.aggregation import divisor, token_weights
+from mtrain.verify.reference.schedule import published_rate
+from mtrain.verify.reference.text import Rows, Text, rows_of
 from mtrain.verify.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, told
+from mtrain.verify.samples import Plan
 from mtrain.verify.shrink import refuse_incomparable
+from mtrain.verify.texts import texts_of
 from mtrain.verify.tolerances import denominator_tolerance
-from mtrain.verify.worker import rate
 
 PRELOADED = ("mtrain.verify.hf_worker", "mtrain.verify.faults")
 TIMEOUT_S = 6 * 3600
@@ -64,8 +69,9 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         chosen(request.fault, exact, {axis for trial in trials for axis in trial.axes})
     pool = pool or Pool(device, PRELOADED, TIMEOUT_S)
     tolerances = _tolerances(exact)
-    reference = _reference(exact, request.num_steps, progress)
-    layouts = tuple(_layout(trial, reference.steps, tolerances, request, pool, progress) for trial in trials)
+    inputs = _inputs(exact, request.num_steps)
+    reference = _reference(exact, inputs, progress)
+    layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
     versions = {key: str(value) for key, value in program_versions().items()}
     return HfReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -130,72 +136,105 @@ def _tolerances(config: Config) -> tuple[Tolerance, ...]:
     return (denominator_tolerance(config), *of_values)
 
 
-def _reference(config: Config, num_steps: int, progress: Progress) -> LayoutResult:
+@dataclass(frozen=True)
+class _Inputs:
+    """What transformers trains on, from the raw samples."""
+
+    step: StepInput
+    adds_exactly: bool
+    """Whether float64 adds the shares of the denominator without rounding."""
+
+
+def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
+    texts = texts_of(config, Plan(num_steps, 0, config.model.vocab_size))
+    if texts.order_faults:
+        raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
+    return [_step_inputs(config, number, each) for number, each in enumerate(texts.steps)]
+
+
+def _step_inputs(config: Config, number: int, texts: Sequence[Text]) -> _Inputs:
+    rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
+    weights = token_weights(rows.weights, rows.sample_weights, config.loss)
+    shares = divisor(rows.weights, rows.sample_weights, config.loss)
+    lr = published_rate(number, config.optimizer, config.train.num_steps)
+    return _Inputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact)
+
+
+def _documents(rows: Rows, weights: Tensor) -> Iterator[HfRows]:
+    """Every document by itself, without padding."""
+    for row, documents in enumerate(rows.documents):
+        for number in range(int(documents.max()) + 1):
+            own = documents == number
+            yield HfRows(*(field[row, own].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
+
+
+def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> LayoutResult:
     """The run in transformers."""
     assert config.model.hf is not None, "the command line names it"
     began = time.monotonic()
-    inputs = [_step_input(config, number) for number in range(num_steps)]
     values = []
-    for number, found in enumerate(transformers_steps(Path(config.model.hf), config.optimizer, inputs)):
-        denominator = inputs[number].denominator
+    steps = [each.step for each in inputs]
+    for number, found in enumerate(transformers_steps(Path(config.model.hf), config.optimizer, steps)):
+        denominator = steps[number].denominator
         mean = found.numerator / denominator if denominator else 0.0
         terms = {MAIN_TERM: found.numerator}, {MAIN_TERM: denominator}
         values.append(StepValues(number + 1, mean, {MAIN_TERM: mean}, *terms, found.grad_norm))
-        progress(f"transformers: step {number + 1} of {num_steps} ({time.monotonic() - began:.1f} s)")
+        progress(f"transformers: step {number + 1} of {len(steps)} ({time.monotonic() - began:.1f} s)")
     seconds = time.monotonic() - began
     return LayoutResult("transformers", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
 
 
-def _step_input(config: Config, number: int) -> StepInput:
-    alone = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": 1})})
-    batches = StepLoader(alone, 0, 1).batches(number)
-    denominator = math.fsum(share for batch in batches for share in batch.shares[MAIN_TERM].flatten().tolist())
-    rows = [row for batch in batches for row in _documents(batch)]
-    return StepInput(rows, denominator, rate(config, number))
+class _Runs:
+    """The layouts, each from the weights of the folder."""
 
+    def __init__(
+        self,
+        inputs: Sequence[_Inputs],
+        expected: Sequence[StepValues],
+        tolerances: Sequence[Tolerance],
+        request: Request,
+        pool: Pool,
+    ) -> None:
+        self._inputs, self._expected, self._request, self._pool = inputs, expected, request, pool
+        self._tolerance = {each.kind: each.value for each in tolerances}
 
-def _documents(batch: Microbatch) -> Iterator[Rows]:
-    """The one row of a batch, cut where a document begins that does not see the one before it."""
-    starts = [0]
-    if batch.document_starts is not None:
-        starts = torch.unique(batch.document_starts[0]).tolist()
-    for first, end in zip(starts, [*starts[1:], batch.tokens.shape[1]], strict=True):
-        fields = (batch.tokens, batch.labels, batch.weights[MAIN_TERM])
-        yield Rows(*(field[:, first:end] for field in fields))
+    def all(self, trials: Sequence[Prepared], config: Config, progress: Progress) -> list[LayoutResult]:
+        """Every layout; where one fails and none was one process, that too: else nobody knows whose fault it is."""
+        results = [self._layout(trial, progress) for trial in trials]
+        if all(each.passed for each in results) or any(trial.layout.world_size == 1 for trial in trials):
+            return results
+        alone = prepared(Trial(micro_batch_size=1), config)
+        progress(f"{alone.name}: to see whether the layout is at fault")
+        return [self._layout(alone, progress), *results]
 
+    def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
+        began, request = time.monotonic(), self._request
+        steps: tuple[StepValues, ...] = ()
+        error = None
+        try:
+            found = self._pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)
+            steps = tuple(found[0])
+        except (RankFailedError, MtrainError) as fault:
+            error = reason_of(fault)
+        result = LayoutResult(
+            trial.name,
+            trial.axes,
+            trial.layout.world_size,
+            time.monotonic() - began,
+            steps,
+            tuple(self._expected),
+            deviations=tuple(self._deviations(steps)),
+            error=error,
+        )
+        progress(told(result))
+        return result
 
-def _layout(
-    trial: Prepared,
-    expected: Sequence[StepValues],
-    tolerances: Sequence[Tolerance],
-    request: Request,
-    pool: Pool,
-    progress: Progress,
-) -> LayoutResult:
-    began = time.monotonic()
-    steps: tuple[StepValues, ...] = ()
-    error = None
-    try:
-        steps = tuple(pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0])
-    except (RankFailedError, MtrainError) as fault:
-        error = reason_of(fault)
-    deviations = tuple(_deviations(steps, expected, {each.kind: each.value for each in tolerances}))
-    seconds, size = time.monotonic() - began, trial.layout.world_size
-    result = LayoutResult(
-        trial.name, trial.axes, size, seconds, steps, tuple(expected), deviations=deviations, error=error
-    )
-    progress(told(result))
-    return result
-
-
-def _deviations(
-    steps: Sequence[StepValues], expected: Sequence[StepValues], tolerance: dict[str, float]
-) -> Iterator[Deviation]:
-    for found, wanted in zip(steps, expected):
-        denominators = found.denominators[MAIN_TERM], wanted.denominators[MAIN_TERM]
-        allowed = 0.0 if denominators[1].is_integer() else tolerance["denominator"]
-        yield Deviation("denominator", MAIN_TERM, found.step, relative(*denominators), allowed)
-        means = found.means[MAIN_TERM], wanted.means[MAIN_TERM]
-        yield Deviation("loss", MAIN_TERM, found.step, relative(*means), tolerance["loss"])
-        norms = found.grad_norm, wanted.grad_norm
-        yield Deviation("grad_norm", "grad_norm", found.step, relative(*norms), tolerance["grad_norm"])
+    def _deviations(self, steps: Sequence[StepValues]) -> Iterator[Deviation]:
+        for inputs, found, wanted in zip(self._inputs, steps, self._expected):
+            denominators = found.denominators[MAIN_TERM], wanted.denominators[MAIN_TERM]
+            allowed = 0.0 if inputs.adds_exactly else self._tolerance["denominator"]
+            yield Deviation("denominator", MAIN_TERM, found.step, relative(*denominators), allowed)
+            means = found.means[MAIN_TERM], wanted.means[MAIN_TERM]
+            yield Deviation("loss", MAIN_TERM, found.step, relative(*means), self._tolerance["loss"])
+            norms = found.grad_norm, wanted.grad_norm
+            yield Deviation("grad_norm", "grad_norm", found.step, relative(*norms), self._tolerance["grad_norm"])

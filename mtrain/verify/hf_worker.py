@@ -12,7 +12,8 @@ from mtrain.mcore.hf_weights import load_hf_weights
 from mtrain.mcore.model import build_model
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.step import TrainingStep
-from mtrain.verify.faults import PLANTS, planted
+from mtrain.verify.faults import PLANTS
+from mtrain.verify.planting import planted
 from mtrain.verify.result import StepValues
 from mtrain.verify.worker import rate, step_values
 

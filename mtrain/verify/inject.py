@@ -6,35 +6,13 @@ Every one of them has been made by a real trainer. The reference never carries o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from mtrain.config import Config
 from mtrain.errors import ConfigError
 from mtrain.planning import padded_vocab_size
-
-
-def _anything(config: Config) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong, and what it takes to happen."""
-
-    name: str
-    text: str
-    """What the faulty trainer does."""
-    axis: str | None
-    """The axis of the layout that it needs; None: one process with one microbatch shows it."""
-    condition: Callable[[Config], bool] = _anything
-    """Whether a configuration gives it a chance."""
-    condition_text: str = ""
-
-
-def _side_terms_differ(config: Config) -> bool:
-    main, sides = config.loss, config.loss.side_terms.values()
-    return any((side.aggregation, side.empty_sequences) != (main.aggregation, main.empty_sequences) for side in sides)
+from mtrain.verify.fault import Fault, isolates_documents, side_terms_differ
+from mtrain.verify.shared_inject import SHARED_FAULTS
 
 
 def _decay_spares_norms(config: Config) -> bool:
@@ -53,10 +31,6 @@ def _clips(config: Config) -> bool:
     return config.optimizer.clip_grad > 0
 
 
-def _isolates(config: Config) -> bool:
-    return config.data.isolate_documents
-
-
 def _has_router_losses(config: Config) -> bool:
     return bool(config.loss.router.coefficients)
 
@@ -69,7 +43,7 @@ def _predicts_ahead(config: Config) -> bool:
     return config.model.mtp_depths > 0
 
 
-FAULTS = (
+LAYOUT_FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
     Fault("dp-means", "averages the token means of the data-parallel ranks", "dp"),
     Fault("cp-counts-again", "adds up the denominator once for each context-parallel rank", "cp"),
@@ -92,7 +66,7 @@ FAULTS = (
         "document-boundary-crossed",
         "lets attention see the documents packed before",
         None,
-        _isolates,
+        isolates_documents,
         "data.isolate_documents=true",
     ),
     Fault(
@@ -120,7 +94,7 @@ FAULTS = (
         "local-side-term-denominators",
         "scales side terms by the denominators of one data-parallel rank",
         "dp",
-        _side_terms_differ,
+        side_terms_differ,
         "a side term with another aggregation than the main term",
     ),
     Fault(
@@ -159,6 +133,8 @@ FAULTS = (
     ),
 )
 """By the order of loss, layout, data, engine."""
+
+FAULTS = (*LAYOUT_FAULTS, *SHARED_FAULTS)
 
 NAMES = tuple(fault.name for fault in FAULTS)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mtrain.config import Config
@@ -16,19 +17,21 @@ from mtrain.environment import program_versions
 from mtrain.errors import ConfigError, MachineError, MtrainError
 from mtrain.verify.activations import module_order, put_together
 from mtrain.verify.bisect import diagnosed, first_deviating
-from mtrain.verify.compare import compared
+from mtrain.verify.compare import Expected, compared
+from mtrain.verify.compare_inputs import expected_fields
+from mtrain.verify.exact import ExactJob, exact_run, exact_steps, text_places
 from mtrain.verify.inject import chosen
 from mtrain.verify.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
 from mtrain.verify.ranks import Pool, RankFailedError, reason_of
-from mtrain.verify.reference import exact_run, exact_steps
 from mtrain.verify.result import LayoutResult, ParityReport, StepValues, told
 from mtrain.verify.samples import NUM_HARD_KINDS, Plan, with_loss_tokens
 from mtrain.verify.shrink import Shrunk, shrink
+from mtrain.verify.texts import texts_of
 from mtrain.verify.tolerances import forward_tolerance, tolerances
 from mtrain.verify.weights import Arrays, forward_order
 from mtrain.verify.worker import Job, Outcome, pieces_of, run_layout
 
-PRELOADED = ("mtrain.verify.worker", "mtrain.verify.reference", "mtrain.verify.faults")
+PRELOADED = ("mtrain.verify.worker", "mtrain.verify.exact", "mtrain.verify.faults")
 
 Progress = Callable[[str], None]
 
@@ -130,9 +133,13 @@ class _Check:
         if fault is not None:
             chosen(fault, self.config, {axis for trial in trials for axis in trial.axes})
         self.tolerances = tolerances(self.config, self.plan.num_steps)
+        texts = texts_of(self.config, self.plan)
+        self._steps = texts.steps
         self._weights: dict[str, list[Arrays]] = {}
         self._lock = threading.Lock()
         self.reference, self.tensors = self._reference()
+        fields = [expected_fields(step, self.config) for step in texts.steps]
+        self._expected = Expected(self.tolerances, self.tensors, fields, texts.order_faults)
 
     def run(self, progress: Progress) -> list[LayoutResult]:
         """Every layout; two at a time on CPUs, where the ranks of one often wait for each other."""
@@ -145,7 +152,7 @@ class _Check:
     def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
         began = time.monotonic()
         values: list[StepValues]
-        values, names = self._pool.run(exact_run, self._base.layout, Job(self.config, self.plan))[0]
+        values, names = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
         seconds = time.monotonic() - began
         result = LayoutResult("reference", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
         return result, tuple(forward_order(names, names))
@@ -155,9 +162,9 @@ class _Check:
         try:
             everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
             weights = _before_each_step(everyone[0])
-            exact = self._pool.run(exact_steps, self._base.layout, Job(self.config, self.plan), weights)[0]
+            exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
             seconds = time.monotonic() - began
-            result = compared(trial, everyone, exact, self.tolerances, self.tensors, seconds)
+            result = compared(trial, everyone, exact, self._expected, seconds)
         except (RankFailedError, MtrainError) as fault:
             reason = reason_of(fault)
             seconds = time.monotonic() - began
@@ -178,11 +185,15 @@ class _Check:
         trial = next(each for each in self._trials if each.name == result.name)
         job = Job(trial.config, self.plan, self._fault, watched_step=step - 1)
         everyone = self._pool.run(run_layout, trial.layout, job)
-        watched = Job(self.config, self.plan, watched_step=step - 1)
-        exact = self._pool.run(exact_steps, self._base.layout, watched, self._weights[trial.name][:step])[0][-1]
-        found = put_together(pieces_of(everyone), self.config)
+        weights, texts = self._weights[trial.name][step - 1 : step], self._steps[step - 1]
+        watched = ExactJob(self.config, [texts], first=step - 1, watches=True)
+        exact = self._pool.run(exact_steps, self._base.layout, watched, weights)[0][0]
+        is_text = text_places(texts, self.config)[..., None]
+        found = {
+            name: np.where(is_text, each, 0.0) for name, each in put_together(pieces_of(everyone), self.config).items()
+        }
         order = module_order(self.config.model.num_layers)
-        return first_deviating(found, put_together(exact.pieces, self.config), order, forward_tolerance(self.config))
+        return first_deviating(found, exact.outputs, order, forward_tolerance(self.config))
 
 
 def _before_each_step(outcome: Outcome) -> list[Arrays]:

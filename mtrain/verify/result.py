@@ -14,7 +14,7 @@ from mtrain.verify.wording import HF, PARITY, RESUME, TENSOR_KINDS, TITLES, Word
 FORMAT = 1
 """Of the JSON file; raised when a field changes its meaning."""
 
-KINDS = ("denominator", "loss", "gradient", "grad_norm", "update")
+KINDS = ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update")
 """Kinds that parity compares, in the order in which a step computes them: the first that deviates is nearest to the
 cause."""
 _ORDER = {kind: number for number, kind in enumerate(TITLES)}
@@ -43,7 +43,7 @@ class Deviation:
     kind: str
     """One of TITLES."""
     name: str
-    """denominator, loss: the term. Kinds of tensors: the parameter. grad_norm: `grad_norm`."""
+    """denominator, loss: the term. Kinds of tensors: the parameter. samples: what of the rows. Others: the kind."""
     step: int
     """Counted from 1, as in metrics.jsonl."""
     value: float

@@ -12,9 +12,10 @@ import numpy as np
 from mtrain.config import Config
 from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import StepRecord, to_json_line
-from mtrain.verify.adamw import Moments
 from mtrain.verify.compare import StepComparison, relative
-from mtrain.verify.reference import Exact
+from mtrain.verify.exact import Exact
+from mtrain.verify.reference.adamw import Moments
+from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.result import Deviation, StepValues, Tolerance
 from mtrain.verify.segment import Print, Seen, State
 from mtrain.verify.weights import Arrays
@@ -126,7 +127,11 @@ def exact_deviations(
     num_updates = round(first.states[first.start_step].counters["adam_step"])
     start = Moments(num_updates, first.initial["exp_avg"].tensors, first.initial["exp_avg_sq"].tensors)
     outcome = Outcome(first.initial["weights"], steps, [])
-    return list(StepComparison(config, tolerances, tensors, start).of(outcome, exact))
+
+    def rate(step: int) -> float:
+        return published_rate(step - 1, config.optimizer, config.train.num_steps)
+
+    return list(StepComparison(config, tolerances, tensors, rate, start).of(outcome, exact))
 
 
 def weights_before_each_step(first: Seen) -> list[Arrays]:

@@ -18,7 +18,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.mcore import checkpoint, optimizer_state, random_state, torch_dist
 from mtrain.mcore.optimizer_state import MAIN
 from mtrain.metrics.sinks import JsonlSink
-from mtrain.verify.faults import Plant, replaced
+from mtrain.verify.planting import Plant, replaced
 
 
 def _after_loading(change: Callable[[Any, int], None]) -> Plant:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys
-from mtrain.verify.inject import Fault
+from mtrain.verify.fault import Fault
 
 CRASH = "crash"
 """The axis of the case that goes on after a rank was killed."""

@@ -25,11 +25,11 @@ from mtrain.environment import program_versions
 from mtrain.errors import ConfigError, MtrainError, NumericError
 from mtrain.metrics.record import StepRecord
 from mtrain.verify.bisect import diagnosed
+from mtrain.verify.exact import ExactJob, exact_steps
 from mtrain.verify.inject import chosen
 from mtrain.verify.layouts import Prepared, Trial, full_trial, other_trials, parse_trials, prepared
 from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.ranks import Pool, RankFailedError, reason_of
-from mtrain.verify.reference import exact_steps
 from mtrain.verify.result import Deviation, LayoutResult, ResumeReport, Tolerance, told
 from mtrain.verify.resume_compare import (
     exact_deviations,
@@ -44,11 +44,11 @@ from mtrain.verify.resume_inject import CRASH, RESUME_FAULTS
 from mtrain.verify.samples import Plan, with_loss_tokens
 from mtrain.verify.segment import Seen, Start, run_start
 from mtrain.verify.shrink import Shrunk, small
+from mtrain.verify.texts import texts_of
 from mtrain.verify.tolerances import tolerances
 from mtrain.verify.weights import forward_order
-from mtrain.verify.worker import Job
 
-PRELOADED = ("mtrain.verify.segment", "mtrain.verify.reference")
+PRELOADED = ("mtrain.verify.segment", "mtrain.verify.exact")
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 _ONE_PROCESS = Trial(micro_batch_size=None)
 
@@ -284,8 +284,9 @@ class ResumeCheck:
         source = list(self._saved)[-1]
         everyone, records = self._resumed(trial, source, gathers=True, fault=fault)
         first, one = everyone[0], self._plan.one
-        job = Job(one.config, Plan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
-        exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first), first.start_step)[0]
+        texts = texts_of(one.config, Plan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
+        job = ExactJob(one.config, texts.steps[first.start_step :], first.start_step)
+        exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)
         found = other_layout(everyone, self._saved[source], self._everyone, records, self._expected, steps)
         return _Finding(records, found)

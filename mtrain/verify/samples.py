@@ -13,7 +13,8 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.loader import StepLoader
 from mtrain.data.order import key_of, slots
-from mtrain.data.sample import Sample
+from mtrain.data.sample import Sample, padded
+from mtrain.verify.reference.text import Text
 from mtrain.verify.shrink import SEQ_LENGTH, Shrunk
 
 NUM_HARD_KINDS = 3
@@ -21,6 +22,10 @@ _LONGEST = 512
 """Tokens to which rows grow in search of answers; more would take minutes."""
 _TOKEN_WEIGHTS = (1.0, 0.5, 0.3, 0.125)
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
+_NUM_EDGES = 3
+"""Between documents of a row."""
+_SHORT_EVERY = 5
+"""Of so many rows one has a quarter of padding, but not one that is to have loss tokens at its end."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +100,32 @@ def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) 
 
 
 def hard_samples(config: Config, number: int) -> list[Sample]:
-    """A global batch by slot; a pure function of the configuration and the number.
+    """A global batch by slot as the trainer's own code gets it; a pure function of the configuration and the number."""
+    return [_sample(text, config) for text in hard_texts(config, number)]
+
+
+def _sample(text: Text, config: Config) -> Sample:
+    filled, edges = len(text.ids) - 1, np.array(text.edges, np.int64)
+    mask, starts = text.counts[1:].copy(), None
+    if config.data.isolate_documents:
+        starts = np.zeros(filled, np.int32)
+        starts[edges] = edges
+        starts = np.maximum.accumulate(starts)
+        mask[edges - 1] = 0.0  # no token is predicted across an edge
+    return padded(text.ids, mask, config.data.seq_length, text.pad_id, text.weight, starts)
+
+
+def hard_texts(config: Config, number: int) -> list[Text]:
+    """A global batch of random tokens by slot.
 
     In turn: ragged masks, some samples without a loss token; fractional weights of tokens and samples; loss tokens in
-    two samples only, at one end of the row, so that ranks of data and of context parallelism have none.
+    two samples only, at one end of the row, so that ranks of data and of context parallelism have none. Some rows are
+    not full.
     """
     rng = np.random.default_rng([key_of(config.train.seed, number) & 0xFFFFFFFF, number])
     batch, length = config.train.global_batch_size, config.data.seq_length
     kind = number % NUM_HARD_KINDS
-    return [_sample(rng, config, _mask(rng, kind, slot, batch, length), kind) for slot in range(batch)]
+    return [_text(rng, config, _mask(rng, kind, slot, batch, length), kind, slot) for slot in range(batch)]
 
 
 def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
@@ -119,18 +141,17 @@ def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: in
     return mask * rng.choice(_TOKEN_WEIGHTS, length) if kind == 1 else mask
 
 
-def _sample(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], kind: int) -> Sample:
+def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], kind: int, slot: int) -> Text:
     length = config.data.seq_length
     ids = rng.integers(0, config.model.vocab_size, length + 1)
-    starts = None
-    if config.data.isolate_documents:
-        edges = np.sort(rng.choice(np.arange(1, length), size=min(3, length - 1), replace=False))
-        starts = np.zeros(length, np.int32)
-        starts[edges] = edges
-        starts = np.maximum.accumulate(starts)
-        mask[edges - 1] = 0.0  # no token is predicted across an edge
     weight = float(rng.choice(_SAMPLE_WEIGHTS)) if kind == 1 else 1.0
-    return Sample(ids[:-1], np.where(mask > 0, ids[1:], 0), mask, weight, starts)
+    is_short = slot % _SHORT_EVERY == 2 and slot != config.train.global_batch_size // 2
+    size = length - length // 4 if is_short else length
+    edges: tuple[int, ...] = ()
+    if config.data.isolate_documents:
+        count = min(_NUM_EDGES, size - 1)
+        edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
+    return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges)
 
 
 def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:

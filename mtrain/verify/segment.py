@@ -31,7 +31,7 @@ from mtrain.mcore.optimizer import Update
 from mtrain.run_folder import RunFolder
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.trainer import train_on
-from mtrain.verify.faults import planted
+from mtrain.verify.planting import planted
 from mtrain.verify.resume_faults import PLANTS
 from mtrain.verify.weights import EMBEDDING, OUTPUT, Whole, gathered
 from mtrain.verify.worker import small_teacher

@@ -58,8 +58,7 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
         ConfigError: the model has dropout, or something that changes with the layout by definition.
     """
     refuse_incomparable(config)
-    constant = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "min_lr": 0.0}
-    return small(config, trials, seq_length, {"train": {"precision": "fp32"}, "optimizer": constant})
+    return small(config, trials, seq_length, {"train": {"precision": "fp32"}})
 
 
 def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mapping[str, Mapping[str, Any]]) -> Shrunk:

@@ -2,9 +2,12 @@
 
 u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
 
-- denominator: shares are added in float64. Whole numbers below 2^53 add without rounding, so counts must be equal. Any
-  other sum of n shares that are not negative is within n u64, whatever the order (Higham, Accuracy and Stability of
-  Numerical Algorithms, section 4.2).
+- samples: rows are copied, not computed; they must be the same, weights of tokens to the one rounding to float32.
+- lr: a formula of a dozen operations in float64: within 8 u64 of the highest rate.
+- denominator: shares are added in float64. Shares that are whole multiples of a power of two, such as counts and
+  halves, add without rounding while the sum is below 2^53 multiples, so sums must be equal. Any other sum of n shares
+  that are not negative is within n u64, whatever the order (Higham, Accuracy and Stability of Numerical Algorithms,
+  section 4.2), even where its exact value is a whole number.
 - loss, gradient, grad_norm: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
   products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
   theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. Independent errors of sums that feed each other
@@ -35,11 +38,13 @@ from mtrain.verify.result import Tolerance
 UNIT_ROUNDOFF = 2.0**-24
 UNIT_ROUNDOFF_64 = 2.0**-53
 _CONFIDENCE = 4.0
+RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
+"""Of the learning rate, relative to the highest one."""
 
 
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
     """One for each kind of quantity of some steps of a shrunk configuration, in their order."""
-    return (denominator_tolerance(config), *_values(config), _update(num_steps))
+    return (*_inputs(), denominator_tolerance(config), *_values(config), _update(num_steps))
 
 
 def update_tolerance(step: int) -> float:
@@ -61,17 +66,38 @@ def _num_summands(config: Config) -> int:
     return model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
 
 
+def _inputs() -> tuple[Tolerance, Tolerance]:
+    return (
+        Tolerance(
+            "samples",
+            0.0,
+            "0",
+            {},
+            "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, "
+            "documents, padding, and what each token counts in each term.",
+        ),
+        Tolerance(
+            "lr",
+            RATE_TOLERANCE,
+            "8 u64",
+            {"u64": UNIT_ROUNDOFF_64},
+            "The run's own learning rate around every turn of its schedule and between, against the published formula, "
+            "relative to the highest rate.",
+        ),
+    )
+
+
 def denominator_tolerance(config: Config) -> Tolerance:
     """Of sums of shares."""
     num_shares = config.train.global_batch_size * config.data.seq_length
     return Tolerance(
         kind="denominator",
         value=num_shares * UNIT_ROUNDOFF_64,
-        formula="T u64; 0 for whole numbers",
+        formula="T u64; 0 where all shares are whole or halves, quarters, ...",
         inputs={"T": num_shares, "u64": UNIT_ROUNDOFF_64},
         meaning=(
             "What a term is divided by, relative to the exact sum over whole rows. T shares are added in float64: "
-            "counts must be equal to the last bit, fractional weights within the rounding of T additions."
+            "counts must be equal to the last bit, other weights within the rounding of T additions."
         ),
     )
 

@@ -23,12 +23,15 @@ TITLES = {
 }
 """Every kind of quantity, in the order in which a step computes them, and its name for readers."""
 
+BEFORE_FORWARD = ("samples", "lr")
+"""Kinds that are wrong whatever the model computes."""
+
 TENSOR_KINDS = ("gradient", "update", "weights", "param", "exp_avg", "exp_avg_sq")
 """Kinds whose names are those of parameters."""
 
 IN_WORDS = {
     "counters": "counter {name}",
-    "samples": "samples",
+    "samples": "{name} of the samples",
     "lr": "learning rate",
     "denominator": "denominator of term {name}",
     "loss": "loss of term {name}",
@@ -75,7 +78,9 @@ class Wording:
     curves: str
     tensors: str
     everything: str
-    """What fails where nothing narrows it down."""
+    """What fails where one process fails too."""
+    undecided: str = "every layout that ran fails, and none of them was one process: whose fault it is, is open"
+    """What fails where nothing passes and there was no such process; empty where axes are no sizes of a layout."""
 
     @property
     def json_name(self) -> str:
@@ -101,12 +106,18 @@ def _is_before(one: str, other: str) -> bool:
     return order.index(one) < order.index(other)
 
 
-_PLURALS = {"denominator": "denominators", "loss": "losses", "gradient": "gradients", "grad_norm": "their norm"}
+_PLURALS = {
+    "lr": "learning rates",
+    "denominator": "denominators",
+    "loss": "losses",
+    "gradient": "gradients",
+    "grad_norm": "their norm",
+}
 
 PARITY = Wording(
     verb="parity",
     noun="layout",
-    columns={kind: (kind,) for kind in ("denominator", "loss", "gradient", "grad_norm", "update")},
+    columns={kind: (kind,) for kind in ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update")},
     maps=("gradient", "update"),
     shows_tolerances=True,
     agreement="layouts are the run of one process",
@@ -129,7 +140,7 @@ PARITY = Wording(
         "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors stand in the "
         "order of the forward pass. A cross marks what rounding cannot explain."
     ),
-    everything="every layout fails, even one process",
+    everything="every layout fails, one process with one microbatch too: not a fault of a layout",
 )
 
 RESUME = Wording(
@@ -171,6 +182,7 @@ RESUME = Wording(
         "forward pass. A cross marks what must not be."
     ),
     everything="resuming changes the run, even on the layout that saved",
+    undecided="",
 )
 
 HF = Wording(
@@ -194,5 +206,5 @@ HF = Wording(
         "Below: the relative deviation."
     ),
     tensors="",
-    everything="every layout fails",
+    everything="every layout fails, one process too: not a fault of a layout",
 )

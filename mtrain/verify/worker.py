@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from mtrain import lr
 from mtrain.config import Config
+from mtrain.data.batch import Microbatch
 from mtrain.errors import NumericError
 from mtrain.loss.terms import Objective
-from mtrain.lr import learning_rate
 from mtrain.mcore.gather import gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_frozen_model, build_model
@@ -18,7 +19,9 @@ from mtrain.mcore.pairs import TermTotals
 from mtrain.mcore.teacher import Teacher
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.verify.activations import Piece, Watch
-from mtrain.verify.faults import PLANTS, planted
+from mtrain.verify.faults import PLANTS
+from mtrain.verify.planting import planted
+from mtrain.verify.reference.schedule import telling_steps
 from mtrain.verify.result import StepValues
 from mtrain.verify.samples import Batches, Plan
 from mtrain.verify.weights import Whole, drawn, gathered, set_weights
@@ -59,6 +62,10 @@ class Outcome:
     steps: list[StepOutcome]
     pieces: list[Piece]
     """Module outputs of the watched step that this rank holds."""
+    batches: list[list[Microbatch]] = field(default_factory=list)
+    """By step, the full rows that a rank trained on; empty but on one rank for each part of the data."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """Learning rate of the run's own schedule by update, counted from 0, at updates that tell."""
 
 
 class _WatchedStep(TrainingStep):
@@ -86,6 +93,7 @@ class _Runner:
     def __init__(self, groups: Groups, job: Job) -> None:
         config = job.config
         self._groups, self._job, self._config = groups, job, config
+        self._seen: list[list[Microbatch]] = []
         reads = groups.tp_rank == 0
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
         self._chunks = build_model(config, groups)
@@ -108,21 +116,25 @@ class _Runner:
             pieces = watch.pieces
             if outcome.weights is None and self._groups.rank == 0:
                 break
-        return Outcome(initial, steps, pieces)
+        told = telling_steps(self._config.optimizer, self._config.train.num_steps)
+        return Outcome(initial, steps, pieces, self._seen, {number: rate(self._config, number) for number in told})
 
     def _step(self, number: int) -> StepOutcome:
         batches = None if self._batches is None else self._batches.of_step(number)
+        if batches is not None and self._groups.cp_rank == self._groups.pp_rank == 0:
+            self._seen.append(batches)
         totals = self._training.forward_backward(batches)
         gradients = gathered(gradient_shards(self._chunks, self._groups))
-        grad_norm, said = self._update(totals, number)
+        grad_norm, said = self._update(totals)
         self._optimizer.gather_parameters()
         weights = gathered(parameter_shards(self._chunks, self._groups))
         return StepOutcome(step_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
 
-    def _update(self, totals: StepTotals, number: int) -> tuple[float, str | None]:
-        """The gradient norm, and what was said against it."""
+    def _update(self, totals: StepTotals) -> tuple[float, str | None]:
+        """The gradient norm, and what was said against it. The few steps are made at the highest rate, where an update
+        shows: the schedule is compared by itself."""
         try:
-            update = self._training.update(totals, rate(self._config, number))
+            update = self._training.update(totals, self._config.optimizer.lr)
         except NumericError as error:
             return float("nan"), str(error)
         return 0.0 if update is None else update.grad_norm, None
@@ -139,7 +151,7 @@ def small_teacher(config: Config, groups: Groups) -> Teacher | None:
 
 def rate(config: Config, number: int) -> float:
     """Learning rate of the step with this index."""
-    return learning_rate(number, config.optimizer, config.train.num_steps)
+    return lr.learning_rate(number, config.optimizer, config.train.num_steps)
 
 
 def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:

@@ -9,7 +9,7 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: floa
     """Cross entropy against a target that is written out: [length, vocab_size] logits -> [length]."""
     num_tokens = logits.shape[-1]
     target = torch.full_like(logits, label_smoothing / num_tokens)
-    target = target + (1 - label_smoothing) * F.one_hot(labels, num_tokens)
+    target = target + (1 - label_smoothing) * F.one_hot(labels, num_tokens).to(logits.dtype)
     return -(target * logits.log_softmax(-1)).sum(-1)
 
 

@@ -1,8 +1,11 @@
-"""A browser for the pages."""
+"""A browser for the pages, and a tokenizer."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.verify.browser import Browser, browser
 
@@ -12,3 +15,15 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A real browser, for one file of tests."""
     with browser(tmp_path_factory.mktemp("browser") / "profile") as running:
         yield running
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> Path:
+    """A tokenizer of whole words."""
+    words = ["<unk>", "<s>", "</s>", *"abcdefg"]
+    model = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["<s>", "</s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return tmp_path

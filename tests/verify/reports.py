@@ -25,8 +25,9 @@ def step_values(step: int, grad_norm: float = 2.0) -> StepValues:
 
 def deviations(gradient: float = 1e-7) -> tuple[Deviation, ...]:
     """Two steps; the second step's last gradient deviates as asked."""
-    found = []
+    found = [Deviation("lr", "lr", 9, 1e-16, 1e-15)]
     for step in (1, 2):
+        found += [Deviation("samples", name, step, 0.0, 0.0) for name in ("tokens", "labels")]
         found += [Deviation("denominator", term, step, 0.0, 0.0) for term in ("main", "z")]
         found += [Deviation("loss", term, step, 2e-8, 1e-6) for term in ("main", "z")]
         found += [Deviation("gradient", name, step, 1e-7, 1e-5) for name in TENSORS]

@@ -64,6 +64,31 @@ def test_a_layout_that_stopped_says_why() -> None:
     assert diagnosis.lines[1] == "stopped: rank 1 died"
 
 
+@pytest.mark.parametrize(
+    ("alone", "told"),
+    [
+        (layout(fails=True), "one process with one microbatch too: not a fault of a layout"),
+        (layout(error="out of memory"), "none of them was one process: whose fault it is, is open"),
+        (None, "none of them was one process: whose fault it is, is open"),
+    ],
+    ids=["fails", "could not be run", "was not asked for"],
+)
+def test_no_axis_is_blamed_where_nothing_passes(alone: LayoutResult | None, told: str) -> None:
+    results = [*([alone] if alone else []), layout("cp", fails=True)]
+    diagnosis = diagnosed(results, lambda result, step: None, PARITY)
+    assert diagnosis is not None
+    assert diagnosis.axis == "every layout"
+    assert told in diagnosis.lines[0]
+
+
+@pytest.mark.parametrize("kind", ["samples", "lr"])
+def test_what_is_wrong_before_the_forward_pass_needs_no_module(kind: str) -> None:
+    failing = LayoutResult("one", {}, 1, 1.0, deviations=(Deviation(kind, kind, 10**6, 1.0, 0.0),))
+    diagnosis = diagnosed([failing], lambda result, step: pytest.fail("a million steps were run again"), PARITY)
+    assert diagnosis is not None
+    assert "module" not in diagnosis.lines[1]
+
+
 def test_there_is_nothing_to_say_where_all_pass() -> None:
     assert diagnosed([layout(), layout("tp")], lambda result, step: "unasked", PARITY) is None
 

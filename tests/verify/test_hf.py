@@ -65,6 +65,23 @@ def test_steps_are_those_of_transformers(
     assert all(step.grad_norm > config.optimizer.clip_grad for step in report.reference.steps), "nothing was clipped"
 
 
+@pytest.mark.parametrize(
+    ("fault", "axis", "told"),
+    [
+        ("softmax-scale-off", "every layout", "one process too: not a fault of a layout"),
+        ("cp-scaled-loss", "cp", "cp alone breaks the run"),
+    ],
+)
+def test_one_process_is_run_where_layouts_fail(pool: Pool, tmp_path: Path, fault: str, axis: str, told: str) -> None:
+    save("qwen3", tmp_path / "hf")
+    report = verify_hf(configured(tmp_path), Request("cp2", 1, 4, fault, "test"), print, pool)
+    assert [layout.num_ranks for layout in report.layouts] == [1, 2]
+    assert [layout.passed for layout in report.layouts] == [axis == "cp", False]
+    assert report.diagnosis is not None
+    assert report.diagnosis.axis == axis
+    assert told in report.diagnosis.lines[0]
+
+
 def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> None:
     save("qwen2", tmp_path / "hf")
     configured(tmp_path)

@@ -72,14 +72,22 @@ def test_the_verdict_comes_first(gradient: float) -> None:
 
 def test_the_table_tells_each_layouts_worst_deviations() -> None:
     headings, *found = rows(page(report(0.5)).all("table", "layouts")[0])
-    assert headings[:4] == ["layout", "verdict", "denominator", "losstolerance 1.0e-06"]
-    assert headings[4] == "gradientstolerance 1.0e-06"
+    assert headings[:6] == [
+        "layout",
+        "verdict",
+        "samples",
+        "learning rate",
+        "denominator",
+        "losstolerance 1.0e-06",
+    ]
+    assert headings[6] == "gradientstolerance 1.0e-06"
     good, bad, refused = found
-    assert good[:5] == ["tp2-pp1-cp1-dp1-mbs12 ranks", "✓ pass", "0", "2.0e-08step 1", "1.0e-07step 1"]
+    worst = ["0", "1.0e-16step 9", "0", "2.0e-08step 1", "1.0e-07step 1"]
+    assert good[:7] == ["tp2-pp1-cp1-dp1-mbs12 ranks", "✓ pass", *worst]
     assert bad[1] == "✗ FAIL"
-    assert bad[4] == "✗ 5.0e-01step 2"
-    assert bad[7] == f"{TENSORS[-1]}gradients, step 2"
-    assert refused[1:] == ["✗ FAIL", *["none"] * 6, "0.1 s"]
+    assert bad[6] == "✗ 5.0e-01step 2"
+    assert bad[9] == f"{TENSORS[-1]}gradients, step 2"
+    assert refused[1:] == ["✗ FAIL", *["none"] * 8, "0.1 s"]
 
 
 def test_why_a_layout_stopped_is_told() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mtrain.data.index import writing_corpus
 from mtrain.errors import ConfigError, DataError
+from mtrain.layout import Layout
 from mtrain.verify.activations import module_order, put_together
 from mtrain.verify.bisect import first_deviating
+from mtrain.verify.exact import ExactJob, exact_steps, text_places
 from mtrain.verify.layouts import parse_trials, prepared
 from mtrain.verify.ranks import Pool
-from mtrain.verify.reference import exact_steps
 from mtrain.verify.result import KINDS, ParityReport
-from mtrain.verify.samples import Plan
+from mtrain.verify.samples import Plan, hard_texts
 from mtrain.verify.shrink import shrink
 from mtrain.verify.tolerances import forward_tolerance
 from mtrain.verify.worker import Job, pieces_of, run_layout
@@ -137,11 +137,12 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool) -> None:
     plan, fitted = Plan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
     found = put_together(pieces_of(everyone), shrunk)
-    (single,) = parse_trials("mbs16", user, 8)
-    one = prepared(single, shrunk)
-    job = Job(one.config, plan, watched_step=0)
-    exact = pool.run(exact_steps, one.layout, job, [everyone[0].initial.tensors])[0][0]
-    expected = put_together(exact.pieces, shrunk)
+    texts = hard_texts(shrunk, 0)
+    job = ExactJob(shrunk, [texts], watches=True)
+    (outcome,) = pool.run(exact_steps, Layout(), job, [everyone[0].initial.tensors])
+    expected = outcome[0].outputs
+    is_text = text_places(texts, shrunk)[..., None]
+    found = {name: np.where(is_text, each, 0.0) for name, each in found.items()}
     order = module_order(shrunk.model.num_layers)
     assert list(expected) == order
     assert found.keys() == expected.keys()
@@ -178,18 +179,6 @@ def test_a_damaged_corpus_is_a_data_error(pool: Pool, corpus: str) -> None:
         check(pool, rich_config(**sections), "tp2")
 
 
-@pytest.fixture
-def word_tokenizer(tmp_path: Path) -> Path:
-    """A tokenizer of whole words."""
-    words = ["<unk>", "<s>", "</s>", *"abcdefg"]
-    model = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    model.add_special_tokens(["<s>", "</s>"])
-    model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return tmp_path
-
-
 def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp_path: Path) -> None:
     samples = [{"prompt": "a b c d " * 10, "response": "e f g " * (number % 5 + 1)} for number in range(40)]
     path = tmp_path / "samples.jsonl"
@@ -205,6 +194,21 @@ def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp
     assert report.passed
     assert report.config["data"]["seq_length"] == 64
     assert report.reference.steps[0].denominators["main"] > 16
+
+
+def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
+    pool: Pool, word_tokenizer: Path, tmp_path: Path
+) -> None:
+    weights = [0.7, 0.7, 0.25, 2.5, 0.1, 0.9, 0.3, 0.55] * 2
+    samples = [{"prompt": "a", "response": "b c d", "weight": weight} for weight in weights]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    sections = {"data__kind": "jsonl", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
+    report = check(pool, config(**sections), "mbs1", num_steps=4)
+    found = [step.denominators["main"] for layout in report.layouts for step in layout.steps[:4]]
+    assert {step.denominators["main"] for step in report.layouts[0].expected[:4]} == {48.0}, "a whole number"
+    assert any(value != 48.0 for value in found), "no sum was rounded"
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
 def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None:

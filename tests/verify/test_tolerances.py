@@ -13,7 +13,9 @@ _FORMULAS = {
     "s u sqrt(N)": lambda x: x["s"] * x["u"] * math.sqrt(x["N"]),
     "s u sqrt(2 N + T)": lambda x: x["s"] * x["u"] * math.sqrt(2 * x["N"] + x["T"]),
     "s u sqrt(2 N + T + P)": lambda x: x["s"] * x["u"] * math.sqrt(2 * x["N"] + x["T"] + x["P"]),
-    "T u64; 0 for whole numbers": lambda x: x["T"] * x["u64"],
+    "0": lambda x: 0.0,
+    "8 u64": lambda x: 8 * x["u64"],
+    "T u64; 0 where all shares are whole or halves, quarters, ...": lambda x: x["T"] * x["u64"],
     "u (16 + 8 k)": lambda x: x["u"] * (16 + 8 * x["k"]),
 }
 

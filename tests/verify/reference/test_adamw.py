@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mtrain.config.train import OptimizerSection
-from mtrain.verify.adamw import AdamW
+from mtrain.verify.reference.adamw import AdamW
 from mtrain.verify.tolerances import update_tolerance
 
 SHAPES = {"matrix": (5, 7), "bias": (7,)}

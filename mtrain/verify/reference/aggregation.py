@@ -1,0 +1,92 @@
+"""Aggregations: what each sequence adds to a term and to what the term is divided by.
+
+With w_t the weight of a token, n the sum of them over the sequence, v the weight of the sample, l_t the loss of a token
+and L a constant, sums and means over all sequences of the global batch:
+
+    token-mean               sum v w l          / sum v w
+    seq-mean-token-sum       sum v (sum w l)    / sum v
+    seq-mean-token-mean      sum v (sum w l / n) / sum v
+    seq-mean-token-sum-norm  sum v (sum w l / L) / sum v
+    token-sum-norm           sum v (sum w l / L)
+    seq-mean-token-sqrt      sum v (sum w l / sqrt n) / sum v sqrt n
+    sum                      sum v w l
+
+Source: names as verl's agg_loss; square averaging as InternVL's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from mtrain.config.loss import TermSection
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a term is divided by."""
+
+    shares: tuple[float, ...]
+    """What tokens or sequences add to it."""
+
+    @property
+    def value(self) -> float:
+        """The sum, rounded once."""
+        return math.fsum(self.shares)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether float64 adds the shares without rounding in every order and grouping.
+
+        Each is a whole multiple of some power of two, and their sum is below 2^53 such multiples: so is every part of
+        the sum, and all of these are float64 numbers.
+        """
+        finest = max((share.as_integer_ratio()[1] for share in self.shares), default=1)
+        return finest < 2**52 and sum(int(share * finest) for share in self.shares) < 2**53
+
+
+def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Tensor:
+    """What each token's loss is multiplied by: [batch, seq] float64.
+
+    Args:
+        weights: [batch, seq] w_t.
+        sample_weights: [batch] v.
+        term: The aggregation and its constant.
+    """
+    totals = weights.sum(1)
+    ones = torch.ones_like(totals)
+    match term.aggregation:
+        case "token-mean" | "seq-mean-token-sum" | "sum":
+            divisors = ones
+        case "seq-mean-token-mean":
+            divisors = torch.where(totals > 0, totals, ones)
+        case "seq-mean-token-sqrt":
+            divisors = torch.where(totals > 0, totals.sqrt(), ones)
+        case "seq-mean-token-sum-norm" | "token-sum-norm":
+            assert term.norm_length is not None, "a rule of the section"
+            divisors = ones * term.norm_length
+        case _:
+            assert_never(term.aggregation)
+    return weights * (sample_weights / divisors).unsqueeze(1)
+
+
+def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divisor:
+    """What the term is divided by; arguments as of `token_weights`."""
+    samples = sample_weights.tolist()
+    rows = [math.fsum(row) for row in weights.tolist()]
+    match term.aggregation:
+        case "token-mean":
+            return Divisor(tuple((weights * sample_weights.unsqueeze(1)).flatten().tolist()))
+        case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
+            counts_empty = term.empty_sequences == "include"
+            return Divisor(tuple(v for v, total in zip(samples, rows, strict=True) if total > 0 or counts_empty))
+        case "seq-mean-token-sqrt":
+            return Divisor(tuple(v * math.sqrt(total) for v, total in zip(samples, rows, strict=True)))
+        case "token-sum-norm" | "sum":
+            return Divisor((1.0,))
+        case _:
+            assert_never(term.aggregation)

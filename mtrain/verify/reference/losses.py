@@ -1,0 +1,59 @@
+"""Losses of one token's distribution, from their definitions; logits [batch, seq, vocabulary] float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(logits, labels, teacher's logits) -> [batch, seq] nats."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-log p(label), or the mean of -log p under the label smoothed evenly over the vocabulary.
+
+    Source: Szegedy et al. 2016, section 7.
+    """
+    negative = torch.logsumexp(logits, -1, keepdim=True) - logits
+    own = negative.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return (1 - label_smoothing) * own + label_smoothing * negative.mean(-1)
+
+
+def squared_logsumexp(logits: Tensor) -> Tensor:
+    """(log Z)^2. Source: PaLM (Chowdhery et al. 2022), section 5."""
+    return torch.logsumexp(logits, -1) ** 2
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """-sum p log p."""
+    logs = logits - torch.logsumexp(logits, -1, keepdim=True)
+    return -(logs.exp() * logs).sum(-1)
+
+
+def divergence(logits: Tensor, teacher: Tensor, direction: str = "forward", temperature: float = 1.0) -> Tensor:
+    """KL(teacher || model), or KL(model || teacher) where reverse. Source: Hinton et al. 2015; Gu et al. 2023."""
+    own = torch.log_softmax(logits / temperature, -1)
+    other = torch.log_softmax(teacher / temperature, -1)
+    first, second = (other, own) if direction == "forward" else (own, other)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def known_losses(function: str, options: dict[str, Any]) -> TokenLosses | None:
+    """The token losses that a name in the configuration stands for; None where it is a user's."""
+
+    def distilled(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
+        assert teacher is not None, "the objective is refused without a teacher"
+        return divergence(logits, teacher, **options)
+
+    known: dict[str, TokenLosses] = {
+        "mtrain.loss.next_token:next_token_loss": lambda logits, labels, teacher: cross_entropy(
+            logits, labels, **options
+        ),
+        "mtrain.loss.z_loss:z_loss": lambda logits, labels, teacher: squared_logsumexp(logits),
+        "mtrain.loss.entropy:entropy_loss": lambda logits, labels, teacher: entropy(logits),
+        "mtrain.loss.distillation:distillation_loss": distilled,
+    }
+    return known.get(function)

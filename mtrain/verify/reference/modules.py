@@ -1,0 +1,88 @@
+"""Norms, projections and activations, and where their weights stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from mtrain.config.model import ModelSection
+
+_CLAMP, _SLOPE = 7.0, 1.702
+"""GPT-OSS: bound of both projections, and the slope of its gate."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A place in the model."""
+
+    model: ModelSection
+    tensors: Mapping[str, Tensor]
+    """All of the model by name, float64."""
+    name: str
+    """Of this place."""
+
+    def inner(self, name: str) -> Module:
+        """A place inside this one."""
+        return Module(self.model, self.tensors, f"{self.name}.{name}")
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is there."""
+        return self.tensors[f"{self.name}.{name}"]
+
+    def get(self, name: str) -> Tensor | None:
+        """A tensor that may be there."""
+        return self.tensors.get(f"{self.name}.{name}")
+
+
+def linear(part: Module, name: str, x: Tensor) -> Tensor:
+    """x W^T, with the bias where there is one."""
+    bias = part.get(f"{name}.bias")
+    product = x @ part.tensor(f"{name}.weight").T
+    return product if bias is None else product + bias
+
+
+def norm(part: Module, x: Tensor, epsilon: float | None = None) -> Tensor:
+    """RMSNorm or LayerNorm of the last axis; by default with the model's epsilon."""
+    model = part.model
+    if model.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    spread = torch.sqrt((x * x).mean(-1, keepdim=True) + (model.norm_epsilon if epsilon is None else epsilon))
+    gain, bias = part.tensor("weight"), part.get("bias")
+    scaled = x / spread * (1 + gain if model.zero_centered_norm else gain)
+    return scaled if bias is None else scaled + bias
+
+
+def network(part: Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A feed-forward part: without the bias of its second projection, and with it."""
+    inner = activated(part.model, linear(part, "linear_fc1", x))
+    product, bias = inner @ part.tensor("linear_fc2.weight").T, part.get("linear_fc2.bias")
+    return product, product if bias is None else product + bias
+
+
+def activated(model: ModelSection, x: Tensor) -> Tensor:
+    """What stands between the two projections: [..., ffn], or [..., 2 ffn] where gated, to [..., ffn]."""
+    match model.activation:
+        case "gelu":
+            return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+        case "gelu_tanh":
+            return _gelu_tanh(x)
+    gate, up = x.chunk(2, dim=-1)
+    match model.activation:
+        case "swiglu":
+            return gate / (1 + torch.exp(-gate)) * up
+        case "geglu_tanh":
+            return _gelu_tanh(gate) * up
+        case "swiglu_clamped":
+            gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
+            return (up + 1) * gate / (1 + torch.exp(-_SLOPE * gate))
+        case _:
+            assert_never(model.activation)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

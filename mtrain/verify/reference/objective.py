@@ -1,0 +1,177 @@
+"""One step's terms, gradients and norm, at given weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.config.loss import LossSection, TermSection
+from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
+from mtrain.verify.reference.experts import coefficients, moved_bias, router_numerator, router_shares
+from mtrain.verify.reference.losses import cross_entropy, known_losses
+from mtrain.verify.reference.shapes import EXPERT_BIAS
+from mtrain.verify.reference.text import Rows
+from mtrain.verify.reference.transformer import Forward, Transformer
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a user's own loss function may look at; [batch, seq, ...]."""
+
+    logits: Tensor
+    labels: Tensor
+    tokens: Tensor
+    documents: Tensor
+    weights: Tensor
+    """What each token's loss is multiplied by."""
+    token_shares: Tensor
+    """Each token's share of the divisor; a sequence's stands at its first token."""
+    teacher: Tensor | None
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the objective."""
+
+    numerator: Tensor
+    denominator: float
+    adds_exactly: bool
+    """Whether the denominator is a sum that float64 does not round, whatever the order."""
+
+    @property
+    def mean(self) -> Tensor:
+        """0 where there is nothing to divide by."""
+        return self.numerator / self.denominator if self.denominator else self.numerator * 0.0
+
+
+UserTerm = Callable[[TermSection, Scene], tuple[Tensor, float]]
+"""Evaluates a loss function of the user's: its numerator and its denominator."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One step."""
+
+    terms: dict[str, Term]
+    objective: float
+    gradients: dict[str, Tensor]
+    """Of the objective, by name, before clipping; 0 where the main term has nothing to divide by."""
+    biases: dict[str, Tensor]
+    """The biases of the choice of experts after the step, where they move."""
+    forward: Forward
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all gradients as one vector."""
+        return math.sqrt(math.fsum(float((each**2).sum()) for each in self.gradients.values()))
+
+
+def evaluated(
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    rows: Rows,
+    teacher: Transformer | None,
+    user_term: UserTerm,
+) -> Evaluated:
+    """Loss and gradients of a global batch.
+
+    Args:
+        config: Model and loss.
+        tensors: The weights by name, float64.
+        rows: The batch.
+        teacher: Where a term compares with one.
+        user_term: For functions that are not the package's own.
+    """
+    is_state = {name: name.endswith(EXPERT_BIAS) for name in tensors}
+    leaves = {name: each.detach().clone().requires_grad_(not is_state[name]) for name, each in tensors.items()}
+    forward = Transformer(config.model, leaves).forward(rows)
+    with torch.no_grad():
+        taught = None if teacher is None else teacher.forward(rows, looks_ahead=False).logits
+    terms = _terms(config, rows, forward, taught, user_term)
+    factors = term_coefficients(config.loss, config.model.mtp_depths)
+    objective = torch.stack([factors[name] * term.mean for name, term in terms.items()]).sum()
+    trained = {name: leaf for name, leaf in leaves.items() if not is_state[name]}
+    is_empty = terms["main"].denominator == 0
+    found = torch.autograd.grad(objective * float(not is_empty), list(trained.values()), materialize_grads=True)
+    return Evaluated(
+        terms=terms,
+        objective=float(objective.detach()),
+        gradients=dict(zip(trained, found, strict=True)),
+        biases=_moved_biases(config, leaves, forward),
+        forward=forward,
+    )
+
+
+def term_coefficients(loss: LossSection, mtp_depths: int) -> dict[str, float]:
+    """What the mean of each term is multiplied by; the depths share theirs evenly."""
+    depths = {f"mtp_{depth}": loss.mtp_coefficient / mtp_depths for depth in range(1, mtp_depths + 1)}
+    sides = {name: side.coefficient for name, side in loss.side_terms.items()}
+    return {"main": 1.0, **sides, **depths, **coefficients(loss.router)}
+
+
+def _terms(config: Config, rows: Rows, forward: Forward, taught: Tensor | None, user_term: UserTerm) -> dict[str, Term]:
+    sections: dict[str, TermSection] = {"main": config.loss, **config.loss.side_terms}
+    terms = {name: _term(section, config, rows, forward, taught, user_term) for name, section in sections.items()}
+    for depth, logits in enumerate(forward.ahead, start=1):
+        ahead = rows.ahead(depth)
+        weights = token_weights(ahead.weights, rows.sample_weights, config.loss)
+        numerator = weighted(cross_entropy(logits, ahead.labels), weights)
+        terms[f"mtp_{depth}"] = _planned(numerator, divisor(ahead.weights, rows.sample_weights, config.loss))
+    for name in coefficients(config.loss.router):
+        assert config.model.experts is not None, "a rule of the configuration"
+        numerator = router_numerator(name, forward.seen, config.model.experts)
+        terms[name] = _planned(numerator, Divisor(router_shares(name, rows.is_text)))
+    return terms
+
+
+def _term(
+    section: TermSection, config: Config, rows: Rows, forward: Forward, taught: Tensor | None, user_term: UserTerm
+) -> Term:
+    weights = token_weights(rows.weights, rows.sample_weights, section)
+    planned = divisor(rows.weights, rows.sample_weights, section)
+    token_losses = known_losses(section.function, section.options)
+    if token_losses is not None:
+        return _planned(weighted(token_losses(forward.logits, rows.labels, taught), weights), planned)
+    shares = token_shares(rows, section)
+    scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught)
+    numerator, measured = user_term(section, scene)
+    if config.loss.denominator == "measured":
+        return Term(numerator, measured, adds_exactly=False)  # of what it is a sum, the function alone knows
+    return _planned(numerator, planned)
+
+
+def _planned(numerator: Tensor, denominator: Divisor) -> Term:
+    return Term(numerator, denominator.value, denominator.is_exact)
+
+
+def weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weight x loss, without what has the weight 0."""
+    return torch.where(weights != 0, losses * weights, 0.0).sum()
+
+
+def token_shares(rows: Rows, section: TermSection) -> Tensor:
+    """[batch, seq]: the divisor's shares by token; those of sequences stand at the first token, that of a whole step
+    at the first of all."""
+    if section.aggregation == "token-mean":
+        return rows.weights * rows.sample_weights.unsqueeze(1)
+    shares = torch.zeros_like(rows.weights)
+    if section.aggregation in ("sum", "token-sum-norm"):
+        shares[0, 0] = 1.0
+        return shares
+    for row in range(len(shares)):
+        alone = slice(row, row + 1)
+        shares[row, 0] = divisor(rows.weights[alone], rows.sample_weights[alone], section).value
+    return shares
+
+
+def _moved_biases(config: Config, tensors: Mapping[str, Tensor], forward: Forward) -> dict[str, Tensor]:
+    rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
+    if not rate:
+        return {}
+    names = {f"{seen.name}.expert_bias": seen for seen in forward.seen}
+    return {name: moved_bias(tensors[name].detach(), seen, rate) for name, seen in names.items()}

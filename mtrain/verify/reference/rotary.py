@@ -1,0 +1,80 @@
+"""Rotary position embedding from the papers' formulas, one pair of dimensions at a time.
+
+Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); Llama 3.1 as released; YaRN (Peng et al.
+2023), section 3.2, with the magnitudes of DeepSeek's released models.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from mtrain.config.model import RopeSection
+
+
+def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:
+    """Turns the pairs (i, i + size / 2) of [batch, seq, heads, size] by position x frequency.
+
+    Args:
+        x: Queries or keys.
+        positions: [batch, seq].
+        rope: Base and scaling.
+    """
+    half = x.shape[-1] // 2
+    frequencies = torch.tensor([frequency(rope, x.shape[-1], pair) for pair in range(half)], dtype=x.dtype)
+    angles = (positions.to(x.dtype).unsqueeze(-1) * frequencies.to(x.device)).unsqueeze(2)
+    cosine, sine = angles.cos() * magnitude(rope), angles.sin() * magnitude(rope)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def frequency(rope: RopeSection, size: int, pair: int) -> float:
+    """Radians a position of the pair (pair, pair + size / 2)."""
+    plain = math.pow(rope.base, -2.0 * pair / size)
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    match rope.scaling:
+        case "none":
+            kept = 1.0
+        case "linear":
+            kept = 0.0
+        case "llama3":
+            kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        case "yarn":
+            kept = _share_kept_by_yarn(rope, size, pair)
+        case _:
+            assert_never(rope.scaling)
+    kept = min(1.0, max(0.0, kept))
+    return plain * (kept + (1 - kept) / rope.factor)
+
+
+def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
+    """Falls from 1 to 0 between the pairs that turn beta_fast and beta_slow times over the original context."""
+
+    def place(turns: float) -> float:
+        return size * math.log(rope.original_max_positions / (2 * math.pi * turns)) / (2 * math.log(rope.base))
+
+    fast, slow = place(rope.beta_fast), place(rope.beta_slow)
+    if rope.truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, size - 1)
+    width = slow - fast if slow != fast else 0.001  # as the released code has it
+    return 1 - (pair - fast) / width
+
+
+def magnitude(rope: RopeSection) -> float:
+    """What cos and sin are multiplied by."""
+    if rope.scaling != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is None or rope.mscale_all_dim is None:
+        return growth(rope, 1.0)
+    return growth(rope, rope.mscale) / growth(rope, rope.mscale_all_dim)
+
+
+def growth(rope: RopeSection, coefficient: float) -> float:
+    """0.1 c ln(factor) + 1."""
+    return 1.0 + 0.1 * coefficient * math.log(rope.factor)

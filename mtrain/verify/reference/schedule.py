@@ -1,0 +1,64 @@
+"""The learning rate as Megatron-LM and Hugging Face publish it, for every update of a run.
+
+With k updates completed (one more in runs whose `optimizer.schedule_convention` is one_ahead), the update about to be
+made has
+
+    lr k / warmup                      while k < warmup
+    min_lr + (lr - min_lr) h           after it, with h of the schedule
+
+    constant   h = 1
+    linear     h = 1 - r               r = (k - warmup) / (end - warmup), from 0 to 1
+    cosine     h = (1 + cos(pi r)) / 2
+    wsd        h = 1 - r               r = (k - begin) / (end - begin), end = num_steps, begin = end - decay_steps
+
+Source: Megatron-LM, core/optimizer_param_scheduler.py (get_lr); transformers, optimization.py (get_*_schedule_with_*).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from mtrain.config.train import OptimizerSection
+
+
+def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) -> float:
+    """Learning rate of the update after `completed` ones.
+
+    Args:
+        completed: Updates so far, from 0.
+        optimizer: The schedule.
+        num_steps: Updates of the whole run.
+    """
+    if optimizer.schedule_convention == "one_ahead":
+        completed += 1
+    warmup = optimizer.warmup_steps
+    if completed < warmup:
+        return optimizer.lr * completed / warmup
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    begin, end = warmup, num_steps if optimizer.decay_steps is None else optimizer.decay_steps
+    if optimizer.schedule == "wsd":
+        length = max(1, num_steps // 10) if optimizer.decay_steps is None else optimizer.decay_steps
+        begin, end = num_steps - length, num_steps
+    done = min(1.0, max(0.0, (completed - begin) / (end - begin)))
+    match optimizer.schedule:
+        case "linear" | "wsd":
+            height = 1 - done
+        case "cosine":
+            height = (1 + math.cos(math.pi * done)) / 2
+        case _:
+            assert_never(optimizer.schedule)
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height
+
+
+def telling_steps(optimizer: OptimizerSection, num_steps: int) -> list[int]:
+    """Updates, counted from 0, at which a wrong schedule shows: around every turn, and some between."""
+    ends = [0, optimizer.warmup_steps, num_steps - 1]
+    if optimizer.schedule == "wsd":
+        ends.append(num_steps - (optimizer.decay_steps or max(1, num_steps // 10)))
+    elif optimizer.decay_steps is not None:
+        ends.append(optimizer.decay_steps)
+    around = [end + offset for end in ends for offset in range(-3, 4)]
+    between = [num_steps * part // 64 for part in range(64)]
+    return sorted({step for step in (*around, *between) if 0 <= step < num_steps})

@@ -1,0 +1,129 @@
+"""Which tensors a model consists of, in the order of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.model import ModelSection
+
+Shape = tuple[int, ...]
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EXPERT_BIAS = "router.expert_bias"
+"""How the names of tensors end that belong to the model's state without having a gradient."""
+
+
+def has_experts(model: ModelSection, layer: int) -> bool:
+    """Whether layer `layer`, counted from 0, has experts: behind the first dense ones every n-th."""
+    section = model.experts
+    if section is None or layer < section.first_dense_layers:
+        return False
+    return (layer - section.first_dense_layers) % section.every == 0
+
+
+def layers(model: ModelSection) -> dict[str, int]:
+    """Every transformer layer by name: its number; those that predict ahead are of the last one's kind."""
+    own = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
+    ahead = {f"mtp.layers.{depth}.transformer_layer": model.num_layers - 1 for depth in range(model.mtp_depths)}
+    return own | ahead
+
+
+def shapes_of(model: ModelSection) -> dict[str, Shape]:
+    """Name -> shape, tables without the padding of the vocabulary."""
+    return dict(_tensors(model))
+
+
+def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
+    yield EMBEDDING, table
+    for name, number in layers(model).items():
+        depth = name.removesuffix(".transformer_layer")
+        if depth != name:
+            yield from _norm(f"{depth}.enorm", hidden, model)
+            yield from _norm(f"{depth}.hnorm", hidden, model)
+            yield f"{depth}.eh_proj.weight", (hidden, 2 * hidden)
+        yield from _layer(name, number, model)
+        if depth != name:
+            yield from _norm(f"{depth}.final_layernorm", hidden, model)
+        elif number == model.num_layers - 1:
+            yield from _norm("decoder.final_layernorm", hidden, model)
+    if not model.tied_embeddings:
+        yield OUTPUT, table
+
+
+def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    hidden = model.hidden_size
+    yield from _norm(f"{name}.input_layernorm", hidden, model)
+    attention = _grouped_attention if model.mla is None else _latent_attention
+    yield from attention(f"{name}.self_attention", model)
+    if model.sandwich_norm:
+        yield from _norm(f"{name}.post_self_attn_layernorm", hidden, model)
+    yield from _norm(f"{name}.pre_mlp_layernorm", hidden, model)
+    if has_experts(model, number):
+        yield from _experts(f"{name}.mlp", model)
+    else:
+        yield from _network(f"{name}.mlp", model.ffn_hidden_size, model)
+    if model.sandwich_norm:
+        yield from _norm(f"{name}.post_mlp_layernorm", hidden, model)
+
+
+def _norm(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (size,)
+    if model.norm == "layernorm":
+        yield f"{name}.bias", (size,)
+
+
+def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _network(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    first = 2 * size if is_gated(model) else size
+    yield from _linear(f"{name}.linear_fc1", first, model.hidden_size, model.linear_bias)
+    yield from _linear(f"{name}.linear_fc2", model.hidden_size, size, model.linear_bias)
+
+
+def is_gated(model: ModelSection) -> bool:
+    """Whether the first projection is a gate and, behind it, what the gate lets through."""
+    return model.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
+
+
+def _grouped_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    heads, size = model.num_attention_heads, model.head_size
+    rows = (heads + 2 * model.query_groups) * size
+    yield from _linear(f"{name}.linear_qkv", rows, model.hidden_size, model.linear_bias or model.qkv_bias)
+    if model.qk_norm:
+        yield from _norm(f"{name}.q_layernorm", size, model)
+        yield from _norm(f"{name}.k_layernorm", size, model)
+    if model.attention_sinks:
+        yield f"{name}.core_attention.softmax_offset", (heads,)
+    yield from _linear(f"{name}.linear_proj", model.hidden_size, heads * size, model.linear_bias)
+
+
+def _latent_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
+    assert mla is not None
+    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
+    if mla.q_rank is None:
+        yield f"{name}.linear_q_proj.weight", (query, hidden)
+    else:
+        yield f"{name}.linear_q_down_proj.weight", (mla.q_rank, hidden)
+        yield from _norm(f"{name}.q_layernorm", mla.q_rank, model)
+        yield f"{name}.linear_q_up_proj.weight", (query, mla.q_rank)
+    yield f"{name}.linear_kv_down_proj.weight", (mla.kv_rank + mla.rope_head_dim, hidden)
+    yield from _norm(f"{name}.kv_layernorm", mla.kv_rank, model)
+    yield f"{name}.linear_kv_up_proj.weight", (heads * (mla.nope_head_dim + mla.value_head_dim), mla.kv_rank)
+    yield f"{name}.linear_proj.weight", (hidden, heads * mla.value_head_dim)
+
+
+def _experts(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+    section = model.experts
+    assert section is not None
+    yield from _linear(f"{name}.router", section.num_experts, model.hidden_size, section.router_bias)
+    if section.expert_bias:
+        yield f"{name}.{EXPERT_BIAS}", (section.num_experts,)
+    for expert in range(section.num_experts):
+        yield from _network(f"{name}.experts.{expert}", section.ffn_hidden_size, model)
+    if section.shared_ffn_hidden_size:
+        yield from _network(f"{name}.shared_experts", section.shared_ffn_hidden_size, model)

@@ -1,0 +1,118 @@
+"""Rows of a global batch from raw token ids and the edges between documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Text:
+    """One sample as it was read: nothing is shifted, masked or padded."""
+
+    ids: NDArray[np.int64]
+    """[n], 1 <= n <= seq_length + 1."""
+    counts: NDArray[np.float64]
+    """[n]: what it counts to predict each of these tokens; the first one is never predicted."""
+    weight: float = 1.0
+    """v_i of the sample."""
+    edges: tuple[int, ...] = ()
+    """Ascending places in `ids`, never 0, where an isolated document begins."""
+    pad_id: int = 0
+    """Fills the row."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A global batch, one row a sample; [batch, seq] but `sample_weights`."""
+
+    tokens: Tensor
+    labels: Tensor
+    """0 where the next token is not there or counts nothing."""
+    weights: Tensor
+    """w_it, float64: what the prediction at each position counts."""
+    documents: Tensor
+    """Number of the document in the row; -1 where there is no text."""
+    positions: Tensor
+    """Inside the document."""
+    sample_weights: Tensor
+    """[batch] v_i, float64."""
+
+    @property
+    def is_text(self) -> Tensor:
+        """[batch, seq] bool."""
+        return self.documents >= 0
+
+    def ahead(self, depth: int) -> Ahead:
+        """What lies `depth` tokens further in the same document."""
+        missing = torch.full((len(self.tokens), depth), -1, device=self.documents.device)
+        there = torch.cat([self.documents[:, depth:], missing], dim=1)
+        known = (there == self.documents) & self.is_text
+
+        def moved(values: Tensor) -> Tensor:
+            return torch.where(known, torch.roll(values, -depth, dims=1), torch.zeros_like(values))
+
+        return Ahead(moved(self.tokens), moved(self.labels), moved(self.weights), known)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """One depth of multi-token prediction; [batch, seq]."""
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    is_text: Tensor
+    """Where there is a token so far ahead."""
+
+
+def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: torch.device) -> Rows:
+    """Position t holds token t and predicts token t + 1, unless that begins another document.
+
+    Args:
+        texts: All samples of a global batch.
+        seq_length: Positions of a row.
+        vocab_size: Token ids are taken modulo this.
+        device: Of the tensors.
+    """
+    rows = [_row(text, seq_length, vocab_size) for text in texts]
+
+    def stacked(name: str) -> Tensor:
+        return torch.from_numpy(np.stack([row[name] for row in rows])).to(device)
+
+    weights = torch.tensor([text.weight for text in texts], dtype=torch.float64, device=device)
+    return Rows(
+        tokens=stacked("tokens"),
+        labels=stacked("labels"),
+        weights=stacked("weights"),
+        documents=stacked("documents"),
+        positions=stacked("positions"),
+        sample_weights=weights,
+    )
+
+
+def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]]:
+    size = len(text.ids) - 1
+    row: dict[str, NDArray[Any]] = {
+        "tokens": np.full(seq_length, text.pad_id % vocab_size, np.int64),
+        "labels": np.zeros(seq_length, np.int64),
+        "weights": np.zeros(seq_length, np.float64),
+        "documents": np.full(seq_length, -1, np.int64),
+        "positions": np.zeros(seq_length, np.int64),
+    }
+    begun, start = 0, 0
+    for place in range(size):
+        if place in text.edges:
+            begun, start = begun + 1, place
+        row["tokens"][place] = text.ids[place] % vocab_size
+        row["documents"][place], row["positions"][place] = begun, place - start
+        if place + 1 not in text.edges and text.counts[place + 1] > 0:
+            row["labels"][place] = text.ids[place + 1] % vocab_size
+            row["weights"][place] = text.counts[place + 1]
+    return row
