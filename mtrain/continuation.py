@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +17,21 @@ from mtrain.errors import RunFolderError
 from mtrain.lr import decay_steps, learning_rate
 from mtrain.run_folder import Change, changes, flat_keys
 
-KEPT = {"optimizer.schedule_convention": "one_ahead"}
-"""Keys that keep the earlier start's value where this start does not name them. The value here is what they mean where
-the earlier configuration lacks them: what the program did before they were there."""
+
+@dataclass(frozen=True)
+class Kept:
+    """A key that keeps the earlier start's value where this start does not name it."""
+
+    before: str
+    """What it means where the earlier configuration lacks it: what the program did before the key was there."""
+    applies: Callable[[Config], bool]
+    """Whether the key has an effect, so that it is worth a line."""
+
+
+KEPT = {
+    "optimizer.schedule_convention": Kept("one_ahead", lambda config: True),
+    "data.chat_format": Kept("plain", lambda config: config.data.kind == "jsonl"),
+}
 
 _DECAY = "optimizer.decay_steps"
 """Compared by what it stands for: left out, it follows train.num_steps."""
@@ -47,19 +60,19 @@ def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Con
 
 def kept_lines(given: Config, kept: Config) -> Iterator[str]:
     """A line for the user on each key of KEPT that the run does not take from this start."""
-    for key in KEPT:
+    for key, rule in KEPT.items():
         section, name = key.split(".")
         value = getattr(getattr(kept, section), name)
-        if value != getattr(getattr(given, section), name):
+        if rule.applies(kept) and value != getattr(getattr(given, section), name):
             yield f"{key}={value} stays, as this run began with it"
 
 
 def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
-    for key, before in KEPT.items():
+    for key, kept in KEPT.items():
         section, name = key.split(".")
         own = getattr(config, section)
         if name not in own.model_fields_set:
-            value = earlier.get(key, before)
+            value = earlier.get(key, kept.before)
             config = config.model_copy(update={section: own.model_copy(update={name: value})})
     return config
 
@@ -68,7 +81,7 @@ def _is_other_run(change: Change) -> bool:
     """Whether a run with this change is another one; a key that an older version did not have may stand as it meant."""
     if change.is_neutral:
         return False
-    meant = KEPT.get(change.key, _default(change.key))
+    meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
     return change.old is not None or change.new != json.dumps(meant, ensure_ascii=False, default=str)
 
 

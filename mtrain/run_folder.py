@@ -34,6 +34,7 @@ NEUTRAL_KEYS = (
     "model.backend",
     "model.hf",
     "data.prefetch_steps",
+    "data.ignore_keys",
 )
 """Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""
 

@@ -18,6 +18,7 @@ Result = TypeVar("Result")
 
 _HF_FILE = "tokenizer.json"
 _HF_SETTINGS = "tokenizer_config.json"
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _MOST_BYTES = 1 << 28
 """Of one file; the largest have about forty million."""
 _PANIC = "PanicException"
@@ -164,6 +165,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if file.suffix == ".model":
         return SentencePieceTokenizer(file)
     raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; give one of the two")
+
+
+def chat_template(file: Path) -> Path | None:
+    """What holds a chat template beside a tokenizer, named ones included; None where nothing does.
+
+    Args:
+        file: `Tokenizer.path`.
+
+    Raises:
+        DataError: tokenizer_config.json is damaged.
+
+    Source: transformers 5.23, tokenization_utils_base.py, _from_pretrained; chat_template.json is of its processors.
+    """
+    found = next((path for pattern in _TEMPLATE_FILES for path in sorted(file.parent.glob(pattern))), None)
+    if found is not None:
+        return found
+    settings = file.with_name(_HF_SETTINGS)
+    return settings if _settings(settings).get("chat_template") else None
 
 
 def _file(path: Path) -> Path:

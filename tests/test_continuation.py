@@ -19,7 +19,7 @@ FOLDER = Path("runs/first")
 def of_old_version(**changes: Any) -> str:
     """The resolved configuration as the program wrote it before it had the keys of today."""
     sections = yaml.safe_load(config_yaml(config(**changes)))
-    del sections["optimizer"]["schedule_convention"]
+    del sections["optimizer"]["schedule_convention"], sections["data"]["chat_format"], sections["data"]["ignore_keys"]
     return yaml.safe_dump(sections)
 
 
@@ -29,6 +29,16 @@ def test_a_run_of_an_old_version_keeps_its_learning_rates_and_says_so() -> None:
     assert kept.optimizer.schedule_convention == "one_ahead"
     assert learning_rate(3, kept.optimizer, 10) == learning_rate(4, given.optimizer, 10)
     assert list(kept_lines(given, kept)) == ["optimizer.schedule_convention=one_ahead stays, as this run began with it"]
+
+
+def test_a_finetuning_of_an_old_version_keeps_its_form_of_chat_and_says_so() -> None:
+    data = {"kind": "jsonl", "seq_length": 64, "tokenizer": "x.model", "train": [{"path": "x.jsonl"}]}
+    kept = continued(config(data=data), of_old_version(data=data), FOLDER, 3)
+    assert kept.data.chat_format == "plain"
+    assert "data.chat_format=plain stays, as this run began with it" in kept_lines(config(data=data), kept)
+    assert continued(config(data=data), config_yaml(config(data=data)), FOLDER, 3).data.chat_format == "auto"
+    named = config(data={**data, "ignore_keys": ["id"]})
+    assert continued(named, of_old_version(data=data), FOLDER, 3).data.ignore_keys == ("id",)
 
 
 def test_it_keeps_them_at_every_later_start() -> None:

@@ -34,6 +34,12 @@ class DataSection(Section):
     """indexed: attention and positions start again at each document, and no token is predicted across an edge."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     """jsonl: what happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
+    chat_format: Literal["auto", "plain"] = "auto"
+    """jsonl with `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages
+    where the tokenizer's folder has a chat template, which is not applied."""
+    ignore_keys: tuple[str, ...] = ()
+    """jsonl: keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are
+    refused."""
     prefetch_steps: int = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
 

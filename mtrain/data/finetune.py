@@ -2,7 +2,8 @@
 
 A line is an object with `prompt` and `response` (texts), or with `messages`: a list of objects with `role` (system,
 user, assistant or tool) and `content` (text). Optional: `weight`, what the sample counts (a number of at least 0, by
-default 1). Other keys are ignored.
+default 1). Other keys are refused, of a line and of a message, unless `data.ignore_keys` names them: what is dropped
+without a word may be what the model should have seen (docs/finetuning.md).
 
     prompt/response:  bos? + prompt + response + eos             learnt: response, eos
     messages:         bos? + for each message header + content   learnt: content and eos of every assistant message
@@ -17,6 +18,9 @@ an empty sequence (loss.empty_sequences). drop and refuse tokenise the whole fil
 """
 
 import math
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +32,16 @@ from mtrain.errors import DataError
 from mtrain.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
+_PAIR_KEYS = frozenset({"prompt", "response", "weight"})
+_CHAT_KEYS = frozenset({"messages", "weight"})
+_MESSAGE_KEYS = frozenset({"role", "content"})
+_REASONS = {
+    "tools": "descriptions of tools are not shown to the model",
+    "tool_calls": "calls of tools are not shown to the model",
+    "weight": "a message has no weight of its own, only the whole line has",
+    "train": "every message of the assistant is learnt, and no other",
+}
+"""Known keys of other programs, and what would be lost."""
 
 
 class Piece(NamedTuple):
@@ -37,6 +51,53 @@ class Piece(NamedTuple):
     is_learnt: bool
     ends: bool
     """Whether eos follows, which is learnt as the text is."""
+
+
+@dataclass(frozen=True)
+class LineFormat:
+    """What a line may hold."""
+
+    ignored: Set[str] = frozenset()
+    """Keys of lines and messages that are dropped on purpose."""
+    template: Path | None = None
+    """Holds a chat template, which is not applied, so that messages are refused; None where they are wanted as
+    plain text."""
+
+    def check(self, found: dict[str, Any]) -> None:
+        """Refuses a line that is not a sample.
+
+        Raises:
+            DataError: says what is wrong, not where.
+        """
+        if "messages" in found and ("prompt" in found or "response" in found):
+            raise DataError("has messages beside prompt or response; keep one of the two forms")
+        if "messages" in found:
+            self._check_chat(found)
+        else:
+            _check_pair(found)
+        self._check_keys(found, _CHAT_KEYS if "messages" in found else _PAIR_KEYS, "")
+        _check_weight(found.get("weight", 1.0))
+
+    def _check_chat(self, found: dict[str, Any]) -> None:
+        if self.template is not None:
+            raise DataError(
+                f"has messages, and {self.template} holds a chat template, which is not applied: the model would learn "
+                "another form of chat than its own; write prompt and response as the template has them, or set "
+                "data.chat_format=plain to learn the plain form on purpose"
+            )
+        _check_messages(found["messages"])
+        for number, message in enumerate(found["messages"]):
+            self._check_keys(message, _MESSAGE_KEYS, f"messages[{number}] ")
+
+    def _check_keys(self, found: dict[str, Any], known: Set[str], place: str) -> None:
+        unknown = next((key for key in found if key not in known and key not in self.ignored), None)
+        if unknown is None:
+            return
+        reason = f" ({_REASONS[unknown]})" if unknown in _REASONS else ""
+        raise DataError(
+            f"{place}has the key {unknown!r}, which is not read{reason}; known are {', '.join(sorted(known))}: remove "
+            "it, or name it in data.ignore_keys to train without it"
+        )
 
 
 class Conversations:
@@ -49,19 +110,22 @@ class Conversations:
         tokenizer: Tokenizer,
         seq_length: int,
         too_long: Literal["truncate", "drop", "refuse"],
+        form: LineFormat,
     ) -> None:
         """
         Args:
-            lines: Checked by `check_object`.
+            lines: Checked by `form`.
             numbers: The part of the lines that is used, counted from 0.
             tokenizer: Of the model.
             seq_length: Positions of a row.
             too_long: What happens to a sample of more than seq_length + 1 tokens.
+            form: What a line may hold.
 
         Raises:
             DataError: a sample is too long and has to be refused, or none is left.
         """
         self._lines, self._tokenizer, self._seq_length = lines, tokenizer, seq_length
+        self._form = form
         self._kept = np.arange(numbers.start, numbers.stop)
         if too_long != "truncate":
             fits = np.array([self._fits(number, too_long) for number in numbers], bool)
@@ -84,7 +148,7 @@ class Conversations:
         """Row of line `index`; the same in every epoch."""
         number = int(self._kept[index])
         found = self._lines[number]
-        check_at(self._lines.path, number + 1, found, check_object)  # the file may have changed since it was opened
+        check_at(self._lines.path, number + 1, found, self._form.check)  # the file may have changed since it was opened
         ids, learnt = tokenised(pieces(found), self._tokenizer)
         size = self._seq_length + 1
         return padded(
@@ -124,24 +188,13 @@ def pieces(found: dict[str, Any]) -> list[Piece]:
     return parts
 
 
-def check_object(found: dict[str, Any]) -> None:
-    """Refuses a line that is not a sample.
-
-    Raises:
-        DataError: says what is wrong, not where.
-    """
-    if "messages" in found and ("prompt" in found or "response" in found):
-        raise DataError("has messages beside prompt or response; keep one of the two forms")
-    if "messages" in found:
-        _check_messages(found["messages"])
-    else:
-        for key in ("prompt", "response"):
-            if key not in found:
-                raise DataError(f"has no {key!r}; a line needs prompt and response, or messages")
-            _check_text(found[key], f"{key!r}")
-        if not found["response"]:
-            raise DataError("'response' is empty, so there is nothing to learn; remove the line or answer")
-    _check_weight(found.get("weight", 1.0))
+def _check_pair(found: dict[str, Any]) -> None:
+    for key in ("prompt", "response"):
+        if key not in found:
+            raise DataError(f"has no {key!r}; a line needs prompt and response, or messages")
+        _check_text(found[key], f"{key!r}")
+    if not found["response"]:
+        raise DataError("'response' is empty, so there is nothing to learn; remove the line or answer")
 
 
 def _check_messages(messages: object) -> None:
@@ -161,6 +214,8 @@ def _check_messages(messages: object) -> None:
 
 
 def _check_text(text: object, name: str) -> None:
+    if text is None:
+        raise DataError(f"{name} is null, but must be a text; write it, or remove the line")
     if not isinstance(text, str):
         raise DataError(f"{name} is a {type(text).__name__}, but must be a text; put it in quotes")
     try:

@@ -5,8 +5,8 @@ from functools import cache
 from typing import Literal, Protocol
 
 from mtrain.config import Config
-from mtrain.config.data import SourceSection
-from mtrain.data.finetune import Conversations, check_object
+from mtrain.config.data import DataSection, SourceSection
+from mtrain.data.finetune import Conversations, LineFormat
 from mtrain.data.index import Corpus, document_ranges
 from mtrain.data.jsonl import Lines
 from mtrain.data.mock import MockSamples
@@ -14,7 +14,7 @@ from mtrain.data.order import SampleOrder, key_of
 from mtrain.data.pretrain import Windows
 from mtrain.data.sample import Sample, SampleSource
 from mtrain.errors import DataError
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 Part = Literal["train", "valid", "test"]
 _PARTS: tuple[Part, ...] = ("train", "valid", "test")
@@ -90,7 +90,8 @@ class Sources:
             self.tokenizer = load_tokenizer(config.data.tokenizer)
             _check_vocabulary(self.tokenizer, config.model.vocab_size)
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
-        self._lines = cache(lambda path: Lines(path, check_object))
+        self._form = _line_format(config.data, self.tokenizer)
+        self._lines = cache(lambda path: Lines(path, self._form.check))
 
     def training(self) -> SampleStream:
         """The training samples.
@@ -126,7 +127,8 @@ class Sources:
         if data.kind == "jsonl":
             assert self.tokenizer is not None  # a rule of the section
             lines = self._lines(section.path)
-            return Conversations(lines, self._part(part, len(lines)), self.tokenizer, data.seq_length, data.too_long)
+            numbers = self._part(part, len(lines))
+            return Conversations(lines, numbers, self.tokenizer, data.seq_length, data.too_long, self._form)
         corpus = self._corpus(section.path)
         documents = self._part(part, len(corpus.document_lengths))
         key = None if shuffle_number is None else (self._config.train.seed, shuffle_number)
@@ -136,6 +138,13 @@ class Sources:
         """The documents or lines of a part, in file order."""
         split = self._config.data.split
         return range(total) if split is None else document_ranges(total, split)[_PARTS.index(part)]
+
+
+def _line_format(data: DataSection, tokenizer: Tokenizer | None) -> LineFormat:
+    """Whether messages are refused is known only here: the configuration alone does not tell the tokenizer's folder."""
+    if data.kind != "jsonl" or data.chat_format == "plain" or tokenizer is None:
+        return LineFormat(frozenset(data.ignore_keys))
+    return LineFormat(frozenset(data.ignore_keys), chat_template(tokenizer.path))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -1,5 +1,7 @@
 """Questions and answers: what is learnt, by hand."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -8,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.data.finetune import Conversations, Piece, check_object, tokenised
+from mtrain.config import Config
+from mtrain.data.finetune import Conversations, LineFormat, Piece, tokenised
 from mtrain.data.jsonl import Lines
+from mtrain.data.sources import Sources
 from mtrain.errors import DataError
-from mtrain.tokenizer import load_tokenizer
+from mtrain.tokenizer import chat_template, load_tokenizer
+from tests.fault_table import Notice
 
 WriteJsonl = Callable[[Sequence[dict[str, Any]]], Path]
 
@@ -23,10 +28,9 @@ def conversations(
     too_long: Literal["truncate", "drop", "refuse"] = "truncate",
     numbers: range | None = None,
 ) -> Conversations:
-    lines = Lines(path, check_object)
-    return Conversations(
-        lines, range(len(lines)) if numbers is None else numbers, load_tokenizer(tokenizer), seq_length, too_long
-    )
+    lines, form = Lines(path, LineFormat().check), LineFormat()
+    part = range(len(lines)) if numbers is None else numbers
+    return Conversations(lines, part, load_tokenizer(tokenizer), seq_length, too_long, form)
 
 
 def test_only_the_answer_and_its_end_are_learnt(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -108,7 +112,7 @@ def test_the_mask_counts_exactly_what_is_learnt(word_tokenizer: Path, parts: lis
         ({"prompt": "a"}, r"line 1: has no 'response'; a line needs prompt and response, or messages"),
         ({"response": "a"}, r"line 1: has no 'prompt'"),
         ({"prompt": 3, "response": "a"}, r"line 1: 'prompt' is a int, but must be a text"),
-        ({"prompt": "a", "response": None}, r"line 1: 'response' is a NoneType"),
+        ({"prompt": "a", "response": None}, r"line 1: 'response' is null, but must be a text"),
         ({"prompt": "a", "response": ""}, r"line 1: 'response' is empty"),
         ({"prompt": "a", "response": "\ud800"}, r"line 1: 'response' holds half a surrogate pair"),
         ({"prompt": "a", "response": "b", "messages": []}, r"line 1: has messages beside prompt or response"),
@@ -127,7 +131,7 @@ def test_the_mask_counts_exactly_what_is_learnt(word_tokenizer: Path, parts: lis
 )
 def test_a_bad_sample_is_named(write_jsonl: WriteJsonl, line: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Lines(write_jsonl([line]), check_object)
+        Lines(write_jsonl([line]), LineFormat().check)
 
 
 def test_a_line_that_changes_while_the_run_reads_it_is_named(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -136,3 +140,106 @@ def test_a_line_that_changes_while_the_run_reads_it_is_named(write_jsonl: WriteJ
     path.write_text(path.read_text().replace("response", "reaction"))
     with pytest.raises(DataError, match=r"samples\.jsonl line 1: has no 'response'"):
         rows.sample(0, 0)
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CALL = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.fault(
+    "input",
+    "finetuning data with tools, tool_calls, a message's weight, unknown keys or content: null",
+    happens="refused with file and line; data.ignore_keys names what may be dropped",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": CHAT, "tools": [{}]}, r"has the key 'tools', which is not read \(descriptions of tools"),
+        ({"messages": [*CHAT, CALL]}, r"messages\[2\] has the key 'tool_calls', which is not read \(calls of tools"),
+        (
+            {"messages": [{**CHAT[0], "weight": 0}, CHAT[1]]},
+            r"messages\[0\] has the key 'weight', .*only the whole line",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "train": False}]}, r"messages\[1\] has the key 'train'"),
+        ({"messages": [{**CHAT[0], "name": "x"}, CHAT[1]]}, r"messages\[0\] has the key 'name'.*content, role"),
+        ({"messages": [*CHAT, {**CALL, "content": None}]}, r"messages\[2\].content is null, but must be a text"),
+        ({"messages": CHAT, "id": 7}, r"has the key 'id', which is not read; known are messages, weight"),
+        ({"prompt": "a", "response": "b", "source": "x"}, r"'source'.*prompt, response, weight.*data.ignore_keys"),
+    ],
+)
+def test_what_would_be_dropped_is_refused(
+    write_jsonl: WriteJsonl, line: dict[str, Any], message: str, notice: Notice
+) -> None:
+    good = {"prompt": "a", "response": "b"}
+    with notice, pytest.raises(DataError, match=rf"samples\.jsonl line 2: .*{message}") as caught:
+        Lines(write_jsonl([good, line]), LineFormat().check)
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_named_keys_are_dropped_on_purpose(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
+    form = LineFormat(frozenset({"id", "name", "weight"}))
+    full = {"messages": [{**CHAT[0], "name": "x", "weight": 9}, CHAT[1]], "id": 1, "weight": 0.5}
+    path = write_jsonl([full, {"messages": CHAT}])
+    rows = Conversations(Lines(path, form.check), range(2), load_tokenizer(word_tokenizer), 8, "truncate", form)
+    assert rows.sample(0, 0).tokens.tolist() == rows.sample(0, 1).tokens.tolist()
+    assert rows.sample(0, 0).weight == 0.5, "a key of the form is never dropped"
+
+
+TEMPLATES: dict[str, tuple[str, str]] = {
+    "a file": ("chat_template.jinja", "{{ messages }}"),
+    "a file of a processor": ("chat_template.json", '{"chat_template": "{{ messages }}"}'),
+    "a named one": ("additional_chat_templates/tool_use.jinja", "{{ messages }}"),
+    "settings": ("tokenizer_config.json", '"{{ messages }}"'),
+    "named ones in settings": ("tokenizer_config.json", '[{"name": "default", "template": "x"}]'),
+}
+
+
+def with_template(tokenizer: Path, folder: Path, name: str, text: str) -> Path:
+    """A copy of the tokenizer, with a chat template beside it."""
+    shutil.copytree(tokenizer, folder)
+    if name == "tokenizer_config.json":
+        settings = json.loads((folder / name).read_text())
+        text = json.dumps({**settings, "chat_template": json.loads(text)})
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.fault(
+    "input",
+    "messages beside a tokenizer whose folder has a chat template",
+    happens="refused with file and line: the template is not applied; data.chat_format=plain is the way on",
+    exit_code=3,
+)
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_messages_are_refused_where_a_chat_template_is_not_applied(
+    kind: str,
+    tmp_path: Path,
+    write_jsonl: WriteJsonl,
+    word_tokenizer: Path,
+    make_config: Callable[..., Config],
+    notice: Notice,
+) -> None:
+    folder, path = (
+        with_template(word_tokenizer, tmp_path / "tokenizer", *TEMPLATES[kind]),
+        write_jsonl([{"messages": CHAT}]),
+    )
+    data = {"kind": "jsonl", "train": [{"path": str(path)}], "seq_length": 8}
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        with (
+            notice,
+            pytest.raises(DataError, match=rf"line 1: has messages, and .*{TEMPLATES[kind][0]}.*=plain") as caught,
+        ):
+            Sources(make_config({**data, "tokenizer": str(tokenizer)})).training()
+        assert caught.value.exit_code == notice.exit_code
+    plain = Sources(make_config({**data, "tokenizer": str(folder), "chat_format": "plain"})).training()
+    bare = Sources(make_config({**data, "tokenizer": str(word_tokenizer)})).training()
+    assert plain.sample(0).tokens.tolist() == bare.sample(0).tokens.tolist()
+    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    Sources(make_config({**data, "tokenizer": str(folder)})).training()
+
+
+def test_empty_templates_are_none(tmp_path: Path, word_tokenizer: Path) -> None:
+    folder = with_template(word_tokenizer, tmp_path / "tokenizer", "tokenizer_config.json", "null")
+    assert chat_template(folder / "tokenizer.json") is None

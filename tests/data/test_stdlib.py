@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.data.finetune import check_object
+from mtrain.data.finetune import LineFormat
 from mtrain.data.stdlib import build_stdlib_corpus
 from mtrain.errors import DataError
 
@@ -86,7 +86,7 @@ def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp
     assert "turtle" not in set(sys.modules) - before
     pairs = lines(tmp_path / "qa-train.jsonl")
     for pair in pairs:
-        check_object(pair)
+        LineFormat(frozenset({"path"})).check(pair)
     assert any(pair["prompt"] == "def os.path.join(a, *p)" for pair in pairs + lines(tmp_path / "qa-valid.jsonl"))
 
 
