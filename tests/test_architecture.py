@@ -44,6 +44,7 @@ LAYERS: dict[str, int] = {
     "plain_files": 0,
     "planning": 0,
     "tokenizer": 0,
+    "torchrun": 0,
     "watch": 0,
     # 1: torch and numpy; these rooms do not import each other
     "checkpoint": 1,

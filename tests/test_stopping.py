@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from mtrain import faultpoints
+from mtrain.launch import free_port
 from tests.fault_table import Notice
-from tests.test_trainer import DEADLINE_S, command, finished, records, start
+from tests.test_trainer import DEADLINE_S, ROOT, command, finished, records, start
 
 __all__ = ["command", "start"]
 pytestmark = pytest.mark.usefixtures("hangup")
@@ -97,6 +98,28 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert records(tmp_path / "run") == []
     assert errors == ""
+
+
+@pytest.mark.fault(
+    "signals",
+    "SIGUSR1 while torchrun loads",
+    happens="every rank leaves with the marker REQUEUE; torchrun itself says 1",
+    exit_code=1,
+)
+def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
+    command: Any, start: Any, tmp_path: Path, notice: Notice
+) -> None:
+    config = command("layout.cp=2")[4:]
+    environment = ["env", "NPROC_PER_NODE=2", f"MASTER_PORT={free_port()}"]
+    process = start([*environment, "bash", str(ROOT / "launch" / "torchrun.sh"), *config])
+    wait_until(lambda: loads_torch(process.pid))
+    with notice:
+        process.send_signal(signal.SIGUSR1)
+        code, _, errors = finished(process)
+    assert code == notice.exit_code, errors
+    assert "stopped by a signal before" in (tmp_path / "run" / "REQUEUE").read_text()
+    assert "torchrun was stopped by SIGUSR1" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_wrong_configuration_is_reported_although_a_signal_came(command: Any, start: Any) -> None:
