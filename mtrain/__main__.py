@@ -4,9 +4,10 @@ import signal
 import sys
 
 from mtrain.health.signals import hold_stop_signals, ignore_stop_signals
+from mtrain.output import survive_full_disks
 
 _VERBS_THAT_SAVE = ("train", "launch")
-"""A stop signal must not end these while they start; all others it ends at once, as any program."""
+"""Neither a stop signal, while they start, nor a full disk below their log must end these, as it ends any program."""
 
 
 def main() -> None:
@@ -14,6 +15,7 @@ def main() -> None:
     saves = bool(sys.argv[1:2]) and sys.argv[1] in _VERBS_THAT_SAVE
     if saves:
         hold_stop_signals()
+        survive_full_disks()
     try:
         from mtrain.cli import app  # half a second, and the trainer behind it ten: signals must be held by now
 

@@ -180,7 +180,7 @@ class Exporter:
         self._check()
 
         def go_on() -> None:
-            fault_point("export", 0, export.step)
+            fault_point("export.piece", 0, export.step)
             if self._is_stopped.is_set():
                 raise _StoppedError
 

@@ -1,4 +1,4 @@
-"""Reading files that others wrote: with a limit, and nothing but plain files and plain JSON.
+"""Reading files that others wrote: with a limit, and nothing but plain files, plain JSON and plain YAML.
 
 A folder, a device or a pipe in the place of a file is refused; a pipe would be waited for.
 """
@@ -13,12 +13,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
 )
 """Error numbers of `open_plain_file` and `read_plain_file` that say something of what lies there, not of the disk."""
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 """What may be one half of a surrogate pair without the other."""
+_MOST_DEPTH = 100
+_MERGE = re.compile(rb"<<['\"]?\s*:")
+"""Merged keys double with each level; nothing that is read here has any."""
 
 
 def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
@@ -93,7 +98,35 @@ def parsed_json(raw: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     except MemoryError:
         raise ValueError("it does not fit into memory") from None
+    _check_depth(content)
     return content
+
+
+def _check_depth(content: Any) -> None:
+    """So that a value can be shown in a message; the parser alone takes ten times as much."""
+    level = [content]
+    for _ in range(_MOST_DEPTH):
+        held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [value for values in held for value in values]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def parsed_yaml(raw: bytes) -> Any:
+    """The content of YAML text that others wrote; tags that would build objects are refused.
+
+    Raises:
+        ValueError: It is not YAML, is nested too deeply, or holds a value that PyYAML cannot make.
+    """
+    if _MERGE.search(raw):
+        raise ValueError("it merges keys, which is not read")
+    try:
+        return yaml.safe_load(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as fault:
+        raise ValueError(f"it is not YAML ({type(fault).__name__})") from fault
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """The run folder: everything that a run leaves behind, and the lock that keeps a second run out of it."""
 
-import fcntl
+from __future__ import annotations
+
 import json
-import os
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mtrain.errors import DataError, RunFolderError
-from mtrain.files import disk_faults, write_atomically
+from mtrain.errors import DataError
+from mtrain.files import disk_faults, remove, write_atomically
+from mtrain.run_lock import Patience, RunLock, locked
 
 NEUTRAL_KEYS = (
     "run",
@@ -86,6 +86,10 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def _written_to(self) -> tuple[Path, ...]:
+        return self.path, self.checkpoints, self.logs
+
+    @property
     def requeue_marker(self) -> Path:
         """Present when the run stopped early on a signal and wants to be started again."""
         return self.path / "REQUEUE"
@@ -96,14 +100,23 @@ class RunFolder:
         return self.path / ".lock"
 
     def create(self) -> None:
-        """Makes the folders and proves that they can be written.
+        """Makes the folders.
 
         Raises:
-            MachineError: the place cannot be created or written, or the disk is full.
+            MachineError: the place cannot be created.
         """
         with disk_faults(f"write the run folder {self.path}"):
-            for folder in (self.path, self.checkpoints, self.logs):
+            for folder in self._written_to:
                 folder.mkdir(parents=True, exist_ok=True)
+
+    def probe(self) -> None:
+        """Proves that the folders can be written; when what a dead run left is gone, which may have filled the disk.
+
+        Raises:
+            MachineError: one cannot be written, or the disk is full.
+        """
+        with disk_faults(f"write the run folder {self.path}"):
+            for folder in self._written_to:
                 probe = folder / f".probe-{secrets.token_hex(4)}"
                 try:
                     probe.write_bytes(b"probe")
@@ -151,72 +164,22 @@ class RunFolder:
             self.requeue_marker.unlink(missing_ok=True)
 
     @contextmanager
-    def locked(self) -> Iterator["RunLock"]:
-        """Keeps other runs out inside the `with` block; the folder must exist.
-
-        The lock belongs to this process and ends with it, however it dies; children made by fork do not hold it.
+    def locked(self, patience: Patience = Patience()) -> Iterator[RunLock]:  # noqa: B008
+        """Keeps other runs out inside the `with` block, as `mtrain.run_lock` does; the folder must exist.
 
         Raises:
             RunFolderError: another process works here; names it.
             MachineError: the lock file cannot be written.
         """
-        with disk_faults(f"lock {self.path}"):
-            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _held.add(descriptor)
-        try:
-            with disk_faults(f"lock {self.path}"):
-                self._take(descriptor)
-                owner = _this_process()
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, owner.encode(), 0)
-                os.fsync(descriptor)
+        with locked(self.lock_file, patience) as lock:
+            with disk_faults(f"clean {self.path}"):
                 self._clean()
-            yield RunLock(self.lock_file, owner)
-        finally:
-            if descriptor in _held:  # not in a forked child, which let go when it began
-                _held.discard(descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                os.close(descriptor)
+            yield lock
 
     def _clean(self) -> None:
         """Removes what a killed run was about to put in place."""
         for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
-            leftover.unlink(missing_ok=True)
-
-    def _take(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that has not said who"
-            raise RunFolderError(
-                f"run folder {self.path} is in use by {owner}; wait until that run has ended, or set another run.dir"
-            ) from None
-
-
-@dataclass(frozen=True)
-class RunLock:
-    """Proof that this process is the folder's one run."""
-
-    file: Path
-    owner: str
-    """The text that this process left in the lock file; no two runs share one."""
-
-    def check(self) -> None:
-        """To be called before anything is published.
-
-        Where nodes do not see each other's locks (some network file systems), a run that was started elsewhere in the
-        meantime has put its own name into the lock file; the older one stops here.
-
-        Raises:
-            RunFolderError: the folder belongs to another run now.
-        """
-        with disk_faults(f"read {self.file}"):
-            owner = self.file.read_text(encoding="utf-8", errors="replace")
-        if owner != self.owner:
-            raise RunFolderError(
-                f"run folder {self.file.parent} was taken over by {owner.strip()}; this run ({self.owner.strip()}) "
-                "stops without writing to it again"
-            )
+            remove(leftover)
 
 
 @dataclass(frozen=True)
@@ -270,23 +233,3 @@ def flat_keys(yaml: str) -> dict[str, Any]:
         else:
             flat[prefix] = value
     return flat
-
-
-def _this_process() -> str:
-    """Who this is, for people, and a token that makes it unique."""
-    job = os.environ.get("SLURM_JOB_ID")
-    where = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
-    return f"{where} [{secrets.token_hex(8)}]\n"
-
-
-_held: set[int] = set()
-"""Descriptors of held locks. A forked child inherits them and, outliving its parent, would keep the folder locked."""
-
-
-def _let_go_in_child() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

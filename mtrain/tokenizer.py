@@ -6,6 +6,7 @@ tokens are added by the code that builds samples, by id.
 
 import hashlib
 import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,8 +128,8 @@ class HuggingFaceTokenizer(Tokenizer):
         id_ = self._model.token_to_id(name) if isinstance(name, str) else None
         if id_ is None:
             raise DataError(
-                f"{self.path.with_name(_HF_SETTINGS)} names {name!r} as {role}, which {self.path} does not hold; "
-                "take both files from the same tokenizer"
+                f"{self.path.with_name(_HF_SETTINGS)} names {reprlib.repr(name)} as {role}, which {self.path} "
+                "does not hold; take both files from the same tokenizer"
             )
         return int(id_)
 

@@ -36,7 +36,8 @@ from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.planning import flops_per_token, mfu, peak_flops
 from mtrain.rehearsal import rehearse
 from mtrain.resume import say
-from mtrain.run_folder import RunFolder, RunLock
+from mtrain.run_folder import RunFolder
+from mtrain.run_lock import RunLock
 from mtrain.step import StepTotals
 
 
@@ -139,6 +140,7 @@ def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], h
     lock = held.enter_context(folder.locked())
     clean_leftovers(folder.checkpoints)
     clean_staging(folder, config.checkpoint.export_hf_every_steps)
+    folder.probe()
     saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
     if saved is not None and steps:
         config = continued(given, saved, folder.path, steps[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
+from mtrain.plain_files import NOT_A_PLAIN_FILE, parsed_json, parsed_yaml, read_plain_file
 
 
 def test_a_file_is_read_whole_up_to_the_limit(tmp_path: Path) -> None:
@@ -65,6 +65,7 @@ def test_a_link_is_not_followed_where_it_may_not_be(tmp_path: Path) -> None:
 
 
 def test_json_is_read_as_it_stands() -> None:
+    assert str(parsed_json(b"[" * 100 + b"]" * 100)).count("[") == 100
     content = '\ufeff{"a": [1, 2.5, -0, 1e-7, null, true, "\\ud83d\\ude42 é"], "b": {}}'
     assert parsed_json(content.encode()) == {"a": [1, 2.5, 0, 1e-7, None, True, "🙂 é"], "b": {}}
 
@@ -76,6 +77,7 @@ def test_json_is_read_as_it_stands() -> None:
         (b'{"a": 1', "delimiter"),
         (b"[" * 10**6, "nested too deeply"),
         (b'{"a":' * 10**6, "nested too deeply"),
+        (b"[" * 101 + b"]" * 101, "nested too deeply"),
         (b"1" * 5000, "digits"),
         (b"[1e999]", "1e999 is too large"),
         (b"[NaN]", "NaN is no number"),
@@ -89,3 +91,31 @@ def test_json_is_read_as_it_stands() -> None:
 def test_what_is_not_json_is_a_value_error(content: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parsed_json(content)
+
+
+def test_yaml_is_read_as_it_stands() -> None:
+    assert parsed_yaml("a: [1, x, 2.5]\nb: &b {c: é}\nd: *b\n".encode()) == {
+        "a": [1, "x", 2.5],
+        "b": {"c": "é"},
+        "d": {"c": "é"},
+    }
+
+
+BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a: [",
+        b"[" * 10**5,
+        b"\xff",
+        b"!!python/object/apply:os.abort []",
+        b"!!timestamp x",
+        b"? [a]\n: b",
+        BOMB.encode(),
+    ],
+)
+def test_what_is_no_plain_yaml_is_a_value_error(content: bytes) -> None:
+    with pytest.raises(ValueError):
+        parsed_yaml(content)

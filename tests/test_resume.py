@@ -1,10 +1,8 @@
-"""Runs that crash while saving, fill their disk or find other data: what they leave, say and go on from."""
+"""Runs that crash while saving or find other data: what they leave, say and go on from."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from mtrain.errors import DataError
 from mtrain.resume import check_dataset
 from tests.fault_table import Notice
 from tests.mcore.test_checkpoint import configured
-from tests.test_trainer import DEADLINE_S, ROOT, command, finished, numbers, start
+from tests.test_trainer import command, finished, numbers, start
 
 __all__ = ["command", "start"]
 
@@ -69,46 +67,6 @@ def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_
     checkout = git_checkout()
     assert manifest["git"] == (None if checkout is None else checkout._asdict())
     assert manifest["versions"].keys() >= {"mtrain", "torch", "megatron-core"}
-
-
-ON_A_SMALL_DISK = """
-set -e
-mkdir -p run/checkpoints
-mount -t tmpfs -o size=2m tmpfs run/checkpoints
-set +e
-"$@"; echo "first exit code $?"
-mount -o remount,ro run/checkpoints
-"$@"; echo "second exit code $?"
-cp -a run/checkpoints kept
-"""
-
-
-def test_a_full_disk_and_one_that_cannot_be_written_leave_good_checkpoints(
-    command: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """In a mount namespace of its own, so that no rights are needed and nothing stays mounted."""
-    arguments = command("checkpoint.interval_steps=1", "checkpoint.keep_last=99", "train.num_steps=12")
-    script = ["unshare", "--map-root-user", "--mount", "bash", "-c", ON_A_SMALL_DISK, "bash", *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(
-        script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    )
-    assert "first exit code 7" in outcome.stdout, outcome.stderr
-    assert "second exit code 7" in outcome.stdout, outcome.stderr
-    assert "Traceback" not in outcome.stderr
-    warnings = [line for line in outcome.stderr.splitlines() if line.startswith("warning:")]
-    first, second = [line for line in outcome.stderr.splitlines() if line.startswith("error:")]
-    assert len(numbers(tmp_path / "run")) == 12, "training went on"
-    assert "No space left on device" in warnings[0]
-    assert warnings[0].endswith("training goes on")
-    assert "no checkpoint of step 12" in first
-    assert "No space left on device" in first
-    assert "Read-only file system" in second
-    entry = newest_good(tmp_path / "kept").entry
-    assert entry is not None
-    verify_files(entry, entry.manifest.files)
-    assert 1 <= entry.step < 12
-    assert len(warnings) == 12 - entry.step
 
 
 def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:

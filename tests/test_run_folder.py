@@ -66,6 +66,7 @@ def another_process_in(folder: RunFolder, **environment: str) -> Iterator[subpro
 
 def test_create_makes_the_folders_and_leaves_no_probe(folder: RunFolder) -> None:
     folder.create()
+    folder.probe()
     assert sorted(path.name for path in folder.path.rglob("*")) == ["checkpoints", "logs"]
 
 
@@ -176,7 +177,7 @@ def test_a_read_only_folder_is_a_machine_error() -> None:
         folder.checkpoints.chmod(0o777)
         try:
             with as_an_ordinary_user(), pytest.raises(MachineError, match="Permission denied"):
-                folder.create()
+                folder.probe()
         finally:
             folder.logs.chmod(0o755)
 

@@ -194,6 +194,14 @@ def test_bombs_and_pipes_are_told(folder: Path, tmp_path: Path, name: str) -> No
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
+def test_an_endless_name_is_told_in_short(folder: Path, tmp_path: Path) -> None:
+    _changed(folder, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x" * 70_000}))
+    with pytest.raises(DataError, match="as eos_token, which") as error:
+        load_tokenizer(tmp_path)
+    assert len(str(error.value)) < 1000
+
+
 def test_a_model_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:
     train_tokenizer([folder / "text.txt"], tmp_path / "m.model", vocab_size=320, eos_id=-1)
     with pytest.raises(DataError, match="has no end-of-sentence token"):

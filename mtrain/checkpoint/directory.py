@@ -12,12 +12,11 @@ own attempt invisible. In a distributed run one rank calls `begin_attempt` and `
 from it, write their files in between, and are waited for before `publish`.
 """
 
-import errno
 import fcntl
 import os
 import re
 import secrets
-import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from typing import NamedTuple
 
 from mtrain.checkpoint.hashed_file import read_facts
 from mtrain.checkpoint.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest, write_manifest
-from mtrain.errors import DataError, RunFolderError
-from mtrain.files import disk_faults, sync_file, sync_folder, write_atomically
+from mtrain.errors import DataError, MachineError, RunFolderError
+from mtrain.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 
 LATEST_NAME = "latest"
 _ATTEMPT, _TRASH, _DAMAGED = ".tmp-", ".trash-", ".damaged-"
@@ -55,6 +54,10 @@ class Attempt:
     step: int
     path: Path
     """The folder to write into."""
+
+
+class AfterPublishingError(MachineError):
+    """The checkpoint is there; something that follows did not succeed."""
 
 
 class Newest(NamedTuple):
@@ -182,7 +185,7 @@ def publish(
 ) -> CheckpointEntry:
     """Makes the attempt the step's checkpoint; every rank must have finished writing.
 
-    A damaged folder of the same step, which a resumed run has passed over, is set aside as `.damaged-*`.
+    A damaged folder of the same step, which a resumed run has passed over, is set aside as `.damaged-*`; so is a link.
 
     Args:
         attempt: From `begin_attempt`.
@@ -193,6 +196,7 @@ def publish(
     Raises:
         DataError: the attempt holds no file, or not the files that are said to be known.
         RunFolderError: the step was published in the meantime.
+        AfterPublishingError: the disk refuses what follows the rename; the checkpoint is there.
         MachineError: the disk refuses; the attempt stays unpublished.
     """
     assert facts.step == attempt.step, (facts.step, attempt.step)
@@ -207,11 +211,15 @@ def publish(
         final = attempt.root / step_name(attempt.step)
         _refuse_published(attempt.root, attempt.step)
         check()
-        if final.exists():
+        if os.path.lexists(final):
             set_aside(attempt.root, attempt.step)
         attempt.path.rename(final)
-        sync_folder(attempt.root)
-        write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
+    try:
+        with disk_faults(f"write {attempt.root / LATEST_NAME}"):
+            sync_folder(attempt.root)
+            write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
+    except MachineError as fault:
+        raise AfterPublishingError(f"{final} is published, but mtrain {fault}") from fault
     return CheckpointEntry(final, manifest)
 
 
@@ -224,10 +232,12 @@ def delete_checkpoint(root: Path, step: int) -> bool:
         MachineError: the disk refuses.
     """
     path = root / step_name(step)
+    if _reading_here[path.absolute()]:  # where the file system has no locks
+        return False
     with disk_faults(f"delete the checkpoint of step {step} in {root}"):
         descriptor = os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if not _has_locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if try_lock(descriptor, fcntl.LOCK_EX) is LockOutcome.BUSY:
                 return False
             _delete(path)
         finally:
@@ -237,26 +247,33 @@ def delete_checkpoint(root: Path, step: int) -> bool:
 
 @contextmanager
 def reading(entry: CheckpointEntry) -> Iterator[None]:
-    """Inside the `with` block no other process deletes the checkpoint; the lock ends with this one.
+    """Inside the `with` block no process deletes the checkpoint; the lock ends with this one.
+
+    Where the file system has no locks, only this process is kept from deleting it.
 
     Raises:
         DataError: It has been deleted meanwhile.
         MachineError: It cannot be read.
     """
-    manifest = entry.path / MANIFEST_NAME
+    place, manifest = entry.path.absolute(), entry.path / MANIFEST_NAME
     with disk_faults(f"read the checkpoint {entry.path}"):
         try:
             descriptor = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise DataError(f"{entry.path} has been deleted meanwhile") from None
+    _reading_here[place] += 1
     try:
         with disk_faults(f"read the checkpoint {entry.path}"):
-            _has_locked(descriptor, fcntl.LOCK_SH)
-            if not manifest.exists():
+            if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY or not manifest.exists():
                 raise DataError(f"{entry.path} has been deleted meanwhile")
         yield
     finally:
+        _reading_here[place] -= 1
         os.close(descriptor)
+
+
+_reading_here: Counter[Path] = Counter()
+"""Checkpoints that this process is `reading`."""
 
 
 def set_aside(root: Path, step: int) -> Path:
@@ -282,18 +299,6 @@ def clean_leftovers(root: Path) -> list[str]:
         for path in leftovers:
             _delete(path)
     return [path.name for path in leftovers]
-
-
-def _has_locked(descriptor: int, kind: int) -> bool:
-    """Whether nobody stood against it; file systems without locks protect nobody."""
-    try:
-        fcntl.flock(descriptor, kind)
-    except BlockingIOError:
-        return False
-    except OSError as fault:
-        if fault.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-    return True
 
 
 def _refuse_published(root: Path, step: int) -> None:
@@ -341,11 +346,8 @@ def _unique(prefix: str, step: int) -> str:
 
 
 def _delete(path: Path) -> None:
-    """Takes the name away first, so that no reader and no late writer finds half of it."""
+    """Takes the name away first, so that no reader and no late writer finds half of it; what a link names stays."""
     trash = path.with_name(_TRASH + path.name.removeprefix(_TRASH))
     if trash != path:
         path.rename(trash)
-    if trash.is_dir():
-        shutil.rmtree(trash)
-    else:
-        trash.unlink()
+    remove(trash)

@@ -15,14 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mtrain.checkpoint.manifest import MANIFEST_NAME
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
 from mtrain.files import disk_faults
+from mtrain.plain_files import NOT_A_PLAIN_FILE, parsed_yaml, read_plain_file
 
 _LIST, _LATEST, _RUN_CONFIG = ".metadata", "latest_checkpointed_iteration.txt", "run_config.yaml"
+_MOST_BYTES = 1 << 20
+"""Of a text beside the tensors."""
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
 
@@ -42,13 +43,24 @@ def foreign_folder(path: Path) -> Path | None:
         if (path / _LIST).exists():
             return path
         if (path / _LATEST).exists():
-            return _checked(path, (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip())
+            return _checked(path, _text(path / _LATEST))
         if any((path / name).exists() for name in _LEGACY):
             raise _legacy(path)
         iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{_LIST}"))
     if iterations:
         raise DataError(f"{path} has no {_LATEST} to say which is the latest; name a folder such as {iterations[-1]}")
     return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_plain_file(path, _MOST_BYTES).decode(errors="replace").strip()
+    except OSError as fault:
+        if fault.errno not in NOT_A_PLAIN_FILE:
+            raise
+        raise DataError(
+            f"{path} cannot be read: {fault.strerror or fault}; name the iteration's folder instead"
+        ) from fault
 
 
 def _checked(path: Path, latest: str) -> Path:
@@ -81,20 +93,18 @@ def check_run_config(folder: Path, model: ModelSection) -> None:
     path = folder / _RUN_CONFIG
     if not path.exists():
         return
-    with disk_faults(f"read {path}"):
-        text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        content = yaml.safe_load(text)
+        content = parsed_yaml(read_plain_file(path, _MOST_BYTES))
         theirs: Mapping[str, Any] = content["model"]
         faults = [
             f"{name}={theirs[name]}, but {key}={value}"
             for name, (key, value) in _comparable(model).items()
             if theirs.get(name) is not None and float(theirs[name]) != float(value)
         ]
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as fault:
-        raise DataError(
-            f"{path} cannot be understood ({type(fault).__name__}); remove it if it is not Bridge's"
-        ) from fault
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; remove it if it is not Bridge's") from fault
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as fault:
+        raise DataError(f"{path} cannot be understood ({str(fault)[:200]}); remove it if it is not Bridge's") from fault
     if faults:
         raise DataError(f"{path} says {'; '.join(faults)}; set the model as it was trained")
 

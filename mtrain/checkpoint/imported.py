@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
+from mtrain.plain_files import parsed_yaml, read_plain_file
 
 MODEL_NAME = "model.yaml"
 """The part of a configuration that starts from the checkpoint."""
+_MOST_BYTES = 1 << 20
 
 
 def imported_model(checkpoint: Path) -> ModelSection | None:
@@ -24,9 +24,8 @@ def imported_model(checkpoint: Path) -> ModelSection | None:
     if not path.exists():
         return None
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: Any = parsed_yaml(read_plain_file(path, _MOST_BYTES))
         return ModelSection.model_validate(content["model"])
-    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError) as fault:
-        raise DataError(
-            f"{path} cannot be understood: {str(fault).splitlines()[0]}; import the weights again"
-        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as fault:
+        said = str(fault).splitlines()[0][:200]
+        raise DataError(f"{path} cannot be understood: {said}; import the weights again") from None

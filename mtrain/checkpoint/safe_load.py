@@ -27,6 +27,8 @@ _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63
 _LONGEST_NAME = 255
 """Bytes of a file's name."""
+_LONGEST_KEY = 1000
+"""Characters of a tensor's name."""
 _IN_TORCH = "torch.distributed.checkpoint."
 _DTYPES = {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _ALLOWED = {
@@ -113,8 +115,8 @@ def _tensor_list(content: Any) -> TensorList:
     tensors: dict[str, GlobalTensor] = {}
     others = set()
     for key, facts in saved.items():
-        if not isinstance(key, str):
-            raise ValueError(f"it has a {type(key).__name__} as a name")
+        if not isinstance(key, str) or not 0 < len(key) <= _LONGEST_KEY or not key.isprintable():
+            raise ValueError(f"it has {repr(key)[:_LONGEST_NAME]} as a name")
         if isinstance(facts, Built) and facts.name == f"{_IN_TORCH}metadata.BytesStorageMetadata":
             others.add(key)
         else:

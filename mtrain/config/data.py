@@ -1,16 +1,17 @@
 """`data.*`: where samples come from."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 
 class SourceSection(Section):
     """One corpus of a blend."""
 
-    path: str
+    path: str = Field(min_length=1)
     """indexed: the prefix of the .bin/.idx pair. jsonl: the file."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
@@ -20,7 +21,7 @@ class DataSection(Section):
     """Pretraining on Megatron's .bin/.idx corpora, finetuning on JSONL, or random tokens."""
 
     kind: Literal["indexed", "jsonl", "mock"] = "indexed"
-    seq_length: int = Field(gt=1)
+    seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
     """Tokens in a sample."""
     train: tuple[SourceSection, ...] = ()
     valid: tuple[SourceSection, ...] = ()
@@ -28,7 +29,7 @@ class DataSection(Section):
     split: tuple[float, float, float] | None = None
     """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
     [0.9, 0.1, 0]."""
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(None, min_length=1)
     """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
     isolate_documents: bool = False
     """indexed: attention and positions start again at each document, and no token is predicted across an edge."""
@@ -40,7 +41,7 @@ class DataSection(Section):
     ignore_keys: tuple[str, ...] = ()
     """jsonl: keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are
     refused."""
-    prefetch_steps: int = Field(2, ge=0)
+    prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
 
     @rule

@@ -1,21 +1,22 @@
 """`model.experts.*`: mixture-of-experts layers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 
 class ExpertsSection(Section):
     """Layers whose feed-forward part is a router and experts; names of megatron-core's fields in the descriptions."""
 
-    num_experts: int = Field(gt=0)
+    num_experts: Annotated[int, bounds.EXPERTS] = Field(gt=0)
     top_k: int = Field(gt=0)
     """Experts that each token goes to (moe_router_topk)."""
-    ffn_hidden_size: int = Field(gt=0)
+    ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Of one expert (moe_ffn_hidden_size)."""
-    shared_ffn_hidden_size: int = Field(0, ge=0)
+    shared_ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(0, ge=0)
     """Of all shared experts together, which every token passes (moe_shared_expert_intermediate_size); 0: none."""
     first_dense_layers: int = Field(0, ge=0)
     """So many layers at the start are dense."""

@@ -1,7 +1,10 @@
 """`model.mla.*`: multi-head latent attention."""
 
+from typing import Annotated
+
 from pydantic import Field
 
+from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 
@@ -11,15 +14,15 @@ class LatentAttentionSection(Section):
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
-    q_rank: int | None = Field(None, gt=0)
+    q_rank: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
     """Rank of the queries (q_lora_rank); None: queries are projected directly."""
-    kv_rank: int = Field(gt=0)
+    kv_rank: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Rank that keys and values share (kv_lora_rank)."""
-    nope_head_dim: int = Field(gt=0)
+    nope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Dimensions of a query or key head without a position (qk_head_dim, qk_nope_head_dim)."""
-    rope_head_dim: int = Field(gt=0)
+    rope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Dimensions that are rotated (qk_pos_emb_head_dim, qk_rope_head_dim)."""
-    value_head_dim: int = Field(gt=0)
+    value_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Dimensions of a value head (v_head_dim)."""
     norm_epsilon: float | None = Field(None, gt=0)
     """Of the norms of both latents; by default model.norm_epsilon. DeepSeek's are always 1e-6."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 from mtrain.config.messages import dotted, joined, readable
 from mtrain.config.root import Config
 from mtrain.config.section import BrokenRulesError
+from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, RefusedTextError, refuse
 from mtrain.errors import ConfigError
 from mtrain.files import write_atomically
 from mtrain.hf.description import with_architecture
@@ -101,20 +103,35 @@ def read_file(path: Path) -> Source:
     Raises:
         ConfigError: it cannot be read, is no YAML, is empty or is not a mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; mend the path") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: this is a folder, but a YAML file is needed; name a file in it") from None
-    except UnicodeDecodeError as fault:
-        raise ConfigError(f"{path}: byte {fault.start} is not UTF-8; save the file as UTF-8") from None
-    except OSError as fault:
-        raise ConfigError(f"{path}: the file cannot be read ({fault.strerror}); mend its permissions") from None
+    text = _text_of(path)
     content = _parse(text, str(path))
     if not content:
         raise ConfigError(f"{path}: the file is empty; fill it or leave it out")
     return Source(str(path), content)
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file of a size that a person writes; neither a pipe nor a device, which may never end."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"{path}: this is a folder, but a YAML file is needed; name a file in it")
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path}: this is a pipe or a device, but a YAML file is needed; save it in a file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; mend the path") from None
+    except OSError as fault:
+        raise ConfigError(f"{path}: the file cannot be read ({fault.strerror}); mend its name or permissions") from None
+    except ValueError:  # NUL, or half a character
+        raise ConfigError(f"{path}: no file can have such a name; mend the path") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES:,} bytes; name a file that is a configuration")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{path}: byte {fault.start} is not UTF-8; save the file as UTF-8") from None
 
 
 def read_override(text: str) -> Source:
@@ -127,8 +144,13 @@ def read_override(text: str) -> Source:
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise ConfigError(f"{text}: an override has the form section.key=value; mend it")
+    if len(parts) > MAX_DEPTH:
+        raise ConfigError(f"{text}: a key of {len(parts)} parts is none of a configuration; mend it")
     try:
+        refuse(value)
         content = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key.strip()}={value}"]), resolve=False)
+    except RefusedTextError as fault:
+        raise ConfigError(f"{text}: {fault}") from None
     except GrammarParseError:
         raise ConfigError(_no_interpolation(key, COMMAND_LINE)) from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
@@ -141,8 +163,11 @@ def read_override(text: str) -> Source:
 
 def _parse(text: str, name: str) -> dict[Any, Any]:
     try:
+        refuse(text)
         node = OmegaConf.load(io.StringIO(text))
         content = OmegaConf.to_container(node, resolve=False)
+    except RefusedTextError as fault:
+        raise ConfigError(f"{name}:{fault.line}: {fault}") from None
     except GrammarParseError as fault:
         raise ConfigError(_no_interpolation(str(fault.full_key), name)) from None
     except yaml.MarkedYAMLError as fault:
@@ -192,12 +217,14 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 
 
 def _placeholders(source: Source) -> Iterator[str]:
-    """Yields a message for every text that OmegaConf would replace or take as missing."""
+    """Yields a message for every text that OmegaConf would replace or take as missing, or that no file can hold."""
     for location, text in _texts(source.content, ()):
         if "${" in text:
             yield _no_interpolation(dotted(location), source.name)
         elif text == "???":
             yield f"{dotted(location)}: ??? stands for a missing value (in {source.name}); give the value"
+        elif not _is_text(text):
+            yield f"{dotted(location)}: {text!r} holds what no text can (NUL, or half a character); write it anew"
 
 
 def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:
@@ -206,10 +233,16 @@ def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[t
             yield location, content
         case dict():
             for key, value in content.items():
+                if isinstance(key, str) and not _is_text(key):
+                    yield (*location, key), key
                 yield from _texts(value, (*location, key))
         case list() | tuple():
             for index, value in enumerate(content):
                 yield from _texts(value, (*location, index))
+
+
+def _is_text(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _no_interpolation(key: str, name: str) -> str:

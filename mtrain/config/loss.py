@@ -110,7 +110,7 @@ class TeacherSection(Section):
     precision. Fewer microbatches a step (more data parallelism) or more tensor parallelism make that smaller.
     """
 
-    checkpoint: str
+    checkpoint: str = Field(min_length=1)
     """A run folder (its newest checkpoint), a checkpoint directory inside one, or an import from Hugging Face."""
 
 

@@ -20,14 +20,22 @@ Location = tuple[int | str, ...]
 
 
 def joined(lines: Iterable[str]) -> str:
-    """One message of several lines, as long as a person reads: long lines lose their middle, many their rest."""
-    shown = [
-        line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - _LONGEST_END]} ... {line[-_LONGEST_END:]}"
-        for line in lines
-    ]
+    """One message of several lines, as a person can read it: long lines lose their middle, many their rest.
+
+    What no terminal should get, such as an escape sequence in a key, is spelled out.
+    """
+    shown = [_printable(line) for line in lines]
     if len(shown) > _MOST_LINES:
         shown[_MOST_LINES:] = [f"and {len(shown) - _MOST_LINES} more like these; change the first ones and try again"]
     return "\n".join(shown)
+
+
+def _printable(line: str) -> str:
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE - _LONGEST_END]} ... {line[-_LONGEST_END:]}"
+    if line.isprintable():
+        return line
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 def dotted(location: Location) -> str:

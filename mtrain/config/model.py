@@ -2,11 +2,11 @@
 TransformerConfig pass through `model.megatron`."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mtrain.config import megatron_fields
+from mtrain.config import bounds, megatron_fields
 from mtrain.config.experts import ExpertsSection
 from mtrain.config.latent_attention import LatentAttentionSection
 from mtrain.config.section import Section, rule
@@ -22,7 +22,7 @@ class RopeSection(Section):
     """llama3 only."""
     high_freq_factor: float = Field(4.0, gt=0)
     """llama3 only."""
-    original_max_positions: int = Field(8192, gt=0)
+    original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
     """llama3 and yarn: the context length of the unscaled model, in tokens."""
     beta_fast: float = Field(32.0, gt=0)
     """yarn only."""
@@ -72,6 +72,12 @@ class RopeSection(Section):
         return f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}; lower the one or raise the other"
 
     @rule
+    def yarn_needs_turns_that_differ(self) -> str | None:
+        if self.scaling != "yarn" or self.base > 1:
+            return None
+        return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
+
+    @rule
     def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
         if self.mscale is None and self.mscale_all_dim is None:
             return None
@@ -86,20 +92,20 @@ class RopeSection(Section):
 class ModelSection(Section):
     """A decoder-only transformer."""
 
-    hf: str | None = None
+    hf: str | None = Field(None, min_length=1)
     """A folder of Hugging Face that gives the architecture and the weights to start from; the keys below that say what
     its weights mean may be left out and must agree with it otherwise. A checkpoint of the run's own goes first."""
-    num_layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    ffn_hidden_size: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
+    num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
+    hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    num_attention_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     num_query_groups: int | None = Field(None, gt=0)
     """Key/value heads; by default as many as query heads."""
-    head_dim: int | None = Field(None, gt=0)
+    head_dim: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
     """By default hidden_size / num_attention_heads."""
-    vocab_size: int = Field(gt=0)
+    vocab_size: Annotated[int, bounds.VOCABULARY] = Field(gt=0)
     """Real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the softmax."""
-    vocab_multiple: int = Field(128, gt=0)
+    vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_epsilon: float = Field(1e-5, gt=0)
     zero_centered_norm: bool = False
@@ -128,7 +134,7 @@ class ModelSection(Section):
     """Multi-head latent attention in the place of grouped-query attention."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers."""
-    mtp_depths: int = Field(0, ge=0)
+    mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
     """Extra tokens that are predicted ahead, each by a layer of its own behind the last one (mtp_num_layers)."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     hidden_dropout: float = Field(0.0, ge=0, lt=1)

@@ -1,16 +1,17 @@
 """`run.*`, `checkpoint.*` and `metrics.*`: what a run leaves behind."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 
 class RunSection(Section):
     """The run folder."""
 
-    dir: str
+    dir: str = Field(min_length=1)
     """Holds config.yaml, metrics.jsonl, checkpoints/ and logs/."""
 
 
@@ -27,7 +28,7 @@ class CheckpointSection(Section):
     """So many with the lowest validation loss are not deleted either; those saved at a step that was validated."""
     async_save: bool = True
     """Training goes on from a copy in host memory, as large as a rank's state; false: it waits for the disk."""
-    save_timeout_s: int = Field(1800, gt=0)
+    save_timeout_s: Annotated[int, bounds.SECONDS] = Field(1800, gt=0)
     """A save that is not finished by then has failed."""
     on_save_failure: Literal["continue", "stop"] = "continue"
     """continue: a line says so, and the next save tries again; the last one of a run must succeed in any case."""
@@ -38,7 +39,7 @@ class CheckpointSection(Section):
     """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""
-    initialize_from: str | None = None
+    initialize_from: str | None = Field(None, min_length=1)
     """A checkpoint directory, or a run folder (its newest one), whose weights this run starts from; optimizer, step
     and data order start anew. Of Megatron-LM or Megatron-Bridge (torch_dist): an iteration, or its parent."""
 

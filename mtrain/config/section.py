@@ -5,6 +5,8 @@ from typing import Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
+from mtrain.config.bounds import fits_the_machine
+
 Rule = TypeVar("Rule", bound=Callable[[Any], str | None])
 
 
@@ -39,6 +41,12 @@ class Section(BaseModel):
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise ValueError(f"a number is needed, but {str(value).lower()} was given")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def numbers_fit_the_machine(cls, value: object) -> object:
+        """Refuses numbers that the arithmetic of a run cannot hold."""
+        return fits_the_machine(value)
 
     @model_validator(mode="after")
     def every_rule_is_kept(self) -> Self:

@@ -1,22 +1,23 @@
 """`train.*`, `optimizer.*` and `valid.*`: how long, how large, how fast."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 
 class TrainSection(Section):
     """The run's length, batch, precision and schedule options."""
 
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
     """Samples in one optimizer step, over all data-parallel ranks."""
-    micro_batch_size: int = Field(1, gt=0)
+    micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
     """Samples in one forward pass of one data-parallel rank."""
-    num_steps: int = Field(gt=0)
+    num_steps: Annotated[int, bounds.STEPS] = Field(gt=0)
     """Optimizer steps of the whole run, resumed ones included."""
-    seed: int = Field(1234, ge=0)
+    seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """bf16 and fp16 keep fp32 main weights."""
@@ -25,8 +26,8 @@ class TrainSection(Section):
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    process_group_timeout_s: int = Field(600, gt=0)
-    initial_loss_scale: float = Field(2.0**16, gt=0)
+    process_group_timeout_s: Annotated[int, bounds.SECONDS] = Field(600, gt=0)
+    initial_loss_scale: float = Field(2.0**16, ge=1)
     """fp16 only; dynamic from there."""
     max_skipped_steps: int = Field(100, gt=0)
     """fp16 only: so many overflows in a row, or two at the smallest loss scale (1), end the run with exit code 4."""
@@ -88,5 +89,5 @@ class ValidSection(Section):
     """0: only as asked for by at_start and at_end."""
     at_start: bool = False
     at_end: bool = False
-    max_samples: int | None = Field(None, gt=0)
+    max_samples: Annotated[int | None, bounds.SAMPLES] = Field(None, gt=0)
     """Only the first so many samples of the set."""

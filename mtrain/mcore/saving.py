@@ -22,7 +22,15 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from mtrain.checkpoint.background import started
-from mtrain.checkpoint.directory import Attempt, abandon, named_attempt, open_attempt, publish, step_name
+from mtrain.checkpoint.directory import (
+    AfterPublishingError,
+    Attempt,
+    abandon,
+    named_attempt,
+    open_attempt,
+    publish,
+    step_name,
+)
 from mtrain.checkpoint.manifest import CONFIG_NAME, Facts, FileFacts, GitState
 from mtrain.checkpoint.retention import Keep, apply_retention
 from mtrain.checkpoint.snapshot import Snapshot
@@ -42,7 +50,7 @@ from mtrain.mcore.world import any_rank, on_first_rank
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
-"""How long the end waits for the files of a failed save to be deleted; the next start deletes them, too."""
+"""How long the next save and the end wait for the files of a failed one to be deleted; a start deletes them, too."""
 
 
 class Origin(NamedTuple):
@@ -124,7 +132,7 @@ class Saver:
         began = time.monotonic()
         optimizer.gather_parameters()
         state = self._training_state(optimizer, step)
-        attempt = on_first_rank(lambda: named_attempt(self._folder, step))
+        attempt = on_first_rank(lambda: self._named_attempt(step))
         fault_point("snapshot", self._groups.rank, step)
         parts = parts_to_save(chunks, optimizer, self._groups)
         if self._config.checkpoint.async_save and not self._is_stuck():
@@ -180,6 +188,12 @@ class Saver:
         if self._fault is not None:
             raise self._fault
 
+    def _named_attempt(self, step: int) -> Attempt:
+        """On the first rank; what failed before must be gone, or a full disk has no room for this one."""
+        if self._cleaning is not None:
+            concurrent.futures.wait([self._cleaning], _CLEANING_S)
+        return named_attempt(self._folder, step)
+
     def _training_state(self, optimizer: Optimizer, step: int) -> TrainingState:
         return TrainingState(
             step=step,
@@ -200,7 +214,12 @@ class Saver:
             fault_point("open", rank, step)
             open_attempt(attempt)
             path = attempt.path / f"__{rank}_0.distcp"
-            written = write_parts(path, parts, lambda number: fault_point(f"write.{number}", rank, step))
+            try:
+                written = write_parts(path, parts, lambda number: fault_point(f"write.{number}", rank, step))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # the other ranks may write for long yet, and a full disk needs the room now
+                raise
             fault_point("written", rank, step)
         return written
 
@@ -222,7 +241,10 @@ class Saver:
             fault_point("rename", 0, step)
             self._check()
 
-        publish(flight.attempt, flight.facts, files, check)
+        try:
+            publish(flight.attempt, flight.facts, files, check)
+        except AfterPublishingError as fault:
+            _tell(f"warning: {fault}")
         fault_point("retention", 0, step)
         section = self._config.checkpoint
         try:

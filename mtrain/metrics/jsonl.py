@@ -1,11 +1,16 @@
 """metrics.jsonl: the truth about a run, from which every other view can be drawn again."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, replacing
-from mtrain.metrics.record import Record, from_json_line, to_json_line
+from mtrain.metrics.appended import AppendedFile
+from mtrain.metrics.record import Record, StepRecord, from_json_line, to_json_line
+
+_LONGEST_LINE = 1 << 20
+"""Characters; a record of a hundred terms has 20,000."""
 
 
 class JsonlSink:
@@ -17,30 +22,26 @@ class JsonlSink:
     def __init__(self, path: Path, resume_step: int) -> None:
         """Opens the file for the step after `resume_step`; see `rewind`."""
         rewind(path, resume_step)
-        self._path = path
-        with disk_faults(f"open {path}"):
-            self._file = path.open("ab", buffering=0)
+        self._file = AppendedFile(path)
 
     def write(self, record: Record) -> None:
-        """Appends the record and hands it to the operating system at once.
-
-        Raises:
-            MachineError: the disk is full.
-        """
-        rest = to_json_line(record).encode()
-        with disk_faults(f"write {self._path}"):
-            while rest:
-                rest = rest[self._file.write(rest) :]
+        """Appends the record and hands it to the operating system at once; it waits where the disk refuses."""
+        self._file.append(record.step, to_json_line(record).encode())
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file.
+
+        Raises:
+            MachineError: The disk has refused records to the end.
+        """
         self._file.close()
 
 
 def rewind(path: Path, resume_step: int) -> None:
     """Takes the file back to what it held at `resume_step`, in one move; a half line at its end goes too.
 
-    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well.
+    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well. A line tells
+    the user of steps that are missing, since an earlier start ended before the disk took them.
 
     Raises:
         DataError: a line other than the last is damaged; names it.
@@ -48,12 +49,19 @@ def rewind(path: Path, resume_step: int) -> None:
     """
     if not path.exists():
         return
+    num_steps = 0
     with (
         disk_faults(f"rewind {path} to step {resume_step}"),
         replacing(path) as new,
         new.open("w", encoding="utf-8") as file,
     ):
-        file.writelines(line for line, record in _whole_lines(path) if 0 < resume_step >= record.step)
+        for line, record in _whole_lines(path):
+            if 0 < resume_step >= record.step:
+                file.write(line)
+                num_steps += isinstance(record, StepRecord)
+    if num_steps < resume_step:
+        text = f"warning: {path} lacks {resume_step - num_steps} of the {resume_step} steps before this start"
+        print(text, file=sys.stderr, flush=True)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -67,10 +75,12 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), start=1):
+            if not line.endswith("\n") and len(line) < _LONGEST_LINE:
                 return
             try:
+                if not line.endswith("\n"):
+                    raise DataError(f"longer than {_LONGEST_LINE} characters, which no record of this program is")
                 yield line, from_json_line(line)
             except DataError as fault:
-                raise DataError(f"{path}, line {number}: {fault}; mend or remove that line") from fault
+                raise DataError(f"{path}, line {number}: {fault}; repair or remove that line") from fault

@@ -1,8 +1,11 @@
 """Where records go. One rank writes; the others hold an empty `Sinks`."""
 
+import sys
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Protocol
 
+from mtrain.errors import MachineError, MtrainError
 from mtrain.metrics.console import ConsoleSink
 from mtrain.metrics.jsonl import JsonlSink
 from mtrain.metrics.record import Record
@@ -31,8 +34,18 @@ class Sinks:
     def __enter__(self) -> "Sinks":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except MachineError as fault:
+            if error is None:
+                raise
+            if isinstance(error, MtrainError):
+                error.args = (f"{error}; {fault}",)  # the run ends with one message
+            else:
+                print(f"warning: {fault}", file=sys.stderr, flush=True)
 
     def write(self, record: Record) -> None:
         """Hands the record to every sink."""
@@ -40,7 +53,21 @@ class Sinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Closes every sink, also where one of them fails."""
+        """Closes every sink, also where one of them fails.
+
+        Raises:
+            MachineError: A disk has refused records to the end; names all files that lack some.
+        """
+        faults: list[MachineError] = []
         with ExitStack() as stack:
-            for sink in self._sinks:
-                stack.callback(sink.close)
+            for sink in reversed(self._sinks):
+                stack.callback(_close, sink, faults)
+        if faults:
+            raise MachineError("; ".join(map(str, faults)))
+
+
+def _close(sink: Sink, faults: list[MachineError]) -> None:
+    try:
+        sink.close()
+    except MachineError as fault:
+        faults.append(fault)

@@ -1,32 +1,63 @@
 """The run's curves for TensorBoard."""
 
+import io
+import itertools
+import os
+import socket
+import time
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mtrain.files import disk_faults
+from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import Record, StepRecord, ValidRecord
+
+_numbers = itertools.count()
 
 
 class TensorBoardSink:
-    """Writes every number of a record as a scalar at its step."""
+    """Writes every number of a record as a scalar at its step.
+
+    TensorBoard's own writer hands events to a thread that a full disk ends, and leaves half an event, behind which its
+    reader sees nothing; so whole events are appended here.
+    """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         """Opens an event file; TensorBoard hides what an earlier attempt wrote beyond `resume_step`."""
-        first_hidden = 0 if resume_step == 0 else resume_step + 1
         with disk_faults(f"write TensorBoard events in {folder}"):
-            self._writer = SummaryWriter(str(folder), purge_step=first_hidden)
+            folder.mkdir(parents=True, exist_ok=True)
+        # names sort by time; TensorBoard reads the folder's files in that order
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        first_hidden = 0 if resume_step == 0 else resume_step + 1
+        begin = [
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=first_hidden, session_log=SessionLog(status=SessionLog.START)),
+        ]
+        self._file = AppendedFile(folder / name, b"".join(map(_framed, begin)))
 
     def write(self, record: Record) -> None:
-        """Queues the record's scalars; they reach the disk within two minutes or at close."""
-        with disk_faults(f"write TensorBoard events in {self._writer.log_dir}"):
-            for tag, value in _scalars(record).items():
-                self._writer.add_scalar(tag, value, record.step)
+        """Appends the record's scalars, as one event; it waits where the disk refuses."""
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record).items()]
+        event = Event(wall_time=time.time(), step=record.step, summary=Summary(value=values))
+        self._file.append(record.step, _framed(event))
 
     def close(self) -> None:
-        """Writes what is queued."""
-        with disk_faults(f"write TensorBoard events in {self._writer.log_dir}"):
-            self._writer.close()
+        """Closes the file.
+
+        Raises:
+            MachineError: The disk has refused events to the end.
+        """
+        self._file.close()
+
+
+def _framed(event: Event) -> bytes:
+    """With length and checksums, as TensorBoard reads it."""
+    framed = io.BytesIO()
+    RecordWriter(framed).write(event.SerializeToString())
+    return framed.getvalue()
 
 
 def _scalars(record: Record) -> dict[str, float]:

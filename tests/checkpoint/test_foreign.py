@@ -1,11 +1,13 @@
 """Where checkpoints of Megatron-LM and Megatron-Bridge lie."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from mtrain.checkpoint.foreign import foreign_folder
+from mtrain.checkpoint.foreign import check_run_config, foreign_folder
 from mtrain.errors import DataError
+from tests.config.samples import config
 
 
 def iteration(folder: Path) -> Path:
@@ -51,3 +53,27 @@ def test_without_a_latest_an_iteration_has_to_be_named(tmp_path: Path) -> None:
     iteration(tmp_path / "iter_0000200")
     with pytest.raises(DataError, match="name a folder such as iter_0000200"):
         foreign_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "40 GiB"])
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "run_config.yaml"])
+def test_what_is_no_text_is_refused_and_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    if kind == "40 GiB":
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 40 * 2**30)
+    else:
+        (os.mkfifo if kind == "pipe" else Path.mkdir)(tmp_path / name)
+
+    def look() -> None:
+        foreign_folder(tmp_path)
+        check_run_config(tmp_path, config().model)
+
+    with pytest.raises(DataError, match=f"{name} cannot be read: it "):
+        look()
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "[1]", "!!timestamp x", "[" * 5000, "x"])
+def test_a_run_config_of_nonsense_is_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "run_config.yaml").write_text(f"model: {{num_layers: {value}}}\n")
+    with pytest.raises(DataError, match=r"run_config\.yaml cannot be understood"):
+        check_run_config(tmp_path, config().model)

@@ -238,6 +238,8 @@ BAD_LISTS: dict[str, Any] = {
     "other files": metadata(storage_data={1: 2}),
     "other tensors": metadata(state_dict_metadata={"weight": 3}),
     "a number as a name": metadata(state_dict_metadata={3: metadata().state_dict_metadata["weight"]}),
+    "an endless name": metadata(state_dict_metadata={"x" * 70_000: metadata().state_dict_metadata["weight"]}),
+    "a name with NUL": metadata(state_dict_metadata={"a\0b": metadata().state_dict_metadata["weight"]}),
     "a box with an axis more": listed(offsets=(0, 0, 0), sizes=(2, 3, 1)),
     "a box with an axis less": listed(offsets=(0,), sizes=(2,)),
     "a box that reaches outside": listed(sizes=(2, 4)),
@@ -267,6 +269,7 @@ def test_what_is_no_list_is_refused(tmp_path: Path, content: Any, notice: Notice
     with notice, pytest.raises(DataError, match="is not a list of tensors") as error:
         read(tmp_path, content)
     assert error.value.exit_code == notice.exit_code
+    assert len(str(error.value)) < 1000
 
 
 def test_a_missing_list_is_told(tmp_path: Path) -> None:

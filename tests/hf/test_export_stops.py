@@ -41,7 +41,7 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export")
+    monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export.piece")
     process = start(command(*SAVES, "train.num_steps=100000"))
     wait_for_step(run.path, 7)
     with notice:
@@ -73,7 +73,7 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export")
+    monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export.piece")
     process = start(command(*SAVES, "train.num_steps=4"))
     lines: list[str] = []
     while "step_00000004 in " not in "".join(lines):
@@ -124,7 +124,7 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
 def test_a_failed_export_at_the_end_is_an_error(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
-    monkeypatch.setenv(faultpoints.VARIABLE, "full rank=0 step=2 phase=export")
+    monkeypatch.setenv(faultpoints.VARIABLE, "full rank=0 step=2 phase=export.piece")
     with notice:
         code, _, errors = ended(start(command(*SAVES, "train.num_steps=2")))
     assert code == notice.exit_code, errors
@@ -136,7 +136,7 @@ def test_a_failed_export_at_the_end_is_an_error(
 def test_an_export_that_is_stopped_ends_between_two_pieces_and_the_next_goes_on(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(faultpoints.VARIABLE, "slow rank=0 step=2 phase=export")
+    monkeypatch.setenv(faultpoints.VARIABLE, "slow rank=0 step=2 phase=export.piece")
     exporter = Exporter(run, 2)
     exporter.poll()
     while not list(run.exports.glob(".step_00000002.partial/*.part")):

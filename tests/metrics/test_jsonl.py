@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.errors import DataError, MachineError
+from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.jsonl import JsonlSink, read_records, rewind
 from mtrain.metrics.record import Record
 from tests.crash import killed_at_every_file_operation
@@ -74,14 +75,57 @@ def test_a_damaged_line_inside_is_named_and_nothing_is_lost(tmp_path: Path) -> N
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_full_disk_is_one_readable_error_and_the_next_start_repairs(tmp_path: Path) -> None:
+def test_records_wait_for_the_disk_with_one_warning_and_no_half_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [step_record(step) for step in range(1, 7)]
+    sink = JsonlSink(path, 0)
+    sink.write(records[0])
+    with no_file_larger_than(path.stat().st_size + 10):
+        for record in records[1:4]:
+            sink.write(record)
+            assert path.read_text().endswith("\n"), "half a line is taken back"
+            assert list(read_records(path)) == records[:1]
+    assert capsys.readouterr().err == (
+        f"warning: could not write {path}: File too large; training goes on, what is missing waits\n"
+    )
+    sink.write(records[4])
+    assert list(read_records(path)) == records[:5]
+    assert capsys.readouterr().err == f"{path} has what was waiting for the disk\n"
+    sink.write(records[5])
+    sink.close()
+    assert list(read_records(path)) == records
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_disk_has_refused_to_the_end_is_named_and_missed_at_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, 0)
     sink.write(step_record(1))
-    with no_file_larger_than(path.stat().st_size + 10), pytest.raises(MachineError, match=r"could not write .*jsonl"):
+    with no_file_larger_than(path.stat().st_size):
         sink.write(step_record(2))
-    sink.close()
-    assert written(path, step_record(2), resume_step=1) == [step_record(1), step_record(2)]
+        sink.write(step_record(3))
+        with pytest.raises(MachineError, match=r"jsonl lacks 2 records between step 2 and step 3: File too large"):
+            sink.close()
+    capsys.readouterr()
+    assert written(path, step_record(4), resume_step=3) == [step_record(1), step_record(4)]
+    assert capsys.readouterr().err == f"warning: {path} lacks 2 of the 3 steps before this start\n"
+
+
+def test_what_waits_is_bounded_and_what_is_dropped_is_counted(tmp_path: Path) -> None:
+    path, before = tmp_path / "file", b" " * 10_000
+    path.write_bytes(before)
+    file = AppendedFile(path, b"head ", most_waiting_bytes=20)
+    with no_file_larger_than(len(before)):
+        for step in range(1, 6):
+            file.append(step, b"entry %d " % step)
+    file.append(6, b"last")
+    assert path.read_bytes() == before + b"head entry 4 entry 5 last"
+    with pytest.raises(MachineError, match="lacks 3 records between step 1 and step 3; free space"):
+        file.close()
 
 
 @contextmanager

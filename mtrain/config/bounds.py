@@ -1,0 +1,69 @@
+"""The largest values of knobs, each with its reason; a message says both.
+
+Without them a slip of the finger (10^12 for 10^2) goes through the checks and ends in a traceback, or never.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import AfterValidator
+
+FLOAT32_LARGEST = (2 - 2**-23) * 2.0**127
+FLOAT32_SMALLEST = 2.0**-126
+"""Without loss of digits."""
+INT64_LARGEST = 2**63 - 1
+
+
+def at_most(limit: int, reason: str) -> AfterValidator:
+    """A bound of an integer knob; None passes, where the knob allows it."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value > limit:
+            raise ValueError(f"a number of at most {limit:,} is needed ({reason}), but {shown(value)} was given")
+        return value
+
+    return AfterValidator(check)
+
+
+LAYERS = at_most(4096, "every stage's part of them is planned one by one")
+WIDTH = at_most(2**20, "a square matrix of that size takes 4 TiB in float32")
+VOCABULARY = at_most(2**31 - 1, "corpora hold tokens as 32-bit integers")
+POSITIONS = at_most(2**24, "float32, in which positions become angles, tells larger ones not apart")
+EXPERTS = at_most(2**16, "every token has a score for each of them")
+BATCH = at_most(2**24, "so that the tokens of a step are counted exactly")
+STEPS = at_most(2**31 - 1, "so that samples have 64-bit numbers")
+SAMPLES = at_most(2**31 - 1, "validating more would take longer than any run")
+SEED = at_most(2**64 - 1, "seeds have 64 bits")
+SECONDS = at_most(30 * 24 * 3600, "a month: nobody would notice what hangs")
+BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
+
+
+def fits_the_machine(value: Any) -> Any:
+    """Refuses what the arithmetic of a run cannot hold: floats beyond float32, integers beyond 64 bits.
+
+    Raises:
+        ValueError: the value, or one in a list, is out of range.
+    """
+    match value:
+        case float() if not (
+            value == 0 or FLOAT32_SMALLEST <= abs(value) <= FLOAT32_LARGEST or not math.isfinite(value)
+        ):
+            raise ValueError(
+                f"0 or a number from {FLOAT32_SMALLEST:.3g} to {FLOAT32_LARGEST:.3g} is needed (the range of float32, "
+                f"in which it is used), but {value} was given"
+            )
+        case int() if abs(value) > 2**64 - 1:
+            raise ValueError(f"a number of at most 64 bits is needed, but {shown(value)} was given")
+        case tuple():
+            for each in value:
+                fits_the_machine(each)
+    return value
+
+
+def shown(number: int) -> str:
+    """An integer as a message shows it: long ones by their first digits and their magnitude."""
+    if abs(number) < 10**20:
+        return str(number)
+    return f"about {'-' if number < 0 else ''}2^{abs(number).bit_length() - 1}"

@@ -1,0 +1,54 @@
+"""What the program prints, where standard output is a file on a disk that may be full.
+
+The logs of ranks and of Slurm jobs are such files, often in the run folder. A line that cannot be written is no reason
+to end a run, nor to lose its exit code, so it is left out, and a later line says how much is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+from typing import Any, TextIO
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Output(io.FileIO):
+    """A descriptor whose disk may be full."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._num_missing_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Writes some of it, or counts all of it as missing."""
+        try:
+            if self._num_missing_bytes:
+                super().write(f"[{self._num_missing_bytes} bytes are missing here: the disk was full]\n".encode())
+                self._num_missing_bytes = 0
+            return super().write(data)
+        except OSError as fault:
+            if fault.errno not in _FULL:
+                raise
+            self._num_missing_bytes += len(data)
+            return len(data)
+
+
+def survive_full_disks() -> None:
+    """Makes standard output and standard error go on where their disk is full; once in a process, at its start."""
+    sys.stdout = _replaced(sys.stdout)
+    sys.stderr = _replaced(sys.stderr)
+
+
+def _replaced(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # it is no file, or closed: nothing to survive
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(stream.fileno())),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -1,0 +1,233 @@
+"""Configurations that no person means to write: each is refused by one message, none hangs or takes the memory."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.check import print_plan
+from mtrain.config import bounds
+from mtrain.config.load import load_config
+from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES
+from mtrain.errors import ConfigError
+from tests.config.samples import config, content
+from tests.config.yaml_files import write
+from tests.fault_table import Notice
+
+DIGITS = "1" * 5000
+
+
+def fault(what: str, happens: str) -> pytest.MarkDecorator:
+    return pytest.mark.fault("input", what, happens=happens, exit_code=2)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(tmp_path / "base.yaml", content())
+
+
+def refusal(paths: list[Path], overrides: list[str], notice: Notice) -> str:
+    """The one line that refuses the input."""
+    with notice, pytest.raises(ConfigError) as error:
+        load_config(paths, overrides)
+    assert error.value.exit_code == notice.exit_code
+    (line,) = str(error.value).splitlines()
+    assert len(line) < 2000
+    return line
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)  # nobody writes: opening it would wait for ever
+    return path
+
+
+def sparse(path: Path) -> Path:
+    with path.open("wb") as file:
+        file.truncate(2**30)
+    return path
+
+
+FILES: list[tuple[Callable[[Path], Path], str]] = [
+    (pipe, "this is a pipe or a device"),
+    (lambda path: Path("/dev/zero"), "this is a pipe or a device"),
+    (lambda path: path.parent, "this is a folder"),
+    (sparse, f"the file is larger than {MAX_BYTES:,} bytes"),
+    (lambda path: path.with_name("x" * 300), "the file cannot be read (File name too long)"),
+    (lambda path: path / "x", "there is no such file"),
+    (lambda path: Path("a\0b"), "no file can have such a name"),
+    (lambda path: Path("a\ud800b"), "no file can have such a name"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), FILES, ids=[words for _, words in FILES])
+@fault("a pipe, a device, a folder or 1 GiB in the place of a configuration", "refused unread")
+def test_what_is_no_configuration_is_not_read(
+    make: Callable[[Path], Path], words: str, base: Path, tmp_path: Path, notice: Notice
+) -> None:
+    assert words in refusal([base, make(tmp_path / "odd.yaml")], [], notice)
+
+
+def bomb(levels: int) -> str:
+    """Every level repeats the one before nine times."""
+    lines = ["a0: &a0 [x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def chain(links: int) -> str:
+    """Aliases one inside the other: short, and deep when they are followed."""
+    return "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [[[[[*a{n - 1}]]]]]" for n in range(1, links))])
+
+
+TEXTS = {
+    "nested lists": ("run: " + "[" * 3000, f"nested more than {MAX_DEPTH} deep"),
+    "nested mappings": ("run: " + "{a: " * 3000, f"nested more than {MAX_DEPTH} deep"),
+    "aliases that multiply": (bomb(30), f"more than {MAX_NODES:,} values"),
+    "aliases in a row": (chain(40), f"nested more than {MAX_DEPTH} deep"),
+    "an alias of itself": ("run: &a [*a]", "*a stands inside of what it repeats"),
+    "an alias of nothing": ("run: *a", "undefined alias"),
+    "too many values": ("run: [" + "1," * 20_000 + "]", f"more than {MAX_NODES:,} values"),
+    "digits": (f"train: {{num_steps: {DIGITS}}}", "is a number of 5,000 digits"),
+    "tagged digits": (f"train: {{num_steps: !!int {DIGITS}}}", "is a number of 5,000 digits"),
+    "quoted tagged digits": (f"train: {{num_steps: !!int '{DIGITS}'}}", "is a number of 5,000 digits"),
+    "hexadecimal digits": (f"train: {{num_steps: 0x{DIGITS}}}", "is a number of 5,002 digits"),
+    "a timestamp": ("run: {dir: !!timestamp x}", "needs the tag tag:yaml.org,2002:timestamp"),
+    "a wrong bool": ("layout: {sp: !!bool x}", "needs the tag tag:yaml.org,2002:bool"),
+    "a tagged list": ("run: !x [1]", "needs the tag !x"),
+    "NUL": ('run: {dir: "a\\0b"}', "run.dir: 'a\\x00b' holds what no text can"),
+    "half a character": ('run: {dir: "a\\ud800b"}', "invalid Unicode character escape code"),
+    "NUL in a key": ('loss: {options: {"a\\0b": 1}}', "holds what no text can"),
+    "not UTF-8": ("run: {dir: \udcff}", "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), TEXTS.values(), ids=TEXTS)
+@fault(
+    "YAML that is deep, multiplies by aliases, or holds 5,000-digit numbers, NUL or broken UTF-8",
+    "refused with the line",
+)
+def test_a_hostile_text_is_refused(text: str, words: str, base: Path, notice: Notice) -> None:
+    odd = base.with_name("odd.yaml")
+    odd.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert words in refusal([base, odd], [], notice)
+
+
+OVERRIDES = {
+    "digits": (f"train.num_steps={DIGITS}", "is a number of 5,000 digits"),
+    "nested": ("loss.options.x=" + "[" * 3000, f"nested more than {MAX_DEPTH} deep"),
+    "a key of many parts": (".".join("a" * 3000) + "=1", "a key of 3000 parts is none of a configuration"),
+    "half a character": ("run.dir=a\ud800b", "run.dir=a"),
+    "NUL": ("run.dir=a\0b", "run.dir=a"),
+    "empty": ("run.dir=", "run.dir: "),
+    "long text": ("run.zzz=" + "x" * 70_000, "run.zzz: there is no such key"),
+    "long key": ("run." + "z" * 70_000 + "=1", "there is no such key"),
+}
+
+
+@pytest.mark.parametrize(("override", "words"), OVERRIDES.values(), ids=OVERRIDES)
+@fault("an override with NUL, half a character, 5,000 digits or 3,000 levels", "refused in one line")
+def test_a_hostile_override_is_refused(override: str, words: str, base: Path, notice: Notice) -> None:
+    assert words in refusal([base], [override], notice)
+
+
+@pytest.mark.parametrize("value", ["12:30", "-1:00", "190:20:30", "1:30.5", "010", "0777", "-017"])
+@fault("12:30 or 010 for a number, which YAML reads in base 60 or 8", "refused; 0.1.0 built 750 layers of 12:30")
+def test_numbers_in_other_bases_are_refused(value: str, base: Path, notice: Notice) -> None:
+    line = refusal([base], [f"model.num_layers={value}"], notice)
+    assert f"YAML reads {value} as a number in base" in line
+    assert "quote a text" in line
+
+
+def test_texts_and_numbers_like_them_pass(base: Path) -> None:
+    read = load_config([base], ["run.dir='12:30'", "train.seed=0x10", "train.num_steps=1_000", "optimizer.min_lr=0"])
+    assert (read.run.dir, read.train.seed, read.train.num_steps, read.optimizer.min_lr) == ("12:30", 16, 1000, 0.0)
+    assert load_config([base], ["run.dir=a:12:30"]).run.dir == "a:12:30"
+
+
+def test_aliases_and_merge_keys_pass(base: Path) -> None:
+    odd = base.with_name("odd.yaml")
+    odd.write_text("data: {train: [&a {path: x, weight: 2}, {<<: *a, path: y}]}")
+    assert [(each.path, each.weight) for each in load_config([base, odd], []).data.train] == [("x", 2.0), ("y", 2.0)]
+
+
+HUGE = 10**30
+OUT_OF_RANGE: list[tuple[str, Any, str]] = [
+    ("model.hidden_size", HUGE, "at most 1,048,576 is needed (a square matrix"),
+    ("model.ffn_hidden_size", 2**63, "at most 1,048,576"),
+    ("model.head_dim", HUGE, "at most 1,048,576"),
+    ("model.num_layers", 2**63, "at most 4,096 is needed (every stage's part"),
+    ("model.mtp_depths", 2**63, "at most 4,096"),
+    ("model.vocab_size", 2**63, "at most 2,147,483,647 is needed (corpora hold tokens as 32-bit integers)"),
+    ("model.sliding_window", HUGE, "at most 64 bits"),
+    ("data.seq_length", 10**12, "at most 16,777,216 is needed (float32"),
+    ("data.prefetch_steps", 10**6, "at most 1,024 is needed (each is a whole global batch"),
+    ("train.global_batch_size", HUGE, "at most 16,777,216"),
+    ("train.num_steps", HUGE, "at most 2,147,483,647"),
+    ("train.seed", 2**64, "at most 18,446,744,073,709,551,615"),
+    ("train.process_group_timeout_s", 10**15, "at most 2,592,000 is needed (a month"),
+    ("checkpoint.save_timeout_s", 10**15, "at most 2,592,000"),
+    ("checkpoint.keep_last", HUGE, "at most 64 bits"),
+    ("valid.max_samples", 10**23, "at most 2,147,483,647"),
+    ("optimizer.lr", 1e39, "(the range of float32"),
+    ("optimizer.epsilon", 1e-46, "(the range of float32"),
+    ("optimizer.clip_grad", 1e300, "(the range of float32"),
+    ("model.norm_epsilon", 1e-50, "(the range of float32"),
+    ("data.split", [1e-300, 1e-300, 1e-300], "(the range of float32"),
+    ("train.initial_loss_scale", 0.5, "greater than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), OUT_OF_RANGE, ids=[key for key, _, _ in OUT_OF_RANGE])
+@fault("numbers beyond any run: hidden_size=10^30, num_layers=2^63, lr=1e39", "refused with the largest and why")
+def test_a_number_beyond_any_run_is_refused(key: str, value: Any, words: str, base: Path, notice: Notice) -> None:
+    line = refusal([base], [f"{key}={value}"], notice)
+    assert line.startswith(f"{key}: ")
+    assert words in line
+    assert "change it" in line
+
+
+def test_the_largest_numbers_have_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that the plan's time and digits could depend on, all at once."""
+    largest = config(
+        model__num_layers=4096,
+        model__hidden_size=2**20,
+        model__ffn_hidden_size=2**20,
+        model__head_dim=2**20,
+        model__vocab_size=2**31 - 1,
+        model__vocab_multiple=2**20,
+        data__seq_length=2**24,
+        train__global_batch_size=2**24,
+        train__num_steps=2**31 - 1,
+        train__seed=2**64 - 1,
+        train__recompute="full",
+        layout__pp=128,
+        layout__vpp=4,
+        optimizer__lr=bounds.FLOAT32_LARGEST,
+        optimizer__epsilon=bounds.FLOAT32_SMALLEST,
+    )
+    print_plan(largest, world_size=128)
+    assert "pp128vpp4" in capsys.readouterr().out
+
+
+def test_yarn_needs_a_base_above_one(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.rope\.base=1\.0 must be above 1 with scaling=yarn"):
+        load_config([base], ["model.rope={base: 1.0, scaling: yarn, factor: 2}"])
+
+
+def test_a_message_holds_no_control_characters(base: Path) -> None:
+    odd = base.with_name("odd.yaml")
+    odd.write_text('run: {"a\\e[31mb\\nc": 1}')
+    with pytest.raises(ConfigError) as error:
+        load_config([base, odd], [])
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("run.a\\x1b[31mb\\nc: there is no such key")
+
+
+def test_a_message_stays_readable(base: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([base], [f"data.train=[{', '.join(['{pth: x}'] * 600)}]"])
+    lines = str(error.value).splitlines()
+    assert len(lines) == 51
+    assert lines[-1].startswith("and 1150 more like these")
