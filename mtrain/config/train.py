@@ -65,6 +65,16 @@ class OptimizerSection(Section):
     one_ahead: from those completed with it, as runs begun before this key was there keep it."""
 
     @rule
+    def updates_are_in_float32(self) -> str | None:
+        """AdamW hands torch lr / (1 - beta1), in the first step, and lr x weight_decay as float32."""
+        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
+            return None
+        return (
+            f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
+            f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower it"
+        )
+
+    @rule
     def the_rate_falls(self) -> str | None:
         if self.min_lr <= self.lr:
             return None

@@ -35,6 +35,9 @@ _SIGNS_OF_A_LOST_RANK = (
 )
 """Parts of what torch's backends say, in plain errors, when another rank is gone or does not answer in time."""
 
+_SIGN_OF_LACKING_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says on CPUs in a plain RuntimeError; CUDA's and numpy's errors have classes of their own."""
+
 _ERRORS_OF_THE_STORE = (dist.DistStoreError, dist.DistNetworkError)
 """Raised where ranks meet through the store, as NCCL does when it opens a connection."""
 
@@ -73,6 +76,7 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
 
     Raises:
         MachineError: The device is not there, or the other ranks cannot be reached.
+        MachineError: Inside the `with` block there was not enough memory.
         RankLostError: Inside the `with` block the connection to another rank broke or it did not answer in time.
     """
     device = choose_device(wanted_device, environment.local_rank)
@@ -95,7 +99,7 @@ def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: floa
             f"{environment.master_addr}:{environment.master_port}: {error}"
         ) from error
     try:
-        with naming_lost_ranks(lambda: ""):
+        with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
             yield device
     finally:
         dist.destroy_process_group()
@@ -134,6 +138,26 @@ def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
         reason, names = re.sub(r"^\[/[^\]]*\] ", "", line), missing()  # nor is the place in its source
         message = f"rank {dist.get_rank()} lost the connection to another rank"
         raise RankLostError(f"{message}; {names} ({reason})" if names else f"{message}: {reason}") from error
+
+
+@contextlib.contextmanager
+def naming_lack_of_memory() -> Iterator[None]:
+    """Turns a failed allocation into one message.
+
+    Raises:
+        MachineError: Inside the block there was not enough memory for a tensor.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        is_known = isinstance(error, torch.OutOfMemoryError | MemoryError) or _SIGN_OF_LACKING_MEMORY in str(error)
+        if not is_known:
+            raise
+        line = (str(error).splitlines() or ["no more memory"])[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise MachineError(
+            f"there is not enough memory ({line}); lower train.micro_batch_size, data.seq_length or the sizes of the "
+            "model, or divide them over more ranks (mtrain check prints what a rank needs)"
+        ) from error
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:

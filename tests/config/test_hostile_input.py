@@ -204,11 +204,19 @@ def test_the_largest_numbers_have_a_plan(capsys: pytest.CaptureFixture[str]) -> 
         train__recompute="full",
         layout__pp=128,
         layout__vpp=4,
-        optimizer__lr=bounds.FLOAT32_LARGEST,
+        optimizer__lr=bounds.FLOAT32_LARGEST / 16,
         optimizer__epsilon=bounds.FLOAT32_SMALLEST,
     )
     print_plan(largest, world_size=128)
     assert "pp128vpp4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [["optimizer.lr=3e38"], ["optimizer.lr=1e30", "optimizer.weight_decay=1e10"]])
+@fault("a learning rate whose first update does not fit float32", "refused; 0.1.0 ended in a traceback of torch")
+def test_updates_beyond_float32_are_refused(changes: list[str], base: Path, notice: Notice) -> None:
+    line = refusal([base], changes, notice)
+    assert line.startswith("optimizer.lr=")
+    assert "lower it" in line
 
 
 def test_yarn_needs_a_base_above_one(base: Path) -> None:

@@ -1,5 +1,8 @@
 """Devices, and how ranks agree."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError, RankLostError
 from mtrain.layout import Layout
 from mtrain.mcore.world import choose_device, open_world
+from tests.fault_table import Notice
 from tests.mcore import world_ranks
 from tests.pool import Pool
 
@@ -34,6 +38,21 @@ def test_a_broken_connection_is_a_lost_rank_and_other_faults_stay_as_they_are() 
         raise RuntimeError("[transport] Connection closed by peer [127.0.0.1]:1234")
     with pytest.raises(RuntimeError, match="a shape does not fit"), open_world(ALONE, "auto", 10):
         raise RuntimeError("a shape does not fit")
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**52), lambda: np.empty(2**52), lambda: bytearray(2**62)])
+@pytest.mark.fault(
+    "input",
+    "a model, a batch or a sequence for which the machine has no memory",
+    happens="one message says what to lower",
+    exit_code=7,
+)
+def test_a_lack_of_memory_says_what_to_lower(allocate: Callable[[], object], notice: Notice) -> None:
+    words = r"not enough memory .* lower train\.micro_batch_size"
+    with notice, pytest.raises(MachineError, match=words) as error, open_world(ALONE, "auto", 10):
+        allocate()
+    assert error.value.exit_code == notice.exit_code
+    assert "alloc_cpu.cpp" not in str(error.value)
 
 
 def test_a_world_that_cannot_meet_says_where() -> None:
