@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MachineError, RankLostError
@@ -33,9 +34,32 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
         choose_device("cuda", 0)
 
 
-def test_a_broken_connection_is_a_lost_rank_and_other_faults_stay_as_they_are() -> None:
-    with pytest.raises(RankLostError, match="rank 0 lost the connection"), open_world(ALONE, "auto", 10):
-        raise RuntimeError("[transport] Connection closed by peer [127.0.0.1]:1234")
+LOST = {
+    "gloo": RuntimeError("[/third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
+    "gloo, timeout": RuntimeError("[/gloo/buffer.cc:81] Timed out waiting 3000ms for recv operation to complete"),
+    "nccl": dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL 2.27\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    ),
+    "nccl, aborted": dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    "nccl, timeout": dist.DistBackendError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=3000)"
+    ),
+    "store": dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"),
+    "store, gone": dist.DistNetworkError("failed to recv, got 0 bytes"),
+}
+"""What torch raises: gloo's and the store's as seen, NCCL's as ProcessGroupNCCL.cpp and nccl's init.cc word them."""
+
+
+@pytest.mark.parametrize("error", LOST.values(), ids=LOST.keys())
+def test_a_lost_rank_is_recognised_whatever_the_backend(error: RuntimeError) -> None:
+    with pytest.raises(RankLostError, match="rank 0 lost the connection") as caught, open_world(ALONE, "auto", 10):
+        raise error
+    assert caught.value.exit_code == 5
+    assert "third_party" not in str(caught.value)
+
+
+def test_other_faults_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="a shape does not fit"), open_world(ALONE, "auto", 10):
         raise RuntimeError("a shape does not fit")
 
