@@ -26,8 +26,7 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "faultpoints": 0,
     "files": 0,
-    "health.heartbeat": 0,
-    "health.signals": 0,
+    "health": 0,
     "hf.axes": 0,
     "hf.config": 0,
     "hf.description": 0,
@@ -51,7 +50,6 @@ LAYERS: dict[str, int] = {
     # 1: torch and numpy; these rooms do not import each other
     "checkpoint": 1,
     "data": 1,
-    "health": 1,
     "hf": 1,
     "loss": 1,
     "metrics": 1,
