@@ -1,5 +1,6 @@
 """The checkpoints folder: published whole or not at all; the newest good one is found whatever lies around."""
 
+import errno
 import hashlib
 import json
 import os
@@ -15,16 +16,20 @@ from mtrain.checkpoint.directory import (
     begin_attempt,
     checkpoint_at,
     clean_leftovers,
+    delete_checkpoint,
     newest_good,
     publish,
     published_steps,
+    reading,
     set_aside,
 )
 from mtrain.checkpoint.hashed_file import read_facts
+from mtrain.checkpoint.retention import Keep, apply_retention
 from mtrain.errors import DataError, MachineError, RunFolderError
 from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
 from tests.crash import killed_at_every_file_operation
 from tests.fault_table import Notice
+from tests.no_flock import forbid_flock
 
 
 def newest_step(root: Path) -> int | None:
@@ -325,6 +330,52 @@ def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
     write_files(attempt)
     abandon(attempt)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "a step folder or a leftover of a save is a link",
+    happens="the link is removed when its turn comes; what it names stays as it is",
+    exit_code=None,
+)
+def test_links_are_removed_and_never_followed(tmp_path: Path, notice: Notice) -> None:
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for step in (10, 20, 30):
+        save(root, step)
+    moved = (root / "step_00000010").rename(elsewhere)
+    (root / "step_00000010").symlink_to(moved)
+    for name in (".tmp-step_00000040-aa", ".trash-step_00000005", ".new-latest-aa"):
+        (root / name).symlink_to(moved)
+    (root / "step_00000040").symlink_to(tmp_path / "nowhere")
+    with notice:
+        assert checkpoint_at(root / "step_00000010").entry is not None, "it may be read, wherever it lies"
+        assert apply_retention(root, Keep(1)) == [10, 20]
+        assert len(clean_leftovers(root)) == 3
+        save(root, 40)
+    assert notice.exit_code is None
+    assert newest_step(root) == 40
+    assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".damaged-step_00000040-")) == [
+        "latest",
+        "step_00000030",
+        "step_00000040",
+    ]
+    assert {path.name for path in moved.iterdir()} >= {"mtrain.json", *(name.split("/")[0] for name in FILES)}
+
+
+def test_where_there_are_no_locks_a_process_does_not_delete_what_it_reads(tmp_path: Path) -> None:
+    entry = save(tmp_path, 10)
+    child = os.fork()
+    if child == 0:
+        try:
+            forbid_flock(errno.ENOLCK)
+            with reading(entry), reading(entry):
+                assert not delete_checkpoint(tmp_path, 10)
+            assert delete_checkpoint(tmp_path, 10)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert published_steps(tmp_path) == []
 
 
 def test_a_place_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:

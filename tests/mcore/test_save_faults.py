@@ -10,6 +10,7 @@ import pytest
 from mtrain.checkpoint.directory import CheckpointEntry, clean_leftovers, newest_good, published_steps, step_name
 from mtrain.checkpoint.verification import verify_files
 from mtrain.layout import Layout
+from tests.fault_table import Notice
 from tests.mcore import save_fault_ranks as ranks
 from tests.mcore.test_checkpoint import configured
 from tests.pool import Pool, RankFailed
@@ -82,6 +83,26 @@ def test_a_full_disk_fails_one_save_and_training_goes_on(
     assert "No space left on device" in line
     assert line.endswith("training goes on")
     assert endings[1].warnings == []
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "`latest` cannot be written when a checkpoint has been published",
+    happens="a warning; the checkpoint counts, and older ones are deleted as ever",
+    exit_code=None,
+)
+def test_a_checkpoint_counts_though_latest_cannot_be_written(pool: Pool, saved: Path, notice: Notice) -> None:
+    (saved / "latest").unlink()
+    (saved / "latest").mkdir()
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 1}), saved, [2, 4], None)
+    assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
+    assert notice.exit_code is None
+    assert published_steps(saved) == [4]
+    assert newest_whole(saved).step == 4
+    for line, step in zip(endings[0].warnings, (2, 4), strict=True):
+        assert line.startswith(f"warning: {saved / step_name(step)} is published, but mtrain could not write ")
+        assert "latest: Is a directory" in line
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("full", "write.20"), ("full", "publish"), ("hang", "write.20")])
