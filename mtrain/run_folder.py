@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from mtrain.config.yaml_text import MAX_BYTES, refuse
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, remove, write_atomically
+from mtrain.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
 from mtrain.run_lock import Patience, RunLock, locked
 
 NEUTRAL_KEYS = (
@@ -129,9 +133,23 @@ class RunFolder:
             write_atomically(self.config, text)
 
     def saved_config(self) -> str | None:
-        """The configuration that an earlier start left here; None where there was none."""
-        with disk_faults(f"read {self.config}"):
-            return self.config.read_text(encoding="utf-8") if self.config.exists() else None
+        """The configuration that an earlier start left here, as YAML of sections; None where there was none.
+
+        Raises:
+            DataError: the file is damaged.
+            MachineError: it cannot be read.
+        """
+        data = _content(self.config)
+        if data is None:
+            return None
+        try:
+            text = data.decode()
+            refuse(text)
+            if not isinstance(OmegaConf.to_container(OmegaConf.create(text)), dict):
+                raise ValueError("it holds no sections")
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:
+            raise _damaged(self.config, " ".join(str(fault).split())) from None
+        return text
 
     def write_environment(self, environment: Mapping[str, str]) -> None:
         """Puts down what this start runs on, whole or not at all."""
@@ -143,15 +161,15 @@ class RunFolder:
 
         Raises:
             DataError: the file is damaged.
+            MachineError: it cannot be read.
         """
-        with disk_faults(f"read {self.environment}"):
-            if not self.environment.exists():
-                return None
-            text = self.environment.read_text(encoding="utf-8", errors="replace")
+        data = _content(self.environment)
+        if data is None:
+            return None
         try:
-            return {str(name): str(value) for name, value in json.loads(text).items()}
+            return {str(name): str(value) for name, value in parsed_json(data).items()}
         except (ValueError, AttributeError) as fault:
-            raise DataError(f"{self.environment} is not a JSON object ({fault}); mend or remove it") from fault
+            raise _damaged(self.environment, f"not a JSON object: {fault}") from None
 
     def set_requeue(self, reason: str) -> None:
         """Leaves the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
@@ -180,6 +198,28 @@ class RunFolder:
         """Removes what a killed run was about to put in place."""
         for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
             remove(leftover)
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a small file; None where there is none.
+
+    Raises:
+        DataError: something else lies there.
+        MachineError: it cannot be read.
+    """
+    with disk_faults(f"read {path}"):
+        try:
+            return read_plain_file(path, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as fault:
+            if fault.errno not in NOT_A_PLAIN_FILE:
+                raise
+            raise _damaged(path, str(fault.strerror)) from None
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(f"{path}, which an earlier start wrote, is damaged ({why}); restore or remove it")
 
 
 @dataclass(frozen=True)
@@ -222,10 +262,10 @@ def _told(flat: dict[str, Any], key: str) -> str | None:
     return json.dumps(flat[key], ensure_ascii=False, default=str) if key in flat else None
 
 
-def flat_keys(yaml: str) -> dict[str, Any]:
+def flat_keys(text: str) -> dict[str, Any]:
     """Dotted key -> value of a resolved configuration; lists and empty sections are values."""
     flat: dict[str, Any] = {}
-    rest = [("", OmegaConf.to_container(OmegaConf.create(yaml)))]
+    rest = [("", OmegaConf.to_container(OmegaConf.create(text)))]
     while rest:
         prefix, value = rest.pop()
         if isinstance(value, dict) and value:

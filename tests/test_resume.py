@@ -69,7 +69,13 @@ def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_
     assert manifest["versions"].keys() >= {"mtrain", "torch", "megatron-core"}
 
 
-def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "input",
+    "the training data are others than those of the checkpoint",
+    happens="resuming is refused",
+    exit_code=3,
+)
+def test_resuming_on_other_data_is_refused(tmp_path: Path, notice: Notice) -> None:
     loader, other = (StepLoader(configured(**{"train.seed": seed}), 0, 1) for seed in (1, 2))
 
     def entry(step: int, dataset: str | None) -> Any:
@@ -79,8 +85,37 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
 
     check_dataset(entry(1, loader.fingerprint), loader)
     check_dataset(entry(2, None), other)
-    with pytest.raises(DataError, match=r"training data are not those that .*step_00000003 has seen.*initialize_from"):
+    message = r"training data are not those that .*step_00000003 has seen.*initialize_from"
+    with notice, pytest.raises(DataError, match=message):
         check_dataset(entry(3, loader.fingerprint), other)
+    assert notice.exit_code == DataError.exit_code
+
+
+@pytest.mark.fault(
+    "input",
+    "config.yaml or metrics.jsonl of an earlier start is damaged: binary, deeply nested, a line without end",
+    happens="one message names the file, and the line",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.yaml", b"\x80\xff\0", "config.yaml, which an earlier start wrote, is damaged"),
+        ("metrics.jsonl", b'{"kind": "step", "step": ' + b"[" * 100_000 + b"\n", "metrics.jsonl, line 1: not a record"),
+    ],
+    ids=["config.yaml", "metrics.jsonl"],
+)
+def test_a_damaged_file_of_the_run_folder_is_one_message(
+    command: Callable[..., list[str]], start: Any, tmp_path: Path, name: str, content: bytes, words: str, notice: Notice
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_bytes(content)
+    with notice:
+        code, _, errors = finished(start(command()))
+    assert code == notice.exit_code, errors
+    assert words in errors
+    assert errors.count("error:") == 1
+    assert "Traceback" not in errors
 
 
 def test_the_test_hook_does_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -155,11 +155,33 @@ def test_the_environment_comes_back(folder: RunFolder) -> None:
     assert folder.saved_environment() == {"torch": "2.9", "device": "cpu"}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', "[" * 100_000, '{"torch": NaN}'])
 def test_a_damaged_environment_is_refused(folder: RunFolder, text: str) -> None:
     folder.environment.write_text(text)
-    with pytest.raises(DataError, match=r"environment.json is not a JSON object .*remove it"):
+    with pytest.raises(DataError, match=r"environment.json, which .* is damaged \(not a JSON object.*remove it"):
         folder.saved_environment()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "binary": lambda path: path.write_bytes(b"\x80\xff\0"),
+    "nul": lambda path: path.write_bytes(b"a: \0"),
+    "no sections": lambda path: path.write_text("- 1\n"),
+    "no yaml": lambda path: path.write_text("a: b: c\n"),
+    "deep": lambda path: path.write_text("a: " + "[" * 100_000),
+    "bomb": lambda path: path.write_text("a: &a [1]\n" + "".join(f"b{n}: &a [*a, *a]\n" for n in range(60))),
+    "many digits": lambda path: path.write_text("a: " + "9" * 10_000),
+    "large": lambda path: (path.touch(), os.truncate(path, 40 * 2**30)),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "a folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("do_damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_configuration_is_refused(folder: RunFolder, do_damage: Callable[[Path], object]) -> None:
+    do_damage(folder.config)
+    with pytest.raises(DataError, match=r"config.yaml, which an earlier start wrote, is damaged \(.*remove it"):
+        folder.saved_config()
 
 
 def test_a_file_in_the_way_is_a_machine_error(tmp_path: Path) -> None:

@@ -215,13 +215,20 @@ def test_a_fault_on_all_ranks_is_told_once(command: Any, start: Any) -> None:
     assert "Traceback" not in output + errors
 
 
-def test_a_second_run_in_one_folder_is_refused(command: Any, start: Any, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "disk",
+    "a second run on one folder",
+    happens="one message names the first, which goes on",
+    exit_code=6,
+)
+def test_a_second_run_in_one_folder_is_refused(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
     first = start(command("train.num_steps=2000"))
     wait_for_step(tmp_path / "run", 1)
-    code, _, errors = finished(start(command()))
+    with notice:
+        code, _, errors = finished(start(command()))
     first.send_signal(signal.SIGTERM)
     assert finished(first)[0] == 0
-    assert code == 6
+    assert code == notice.exit_code
     assert str(first.pid) in errors
     assert "Traceback" not in errors
 

@@ -8,6 +8,7 @@ from mtrain.errors import DataError
 from mtrain.files import disk_faults, replacing
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import Record, StepRecord, from_json_line, to_json_line
+from mtrain.plain_files import open_plain_file
 
 _LONGEST_LINE = 1 << 20
 """Characters; a record of a hundred terms has 20,000."""
@@ -74,7 +75,10 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with (
+        open_plain_file(path) as plain,
+        open(plain.fileno(), encoding="utf-8", errors="replace", closefd=False) as file,
+    ):
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), start=1):
             if not line.endswith("\n") and len(line) < _LONGEST_LINE:
                 return

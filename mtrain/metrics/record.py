@@ -16,6 +16,8 @@ from mtrain.errors import DataError
 MAIN_TERM = "main"
 """The term whose mean is `loss`; all others are beside it."""
 
+_LARGEST_INTEGER = 2**63 - 1
+
 Json = Any
 """What json.loads gives back."""
 
@@ -100,15 +102,15 @@ def from_json_line(line: str) -> Record:
     try:
         values = json.loads(line)
         kind, terms = values.pop("kind"), values.pop("terms", {})
-        by_name = {name: TermRecord(**_numbers(term)) for name, term in terms.items()}
+        by_name = {name: TermRecord(**_fields_read(TermRecord, term)) for name, term in terms.items()}
         match kind:
             case "step":
-                return StepRecord(**_numbers(values), terms=by_name)
+                return StepRecord(**_fields_read(StepRecord, values), terms=by_name)
             case "valid":
-                return ValidRecord(**_numbers(values), terms=by_name)
+                return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name)
             case other:
                 raise ValueError(f"kind is {other!r}")
-    except (ValueError, TypeError, AttributeError, KeyError) as fault:
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as fault:
         raise DataError(f"not a record of this program's metrics ({fault}): {line[:80]!r}") from fault
 
 
@@ -128,6 +130,18 @@ def _plain(value: object) -> Json:
             return value
 
 
-def _numbers(values: dict[str, Json]) -> dict[str, Json]:
-    """Undoes the strings of non-finite numbers; only `skipped` is a text."""
-    return {name: float(v) if isinstance(v, str) and name != "skipped" else v for name, v in values.items()}
+def _fields_read(record: type[Record | TermRecord], values: dict[str, Json]) -> dict[str, Json]:
+    kinds = {each.name: each.type for each in fields(record)}
+    return {name: _value_read(name, kinds[name], value) for name, value in values.items()}
+
+
+def _value_read(name: str, kind: Any, value: Json) -> Json:
+    """A field of the kind that the record has; floats from integers and from the strings of non-finite numbers too."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(0.0, kind) and (is_whole or isinstance(value, str)):
+        return float(value)
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        raise TypeError(f"{name} is {str(value)[:80]!r}")
+    if is_whole and abs(value) > _LARGEST_INTEGER:
+        raise ValueError(f"{name} is larger than {_LARGEST_INTEGER}")
+    return value

@@ -1,6 +1,5 @@
 """The checkpoints folder: published whole or not at all; the newest good one is found whatever lies around."""
 
-import errno
 import hashlib
 import json
 import os
@@ -16,20 +15,15 @@ from mtrain.checkpoint.directory import (
     begin_attempt,
     checkpoint_at,
     clean_leftovers,
-    delete_checkpoint,
     newest_good,
     publish,
     published_steps,
-    reading,
     set_aside,
 )
 from mtrain.checkpoint.hashed_file import read_facts
-from mtrain.checkpoint.retention import Keep, apply_retention
 from mtrain.errors import DataError, MachineError, RunFolderError
 from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
-from tests.crash import killed_at_every_file_operation
 from tests.fault_table import Notice
-from tests.no_flock import forbid_flock
 
 
 def newest_step(root: Path) -> int | None:
@@ -233,39 +227,6 @@ def test_what_a_network_file_system_leaves_of_deleted_files_is_no_fault(tmp_path
     assert newest_step(tmp_path) == 10
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\0", b"step_99999999\n", b"../../etc\n", b"step_00000010\n"])
-def test_latest_is_not_trusted(tmp_path: Path, content: bytes | None) -> None:
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    (tmp_path / "latest").unlink()
-    if content is not None:
-        (tmp_path / "latest").write_bytes(content)
-    assert newest_step(tmp_path) == 20
-
-
-def test_a_run_does_not_start_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
-    for step in (10, 20):
-        save(tmp_path, step)
-        damage(tmp_path, step)
-    with pytest.raises(DataError, match=r"no usable checkpoint in .*step 20 .*step 10 .*run\.dir"):
-        newest_good(tmp_path)
-
-
-def test_a_run_does_not_start_anew_where_checkpoints_have_vanished(tmp_path: Path) -> None:
-    shutil.rmtree(save(tmp_path, 10).path)
-    with pytest.raises(DataError, match="latest says that there was a checkpoint"):
-        newest_good(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["iter_0000010", "step_garbage", "step_10"])
-def test_a_run_does_not_start_anew_beside_what_it_does_not_know(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(DataError, match=f"{name} is not named as a checkpoint of this program"):
-        newest_good(tmp_path)
-    save(tmp_path, 10)
-    assert newest_step(tmp_path) == 10
-
-
 def test_a_checkpoint_that_turned_out_to_be_unusable_is_passed_over_loudly(tmp_path: Path) -> None:
     save(tmp_path, 10)
     bad = save(tmp_path, 20)
@@ -332,52 +293,6 @@ def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.fault(
-    "checkpoints",
-    "a step folder or a leftover of a save is a link",
-    happens="the link is removed when its turn comes; what it names stays as it is",
-    exit_code=None,
-)
-def test_links_are_removed_and_never_followed(tmp_path: Path, notice: Notice) -> None:
-    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    for step in (10, 20, 30):
-        save(root, step)
-    moved = (root / "step_00000010").rename(elsewhere)
-    (root / "step_00000010").symlink_to(moved)
-    for name in (".tmp-step_00000040-aa", ".trash-step_00000005", ".new-latest-aa"):
-        (root / name).symlink_to(moved)
-    (root / "step_00000040").symlink_to(tmp_path / "nowhere")
-    with notice:
-        assert checkpoint_at(root / "step_00000010").entry is not None, "it may be read, wherever it lies"
-        assert apply_retention(root, Keep(1)) == [10, 20]
-        assert len(clean_leftovers(root)) == 3
-        save(root, 40)
-    assert notice.exit_code is None
-    assert newest_step(root) == 40
-    assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".damaged-step_00000040-")) == [
-        "latest",
-        "step_00000030",
-        "step_00000040",
-    ]
-    assert {path.name for path in moved.iterdir()} >= {"mtrain.json", *(name.split("/")[0] for name in FILES)}
-
-
-def test_where_there_are_no_locks_a_process_does_not_delete_what_it_reads(tmp_path: Path) -> None:
-    entry = save(tmp_path, 10)
-    child = os.fork()
-    if child == 0:
-        try:
-            forbid_flock(errno.ENOLCK)
-            with reading(entry), reading(entry):
-                assert not delete_checkpoint(tmp_path, 10)
-            assert delete_checkpoint(tmp_path, 10)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert published_steps(tmp_path) == []
-
-
 def test_a_place_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"could not begin step_00000010 in .*: Not a directory"):
@@ -398,40 +313,3 @@ def test_a_copied_checkpoint_may_have_any_name(tmp_path: Path) -> None:
     entry = checkpoint_at(tmp_path / "best").entry
     assert entry is not None
     assert entry.step == 10
-
-
-def test_a_process_killed_at_any_point_of_a_save_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
-    first = save(tmp_path, 10)
-    seen = []
-    for _ in killed_at_every_file_operation(lambda: save(tmp_path, 20), tmp_path):
-        newest = newest_good(tmp_path)
-        assert newest.entry is not None
-        assert newest.warnings == ()
-        for name, content in FILES.items():
-            assert (newest.entry.path / name).read_bytes() == content
-        seen.append(newest.entry.step)
-        clean_leftovers(tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} <= {"latest", "step_00000010", "step_00000020"}
-        if newest.entry != first:
-            shutil.rmtree(newest.entry.path)
-    assert set(seen) == {10, 20}
-    assert seen == sorted(seen)
-    assert len(seen) > 20
-
-
-def test_a_process_killed_while_replacing_a_damaged_step_loses_no_good_one(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    attempt = begin_attempt(tmp_path, 20)
-    write_files(attempt)
-    (tmp_path / "step_00000020").mkdir()
-
-    def publish_copy() -> None:
-        publish(attempt, facts(attempt.step))
-
-    copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
-    seen = set()
-    for _ in killed_at_every_file_operation(publish_copy, tmp_path):
-        seen.add(newest_step(tmp_path))
-        shutil.rmtree(tmp_path)
-        shutil.copytree(copy, tmp_path)
-    assert seen == {10, 20}

@@ -11,6 +11,7 @@ from mtrain.checkpoint.retention import Keep, apply_retention, to_delete
 from mtrain.errors import DataError
 from tests.checkpoint.checkpoints import damage, save
 from tests.crash import killed_at_every_file_operation
+from tests.fault_table import Notice
 
 step_lists = st.lists(st.integers(0, 1000), unique=True, max_size=30)
 keep_lasts = st.integers(1, 8)
@@ -60,11 +61,18 @@ def test_the_last_good_checkpoint_stays_where_newer_ones_are_damaged(tmp_path: P
     assert entry.step == 20
 
 
-def test_a_process_killed_while_deleting_leaves_good_ones_only(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "checkpoints",
+    "kill -9 while a checkpoint is deleted",
+    happens="the others stay whole; a start ends the deletion",
+    exit_code=5,
+)
+def test_a_process_killed_while_deleting_leaves_good_ones_only(tmp_path: Path, notice: Notice) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     for _ in killed_at_every_file_operation(lambda: apply_retention(tmp_path, Keep(1)), tmp_path):
-        newest = newest_good(tmp_path)
+        with notice:
+            newest = newest_good(tmp_path)
         assert newest.entry is not None
         assert (newest.entry.step, newest.warnings) == (30, ())
         clean_leftovers(tmp_path)
@@ -87,9 +95,15 @@ def test_the_best_stays_on_disk(tmp_path: Path) -> None:
     assert published_steps(tmp_path) == [20, 50]
 
 
-def test_what_is_being_read_is_not_deleted(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "checkpoints",
+    "retention deletes a checkpoint that another process reads",
+    happens="it stays until it is read",
+    exit_code=None,
+)
+def test_what_is_being_read_is_not_deleted(tmp_path: Path, notice: Notice) -> None:
     entries = [save(tmp_path, step) for step in (10, 20, 30)]
-    with reading(entries[0]), reading(entries[0]):
+    with reading(entries[0]), reading(entries[0]), notice:
         assert apply_retention(tmp_path, Keep(1)) == [20]
         assert (entries[0].path / "common.pt").read_bytes() == b"common"
     assert apply_retention(tmp_path, Keep(1)) == [10]

@@ -9,6 +9,7 @@ import pytest
 
 from mtrain.checkpoint.directory import CheckpointEntry, clean_leftovers, newest_good, published_steps, step_name
 from mtrain.checkpoint.verification import verify_files
+from mtrain.errors import MachineError, RunFolderError
 from mtrain.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore import save_fault_ranks as ranks
@@ -43,12 +44,18 @@ def saved(pool: Pool, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_process_killed_at_any_of_many_points_of_a_save(pool: Pool, saved: Path) -> None:
+@pytest.mark.fault(
+    "checkpoints",
+    "kill -9 of a rank at any of 21 points of a save",
+    happens="the checkpoint before stays the newest, or the new one is whole; a start deletes leftovers",
+    exit_code=5,
+)
+def test_a_process_killed_at_any_of_many_points_of_a_save(pool: Pool, saved: Path, notice: Notice) -> None:
     assert len(POINTS) >= 20
     for number, (rank, phase) in enumerate(POINTS):
         step = 2
         fault = f"kill rank={rank} step={step} phase={phase}"
-        with pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|peer"):
+        with notice, pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|peer"):
             pool.run(ranks.train_and_save, LAYOUT, configured(), saved, [step], fault)
         is_published = phase in ("retention", "end")
         assert newest_whole(saved).step == (step if is_published else BEFORE), fault
@@ -69,12 +76,19 @@ def test_a_save_that_training_waits_for_writes_the_same_bytes(pool: Pool, tmp_pa
     assert one == other
 
 
+@pytest.mark.fault(
+    "checkpoints",
+    "the disk is full for one rank in a save",
+    happens="the save fails on all ranks, with the rank's name; the next one succeeds",
+    exit_code=None,
+)
 @pytest.mark.parametrize(("victim", "changes"), [(0, {}), (1, {}), (1, WAITS)], ids=["0", "1", "1 waits"])
 def test_a_full_disk_fails_one_save_and_training_goes_on(
-    pool: Pool, saved: Path, victim: int, changes: dict[str, Any]
+    pool: Pool, saved: Path, victim: int, changes: dict[str, Any], notice: Notice
 ) -> None:
     fault = f"full rank={victim} step=2 phase=write.20"
-    endings = pool.run(ranks.train_and_save, LAYOUT, configured(**changes), saved, [2, 4], fault)
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, configured(**changes), saved, [2, 4], fault)
     assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
     assert newest_whole(saved).step == 4
     assert published_steps(saved) == [BEFORE, 4]
@@ -105,12 +119,22 @@ def test_a_checkpoint_counts_though_latest_cannot_be_written(pool: Pool, saved: 
         assert "latest: Is a directory" in line
 
 
+@pytest.mark.fault(
+    "checkpoints",
+    "a save fails or hangs, with checkpoint.on_save_failure=stop",
+    happens="every rank stops, after save_timeout_s where it hangs",
+    exit_code=7,
+)
 @pytest.mark.parametrize(("fault", "phase"), [("full", "write.20"), ("full", "publish"), ("hang", "write.20")])
-def test_a_failed_save_stops_training_where_it_is_told_to(pool: Pool, saved: Path, fault: str, phase: str) -> None:
+def test_a_failed_save_stops_training_where_it_is_told_to(
+    pool: Pool, saved: Path, fault: str, phase: str, notice: Notice
+) -> None:
     """A writer that hangs is noticed within checkpoint.save_timeout_s."""
     config = configured(**{"checkpoint.on_save_failure": "stop", "checkpoint.save_timeout_s": 1})
     injected = f"{fault} rank=0 step=2 phase={phase}"
-    endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2], injected, 2000)
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2], injected, 2000)
+    assert notice.exit_code == MachineError.exit_code
     for ending in endings:
         kind, text = ending.error
         assert kind == "MachineError"
@@ -121,10 +145,18 @@ def test_a_failed_save_stops_training_where_it_is_told_to(pool: Pool, saved: Pat
     assert newest_whole(saved).step == BEFORE
 
 
-def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, saved: Path) -> None:
+@pytest.mark.fault(
+    "checkpoints",
+    "the writer of a checkpoint hangs (dead file system), to the end of the run",
+    happens="that save fails after save_timeout_s, the next at once; no second copy of the state; one message",
+    exit_code=7,
+)
+def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, saved: Path, notice: Notice) -> None:
     """The next save fails at once, as its writer would add a second copy of the state; the last one must succeed."""
     config = configured(**{"checkpoint.save_timeout_s": 1})
-    endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2, 4], "hang rank=1 step=2 phase=open", 6)
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2, 4], "hang rank=1 step=2 phase=open", 6)
+    assert notice.exit_code == MachineError.exit_code
     for ending in endings:
         assert ending.steps == 6
         assert ending.error[0] == "MachineError"
@@ -136,8 +168,16 @@ def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, 
     assert newest_whole(saved).step == BEFORE
 
 
-def test_a_run_that_lost_its_folder_publishes_nothing(pool: Pool, tmp_path: Path) -> None:
-    (ending,) = pool.run(ranks.lose_the_folder, Layout(), configured(), tmp_path)
+@pytest.mark.fault(
+    "checkpoints",
+    "the run folder is taken over from elsewhere during a save",
+    happens="the older run publishes nothing",
+    exit_code=6,
+)
+def test_a_run_that_lost_its_folder_publishes_nothing(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+    with notice:
+        (ending,) = pool.run(ranks.lose_the_folder, Layout(), configured(), tmp_path)
+    assert notice.exit_code == RunFolderError.exit_code
     kind, text = ending.error
     assert kind == "RunFolderError"
     assert "taken over by process 1 on another-node" in text
@@ -159,11 +199,19 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, saved: Path) -> None:
+@pytest.mark.fault(
+    "checkpoints",
+    "flipped bit, truncated or missing file of a checkpoint",
+    happens="the newest good one is taken, with a warning for each that is not; none good: exit code 3",
+    exit_code=None,
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, saved: Path, notice: Notice) -> None:
     for step, (damage, why) in enumerate(DAMAGES.values(), start=2):
         pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 9}), saved, [step], None, step)
         damage(saved / step_name(step))
-        for taken, warnings, error in pool.run(ranks.take_up, Layout(tp=2), configured(), saved):
+        with notice:
+            found = pool.run(ranks.take_up, Layout(tp=2), configured(), saved)
+        for taken, warnings, error in found:
             assert error == ("nothing", "")
             assert taken == BEFORE
             assert len(warnings) == step - BEFORE

@@ -1,5 +1,6 @@
 """metrics.jsonl: append, rewind, repair."""
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,14 @@ def test_a_damaged_line_inside_is_named_and_nothing_is_lost(tmp_path: Path) -> N
         JsonlSink(path, 1)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, step_record(1))
+    os.truncate(path, 40 * 2**30)
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2: longer than 1048576 characters"):
+        list(read_records(path))
 
 
 def test_records_wait_for_the_disk_with_one_warning_and_no_half_line(

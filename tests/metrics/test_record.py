@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mtrain.errors import DataError
 from mtrain.metrics.record import StepRecord, TermRecord, ValidRecord, from_json_line, to_json_line
+from tests.metrics.records import step_record
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 number = st.floats(allow_nan=False)
@@ -92,5 +93,25 @@ def test_the_line_of_a_step_carries_the_public_contract() -> None:
     "line", ["", "{", "[]", "null", "{}", '{"kind": "step"}', '{"kind": "other"}', '{"kind": "valid", "step": 1}']
 )
 def test_what_is_no_record_is_refused(line: str) -> None:
+    with pytest.raises(DataError, match="not a record"):
+        from_json_line(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("step", value) for value in ("null", '"1"', "1.0", "true", "[1]", "1" + "0" * 400, "9" * 5000)),
+        *(("loss", value) for value in ("null", '"x"', "true", "{}", "1" + "0" * 400, "[" * 100_000)),
+        *(("terms", value) for value in ("null", "[]", '{"main": null}', '{"main": {"loss": {}}}')),
+        ("empty", "1"),
+        ("skipped", "1"),
+        ("unknown", "1"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_field_of_another_kind_is_refused(name: str, value: str) -> None:
+    others = {key: each for key, each in json.loads(to_json_line(step_record(3))).items() if key != name}
+    fields = ", ".join(f'"{key}": {json.dumps(each)}' for key, each in others.items())
+    line = "{" + fields + f', "{name}": {value}' + "}"
     with pytest.raises(DataError, match="not a record"):
         from_json_line(line)

@@ -190,7 +190,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--rtol must be a number from 0"):
             compare_runs(good, other, rtol)
     RunFolder(other).config.write_text("a: [1\n")
-    with pytest.raises(DataError, match=r"config.yaml of .* is damaged"):
+    with pytest.raises(DataError, match=r"config.yaml, which .* is damaged"):
         compare_runs(good, other, 0)
     RunFolder(other).config.unlink()
     with pytest.raises(DataError, match=r"config.yaml is not there"):
