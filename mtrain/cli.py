@@ -14,6 +14,7 @@ import typer
 
 from mtrain.check import print_plan
 from mtrain.config import Config
+from mtrain.config.bounds import can_be_a_path
 from mtrain.config.load import load_config
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MtrainError
@@ -232,16 +233,8 @@ def _launch() -> None:
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Tells files from overrides: an override holds `=` and names no existing file."""
-    overrides = [text for text in arguments if "=" in text and not _exists(text)]
+    overrides = [text for text in arguments if "=" in text and not (can_be_a_path(text) and Path(text).exists())]
     return [Path(text) for text in arguments if text not in overrides], overrides
-
-
-def _exists(text: str) -> bool:
-    """Whether a file has this name; an override may be longer than any name can be."""
-    try:
-        return Path(text).exists()
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -40,6 +40,29 @@ SECONDS = at_most(30 * 24 * 3600, "a month: nobody would notice what hangs")
 BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
 
 
+_LONGEST_NAME = 255
+_LONGEST_PATH = 3000
+"""Bytes; systems take 4096, and what a run writes below its folder has names too."""
+
+
+def can_be_a_path(text: str) -> bool:
+    """Whether a file or folder may have this name on common systems."""
+    sizes = [len(name.encode(errors="replace")) for name in text.split("/")]
+    return "\0" not in text and max(sizes) <= _LONGEST_NAME and sum(sizes) + len(sizes) <= _LONGEST_PATH
+
+
+def _check_path(value: str | None) -> str | None:
+    if value is not None and not can_be_a_path(value):
+        raise ValueError(
+            f"no file or folder can have this name of {len(value):,} characters; a name has at most {_LONGEST_NAME} "
+            f"bytes, and a path {_LONGEST_PATH:,}"
+        )
+    return value
+
+
+PATH = AfterValidator(_check_path)
+
+
 def fits_the_machine(value: Any) -> Any:
     """Refuses what the arithmetic of a run cannot hold: floats beyond float32, integers beyond 64 bits.
 

@@ -11,7 +11,7 @@ from mtrain.config.section import Section, rule
 class SourceSection(Section):
     """One corpus of a blend."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, bounds.PATH] = Field(min_length=1)
     """indexed: the prefix of the .bin/.idx pair. jsonl: the file."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
@@ -29,7 +29,7 @@ class DataSection(Section):
     split: tuple[float, float, float] | None = None
     """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
     [0.9, 0.1, 0]."""
-    tokenizer: str | None = Field(None, min_length=1)
+    tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
     isolate_documents: bool = False
     """indexed: attention and positions start again at each document, and no token is predicted across an edge."""

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mtrain.config import bounds
 from mtrain.config.section import Section, rule
 
 Aggregation = Literal[
@@ -110,7 +111,7 @@ class TeacherSection(Section):
     precision. Fewer microbatches a step (more data parallelism) or more tensor parallelism make that smaller.
     """
 
-    checkpoint: str = Field(min_length=1)
+    checkpoint: Annotated[str, bounds.PATH] = Field(min_length=1)
     """A run folder (its newest checkpoint), a checkpoint directory inside one, or an import from Hugging Face."""
 
 

@@ -92,7 +92,7 @@ class RopeSection(Section):
 class ModelSection(Section):
     """A decoder-only transformer."""
 
-    hf: str | None = Field(None, min_length=1)
+    hf: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """A folder of Hugging Face that gives the architecture and the weights to start from; the keys below that say what
     its weights mean may be left out and must agree with it otherwise. A checkpoint of the run's own goes first."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)

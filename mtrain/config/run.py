@@ -11,7 +11,7 @@ from mtrain.config.section import Section, rule
 class RunSection(Section):
     """The run folder."""
 
-    dir: str = Field(min_length=1)
+    dir: Annotated[str, bounds.PATH] = Field(min_length=1)
     """Holds config.yaml, metrics.jsonl, checkpoints/ and logs/."""
 
 
@@ -39,7 +39,7 @@ class CheckpointSection(Section):
     """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""
-    initialize_from: str | None = Field(None, min_length=1)
+    initialize_from: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """A checkpoint directory, or a run folder (its newest one), whose weights this run starts from; optimizer, step
     and data order start anew. Of Megatron-LM or Megatron-Bridge (torch_dist): an iteration, or its parent."""
 

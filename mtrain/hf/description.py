@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mtrain.config.bounds import can_be_a_path
 from mtrain.config.model import ModelSection
 from mtrain.errors import ConfigError
 from mtrain.hf.config import DEPTHS, differences
@@ -55,7 +56,7 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
         DataError: As `described_model`.
     """
     given = content.get("model")
-    if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str):
+    if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str) or not can_be_a_path(folder):
         return content
     if not (Path(folder) / CONFIG_NAME).exists():
         if "num_layers" in given:

@@ -219,6 +219,24 @@ def test_updates_beyond_float32_are_refused(changes: list[str], base: Path, noti
     assert "lower it" in line
 
 
+PATHS = ["run.dir", "model.hf", "data.tokenizer", "checkpoint.initialize_from", "data.train", "loss.teacher"]
+
+
+@pytest.mark.parametrize("text", ["x" * 256, "é" * 128, "d/" * 2000])
+@pytest.mark.parametrize("key", PATHS)
+@fault("a path in the configuration that no file can have", "refused in one line; model.hf ended in a traceback")
+def test_a_path_that_cannot_be_is_refused(key: str, text: str, base: Path, notice: Notice) -> None:
+    value = {"data.train": f"[{{path: {text}}}]", "loss.teacher": f"{{checkpoint: {text}}}"}.get(key, text)
+    line = refusal([base], [f"{key}={value}"], notice)
+    assert line.startswith(key)
+    assert "no file or folder can have this name" in line
+
+
+def test_a_path_that_can_be_passes(base: Path) -> None:
+    for text in ("x" * 255, "é" * 127, "d/" * 1400):
+        assert load_config([base], [f"run.dir={text}"]).run.dir == text
+
+
 def test_yarn_needs_a_base_above_one(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.rope\.base=1\.0 must be above 1 with scaling=yarn"):
         load_config([base], ["model.rope={base: 1.0, scaling: yarn, factor: 2}"])
