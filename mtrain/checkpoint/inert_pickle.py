@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 _SAME_MODULES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
 """Where Python 3.13 and protocol 2 have the same classes."""
-_LONGEST_REFUSED = 100
+_LONGEST_SHOWN = 100
 """Most characters of a name in a message."""
 
 
@@ -104,7 +104,7 @@ class _Machine:
         except IndexError:
             self._refuse("is cut or takes more from its stack than is there")
         except KeyError as fault:
-            self._refuse(f"refers to {str(fault)[:_LONGEST_REFUSED]}, which it has not stored")
+            self._refuse(f"refers to {str(fault)[:_LONGEST_SHOWN]}, which it has not stored")
         except (UnicodeDecodeError, struct.error) as fault:
             self._refuse(f"holds no text or number where one is due ({fault})")
         if self._at + 1 != len(self._raw):
@@ -139,7 +139,8 @@ class _Machine:
     def _top(self, kind: type[Any]) -> Any:
         top = self._pop()
         if type(top) is not kind:
-            self._refuse(f"changes a {type(top).__name__} as if it were a {kind.__name__}")
+            changed = top.name if type(top) is Named else f"a {type(top).__name__}"
+            self._refuse(f"changes {changed}, where a {kind.__name__.lower()} is due")
         self._stack.append(top)
         return top
 
@@ -264,7 +265,8 @@ class _Machine:
     def _push_name(self, module: str, name: str) -> None:
         full = f"{_SAME_MODULES.get(module, module)}.{name}"
         if full not in self._allowed:
-            raise PickleError(f"it asks for {full[:_LONGEST_REFUSED]}, which is refused")
+            shown = full[:_LONGEST_SHOWN].encode("unicode_escape").decode()
+            raise PickleError(f"it asks for {shown}, which is refused")
         self._stack.append(self._names.setdefault(full, Named(full)))
 
     def call(self) -> None:

@@ -186,15 +186,15 @@ def _sizes_below(folder: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     left = [folder]
     while left:
-        for entry in os.scandir(left.pop()):
-            facts = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(facts.st_mode):
-                left.append(Path(entry.path))
-            elif stat.S_ISREG(facts.st_mode):
-                if not entry.name.startswith(_DELETED_ON_NFS):
+        with os.scandir(left.pop()) as entries:
+            for entry in entries:
+                facts = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(facts.st_mode):
+                    left.append(Path(entry.path))
+                elif not stat.S_ISREG(facts.st_mode):
+                    raise DataError(f"{entry.path} is a link, a device or a pipe, but the file itself is needed")
+                elif not entry.name.startswith(_DELETED_ON_NFS):
                     sizes[Path(entry.path).relative_to(folder).as_posix()] = facts.st_size
-            else:
-                raise DataError(f"{entry.path} is a link, a device or a pipe, but the file itself is needed")
     return sizes
 
 

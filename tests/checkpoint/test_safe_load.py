@@ -97,7 +97,7 @@ def test_no_class_is_changed_and_no_tensor_outside_is_read(tmp_path: Path, notic
     listed = pickle.loads((inside / ".metadata").read_bytes())
     raw = b"\x80\x02" + named + b"N" + slots + b"\x86b0" + pickle.dumps(listed, protocol=2)[2:]
     (inside / ".metadata").write_bytes(raw)
-    with notice, pytest.raises(DataError, match="changes a Named as if it were a Built") as error:
+    with notice, pytest.raises(DataError, match=r"its pickle changes pathlib\.PurePosixPath") as error:
         CheckpointTensors(inside).read("weight", (0,), (3,))
     assert error.value.exit_code == notice.exit_code
     assert isinstance(PurePosixPath.parts, property)
