@@ -5,24 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
-import torch
-
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
 from mtrain.data.loader import HeldOutBatches, StepLoader
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.loss.terms import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.pairs import GlobalTotals, PairAccumulator, TermTotals
-from mtrain.mcore.schedule import run_forward
-from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.mcore.pairs import TermTotals
 from mtrain.mcore.teacher import Teacher
 from mtrain.mcore.world import on_first_rank
 from mtrain.metrics.record import TermRecord, ValidRecord
-from mtrain.step import InputsOf, check_totals, planned_denominators, term_inputs_of
+from mtrain.step import forward_totals
 
 
 @dataclass(frozen=True)
@@ -71,29 +67,9 @@ def evaluate(
     Raises:
         NumericError: As in training.
     """
-    start = time.perf_counter()
-    optimizer.gather_parameters()
-    terms = tuple(objective.functions)  # those of routers belong to training
-    num_microbatches = groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
-    accumulator = PairAccumulator(terms, groups.device)
-    planned = dict.fromkeys(terms, 0.0)
-
-    def accumulate(rows: Sequence[Microbatch], inputs_of: InputsOf) -> None:
-        run_forward(chunks, rows, lambda *output: accumulator.add(objective.pairs(inputs_of(*output))), config)
-
-    batches = None if samples.held_out is None else samples.held_out.batches()
-    _set_training(chunks, False)
-    try:
-        for _ in range(samples.num_passes):
-            own = None if batches is None else next(batches)
-            for term, value in planned_denominators(own or [], terms).items():
-                planned[term] += value
-            rows = slice_for_rank(share_batches(own, num_microbatches, terms, config, groups), groups)
-            accumulate(rows, term_inputs_of(rows, config, groups, teacher))
-    finally:
-        _set_training(chunks, True)
-    totals = GlobalTotals(accumulator, list(planned.values()), False, groups).read().terms
-    check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
+    start, held_out = time.perf_counter(), samples.held_out
+    passes = repeat(None, samples.num_passes) if held_out is None else held_out.batches()
+    totals = forward_totals(config, groups, chunks, optimizer, objective, passes, teacher)
     return _record(config, totals, samples, step, time.perf_counter() - start)
 
 
@@ -122,8 +98,3 @@ def term_records(totals: Mapping[str, TermTotals]) -> dict[str, TermRecord]:
         )
         for term, each in totals.items()
     }
-
-
-def _set_training(chunks: Sequence[torch.nn.Module], training: bool) -> None:
-    for chunk in chunks:
-        chunk.train(training)

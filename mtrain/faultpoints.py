@@ -21,10 +21,12 @@ class Fault(NamedTuple):
 
     kind: str
     """kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
-    stops for ever. slow: it takes a second longer, every time. full: the disk has no space left."""
+    stops for ever. slow: it takes a second longer, every time. full: the disk has no space left. nan, huge: a number of
+    the training state becomes nan or 3e38."""
     rank: int
     step: int
     phase: str
+    """Of a save; of nan and huge: key of a tensor in checkpoints and index in this rank's part, such as `key:-1`."""
 
     def __str__(self) -> str:
         return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"
@@ -37,17 +39,21 @@ class Fault(NamedTuple):
         return cls(kind, int(values["rank"]), int(values["step"]), values["phase"])
 
 
+def wanted_fault(rank: int, step: int) -> Fault | None:
+    """What a test asks for at this rank and step, in any phase."""
+    text = os.environ.get(VARIABLE)
+    fault = None if text is None else Fault.parsed(text)
+    return fault if fault is not None and (fault.rank, fault.step) == (rank, step) else None
+
+
 def fault_point(phase: str, rank: int, step: int) -> None:
     """Fails here if a test asks for it.
 
     Raises:
         OSError: ENOSPC, where the fault is a full disk.
     """
-    text = os.environ.get(VARIABLE)
-    if text is None:
-        return
-    fault = Fault.parsed(text)
-    if (fault.rank, fault.step, fault.phase) != (rank, step, phase):
+    fault = wanted_fault(rank, step)
+    if fault is None or fault.phase != phase:
         return
     if fault.kind == "stop":
         time.sleep(_HEARTBEAT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from mtrain.mcore.foreign import load_foreign_weights
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.hf_weights import load_hf_weights
 from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.parts import non_finite_state
 from mtrain.mcore.verified import opened_checkpoint
 from mtrain.mcore.world import on_first_rank
 from mtrain.run_folder import RunFolder
@@ -34,7 +36,8 @@ def take_up(
 ) -> int:
     """Loads the run's newest good checkpoint, else the weights it starts from. Collective over the world.
 
-    A checkpoint that is passed over because of its bytes is set aside, so that its step can be saved again.
+    A checkpoint that is passed over because of its bytes, or as it holds nan or inf, is set aside, so that its step can
+    be saved again.
 
     Args:
         config: Of the run.
@@ -48,22 +51,52 @@ def take_up(
         The number of completed updates.
 
     Raises:
-        DataError: No checkpoint is good, it does not fit, or the training data are others.
+        DataError: No checkpoint is good, it does not fit, or the training data are others; the weights to start from
+            are not finite.
         RunFolderError: checkpoint.resume=never, but there is a checkpoint.
     """
+    step = _resume(config, folder, groups, chunks, optimizer, loader)
+    if step is not None:
+        return step
+    source = _load_start(config, groups, chunks, optimizer)
+    if source is not None and (fault := non_finite_state(chunks, optimizer, groups)) is not None:
+        error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
+        error.on_every_rank = True
+        raise error
+    return 0
+
+
+def _resume(
+    config: Config,
+    folder: RunFolder,
+    groups: Groups,
+    chunks: list[Any],
+    optimizer: Optimizer,
+    loader: StepLoader | None,
+) -> int | None:
+    """The number of updates in the newest good checkpoint, which is loaded; None where the run has none."""
     damaged: dict[int, str] = {}
 
     def find(unusable: Mapping[int, str]) -> Newest:
         damaged.update(unusable)
-        return _resumable(config, folder, unusable)
+        return _resumable(config, folder, damaged)
 
-    with opened_checkpoint(find, say) as newest:
-        entry = announced(newest)
-        if entry is not None:
-            on_first_rank(lambda: check_dataset(entry, loader))
+    while True:
+        with opened_checkpoint(find, say) as newest:
+            entry = announced(newest)
+            if entry is None:
+                return None
+            on_first_rank(functools.partial(check_dataset, entry, loader))
             state = load_checkpoint(entry, chunks, optimizer, groups, config)
-            on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
-            return state.step
+            fault = non_finite_state(chunks, optimizer, groups)
+            if fault is None:
+                on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
+                return state.step
+        damaged[entry.step] = fault  # the next one overwrites all that was loaded
+
+
+def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> Path | None:
+    """Where the weights of a new run were loaded from; None where they were drawn."""
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
         foreign = on_first_rank(lambda: foreign_folder(source))
@@ -71,16 +104,18 @@ def take_up(
             if groups.rank == 0:
                 say(f"loading {foreign}, which another program wrote: there are no checksums to verify it by")
             load_foreign_weights(foreign, chunks, optimizer, groups, config)
-            return 0
+            return foreign
         with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
             start = announced(newest)
             assert start is not None, "checkpoint_at raises where there is none"
             load_weights(start, chunks, optimizer, groups, config)
-    elif config.model.hf is not None:
+            return start.path
+    if config.model.hf is not None:
         if groups.rank == 0:
             say(f"loading {config.model.hf}")
         load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
-    return 0
+        return Path(config.model.hf)
+    return None
 
 
 def _resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str]) -> Newest:

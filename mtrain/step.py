@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.optimizer import Optimizer, Update
-from mtrain.mcore.pairs import HostTotals, PairAccumulator, PlannedTotals, TermTotals
-from mtrain.mcore.schedule import connect, run_schedule
+from mtrain.mcore.pairs import GlobalTotals, HostTotals, PairAccumulator, PlannedTotals, TermTotals
+from mtrain.mcore.schedule import connect, run_forward, run_schedule
 from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.mcore.teacher import Teacher
 
@@ -151,6 +151,20 @@ class TrainingStep:
             self.routers.move_biases()
         return update
 
+    def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
+        """A forward pass with the weights as they are, to see that they can be used; changes nothing.
+
+        One all-reduce of a short vector, beside megatron-core's own collectives.
+
+        Args:
+            batches: As for `forward_backward`.
+
+        Raises:
+            NumericError: As `forward_backward`.
+        """
+        model = (self._config, self._groups, self._chunks, self._optimizer, self._objective)
+        forward_totals(*model, [batches], self._teacher)
+
     def _totals(self, totals: HostTotals) -> StepTotals:
         numerators = {term: each.numerator for term, each in totals.terms.items()}
         denominators = {term: each.denominator for term, each in totals.terms.items()}
@@ -272,6 +286,59 @@ def term_inputs(
     return inputs
 
 
+def forward_totals(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    objective: Objective,
+    passes: Iterable[Sequence[Microbatch] | None],
+    teacher: Teacher | None = None,
+) -> dict[str, TermTotals]:
+    """Every term of logits over some batches, forward only; those of routers belong to training.
+
+    One all-reduce of a short vector at the end, beside megatron-core's own collectives.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks; left in training mode.
+        optimizer: Completes the parameters first.
+        objective: The terms.
+        passes: What this rank reads for each pass through the schedule, as many on all ranks; None where it reads none.
+        teacher: Where a term needs one.
+
+    Raises:
+        NumericError: As in training.
+    """
+    optimizer.gather_parameters()
+    terms = tuple(objective.functions)
+    num_microbatches = groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    accumulator = PairAccumulator(terms, groups.device)
+    planned = dict.fromkeys(terms, 0.0)
+
+    def accumulate(rows: Sequence[Microbatch], inputs_of: InputsOf) -> None:
+        run_forward(chunks, rows, lambda *output: accumulator.add(objective.pairs(inputs_of(*output))), config)
+
+    _set_training(chunks, False)
+    try:
+        for own in passes:
+            for term, value in planned_denominators(own or [], terms).items():
+                planned[term] += value
+            rows = slice_for_rank(share_batches(own, num_microbatches, terms, config, groups), groups)
+            accumulate(rows, term_inputs_of(rows, config, groups, teacher))
+    finally:
+        _set_training(chunks, True)
+    totals = GlobalTotals(accumulator, list(planned.values()), False, groups).read().terms
+    check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
+    return totals
+
+
+def _set_training(chunks: Sequence[torch.nn.Module], training: bool) -> None:
+    for chunk in chunks:
+        chunk.train(training)
+
+
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:
     """Raises NumericError where a total cannot be right; the totals are the same on all ranks, so all raise."""
     for term, totals in terms.items():
@@ -281,7 +348,7 @@ def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> No
                 "look at the sample weights of the data"
             )
         if not math.isfinite(totals.numerator):
-            raise NumericError(f"the loss of term {term!r} is {totals.numerator}; the weights were not updated")
+            raise NumericError(f"the loss of term {term!r} is {totals.numerator}")
         difference = abs(totals.denominator - totals.planned)
         if compare_with_plan and difference > _WEIGHT_TOLERANCE * abs(totals.planned):
             raise NumericError(

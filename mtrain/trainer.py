@@ -29,6 +29,7 @@ from mtrain.loss.pair import MAIN_TERM
 from mtrain.lr import learning_rate
 from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.optimizer import Update
+from mtrain.mcore.parts import spoil_point
 from mtrain.mcore.saving import Origin, Saver
 from mtrain.mcore.world import any_rank, naming_lost_ranks, on_first_rank, open_world
 from mtrain.metrics.record import StepRecord
@@ -93,17 +94,16 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if config.checkpoint.rehearse:
             rehearse(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))
-        saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check)
+        saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check, run.start_step)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
         exporter = Exporter(folder, every, lock.check)
         held.callback(exporter.close)
         try:
             stopped_after = _loop(run, saver, exporter, sinks, signal, heartbeat)
-        except NumericError:  # on all ranks; what was saved before is as good as ever
-            saver.wait()
-            raise
-        heartbeat.enter(Phase.SAVE, config.train.num_steps if stopped_after is None else stopped_after)
-        saver.finish()
+            heartbeat.enter(Phase.SAVE, config.train.num_steps if stopped_after is None else stopped_after)
+            saver.finish()
+        except NumericError as error:  # on all ranks
+            raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
             return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
@@ -173,12 +173,16 @@ def _loop(
             began = time.perf_counter()
             heartbeat.enter(Phase.DATA, step + 1)
             own = None if batches is None else next(batches)
-            heartbeat.enter(Phase.FORWARD_BACKWARD, step + 1)
-            totals = run.training.forward_backward(own, flag=signal.received is not None)
-            lr = learning_rate(step, config.optimizer, last)
-            heartbeat.enter(Phase.UPDATE, step + 1)
-            update = run.training.update(totals, lr)
             done, valid_loss = step + 1, None
+            lr = learning_rate(step, config.optimizer, last)
+            with _named(f"step {done}"):
+                heartbeat.enter(Phase.FORWARD_BACKWARD, done)
+                totals = run.training.forward_backward(own, flag=signal.received is not None)
+                heartbeat.enter(Phase.UPDATE, done)
+                update = run.training.update(totals, lr)
+            if update is not None and not update.overflowed:
+                saver.confirm(step)  # loss and gradient of what was there before the update were finite
+            spoil_point(run.chunks, run.optimizer, run.groups, done)
             sinks.write(_record(run, done, totals, update, lr, time.perf_counter() - began))
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
@@ -187,6 +191,13 @@ def _loop(
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
             is_stopped = totals.flag and done < last
             at_end = done == last and config.checkpoint.at_end
+            if valid_loss is not None:
+                saver.confirm(done)
+            elif at_end and not totals.is_empty:
+                heartbeat.enter(Phase.VALIDATION, done)
+                with _named(f"the weights that step {done}, the last one, has left"):
+                    run.training.try_weights(own)  # no later step will say whether they can be used
+                saver.confirm(done)
             if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):
                 heartbeat.enter(Phase.SAVE, done)
                 exporter.expect(done)
@@ -195,6 +206,15 @@ def _loop(
             if is_stopped:
                 return done
     return None
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Says where a numeric error arose."""
+    try:
+        yield
+    except NumericError as error:
+        raise NumericError(f"{what}: {error}") from error
 
 
 def _is_due(step: int, interval_steps: int) -> bool:
@@ -217,7 +237,8 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
         return None
     heartbeat.enter(Phase.VALIDATION, step)
     model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
-    record = evaluate(*model, run.validation, step, run.teacher)
+    with _named(f"validation after step {step}"):
+        record = evaluate(*model, run.validation, step, run.teacher)
     sinks.write(record)
     return record.valid_loss
 

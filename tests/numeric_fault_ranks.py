@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from mtrain import faultpoints
+from mtrain.checkpoint.directory import begin_attempt, publish
+from mtrain.checkpoint.manifest import Facts
+from mtrain.checkpoint.tensor_file import write_list, write_parts
+from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config import Config
 from mtrain.errors import MtrainError
 from mtrain.health.signals import StopSignal
 from mtrain.mcore.groups import Groups
+from mtrain.mcore.parts import parts_to_save
 from mtrain.trainer import train_on
+from tests.mcore.checkpoint_ranks import build
 
 
 class Ending(NamedTuple):
@@ -33,7 +42,34 @@ def run(groups: Groups, config: Config, fault: str | None = None) -> Ending:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            train_on(groups, config, StopSignal())
+            with StopSignal() as signal:
+                train_on(groups, config, signal)
         except MtrainError as error:
             return Ending(error.exit_code, str(error), printed.getvalue())
     return Ending(0, "", printed.getvalue())
+
+
+def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
+    """A checkpoint with NaN in it, as a program that does not look would publish it. On one rank."""
+    built = build(groups, config)
+    parts = parts_to_save(built.chunks, built.optimizer, groups)
+    for part in parts:
+        if part.key == "decoder.final_layernorm.weight":
+            part.data.view(-1)[0] = torch.nan
+    attempt = begin_attempt(Path(config.run.dir) / "checkpoints", step)
+    written = write_parts(attempt.path / "__0_0.distcp", parts)
+    write_list(attempt.path, written.places)
+    batch_size, vocab_size = config.train.global_batch_size, config.model.vocab_size
+    write_state(
+        attempt.path,
+        TrainingState(
+            step=step,
+            consumed_samples=step * batch_size,
+            adam_step=step,
+            loss_scaler=None,
+            layout=str(groups.layout),
+            device="cpu",
+            vocab_size=vocab_size,
+        ),
+    )
+    publish(attempt, Facts(step=step, layout=str(groups.layout), config_hash="", versions={}))

@@ -1,11 +1,25 @@
-"""Which checkpoints stay."""
+"""Which checkpoints stay, and when the others go.
 
-from collections.abc import Iterable, Mapping
+A checkpoint whose numbers are all finite can still be one that no step can follow: weights of 1e30 are finite. So it
+counts as good once a later step had a finite loss and gradient, or a forward pass with its very weights had one. Until
+then it neither counts nor goes, and nothing is deleted in its favour. Nothing on disk says so: a run deletes only what
+is older than a checkpoint that it has seen confirmed itself, and what it resumes from is confirmed by its own first
+step. So a crash at any moment, and checkpoints of programs that knew no confirmation, need no care.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from mtrain.checkpoint.background import started
 from mtrain.checkpoint.directory import delete_checkpoint, load_entry, published_steps, step_name
-from mtrain.errors import DataError
+from mtrain.errors import DataError, MtrainError
+from mtrain.faultpoints import fault_point
 
 
 class Keep(NamedTuple):
@@ -34,21 +48,27 @@ def to_delete(steps: Iterable[int], keep: Keep, valid_losses: Mapping[int, float
     return [step for step in older if step not in best and (keep.every is None or step % keep.every != 0)]
 
 
-def apply_retention(root: Path, keep: Keep) -> list[int]:
+def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
     """Deletes what may go; gives the deleted steps.
 
-    Damaged checkpoints neither count nor go, so the newest good one always stays; what is being read stays for now.
+    Neither damaged checkpoints nor unconfirmed ones count or go, so the newest good one always stays; what is being
+    read stays for now.
+
+    Args:
+        root: The checkpoints folder.
+        keep: The rules.
+        confirmed: Checkpoints up to this step were followed by a finite loss.
 
     Raises:
         MachineError: the disk refuses.
     """
-    good = _good_steps(root)
+    good = {step: loss for step, loss in whole_steps(root).items() if step <= confirmed}
     losses = {step: loss for step, loss in good.items() if loss is not None}
     return [step for step in to_delete(good, keep, losses) if delete_checkpoint(root, step)]
 
 
-def _good_steps(root: Path) -> dict[int, float | None]:
-    """Step -> validation loss, if it has one."""
+def whole_steps(root: Path) -> dict[int, float | None]:
+    """Step -> validation loss, if it has one, of the checkpoints that are not damaged; ascending."""
     good: dict[int, float | None] = {}
     for step in published_steps(root):
         try:
@@ -56,3 +76,77 @@ def _good_steps(root: Path) -> dict[int, float | None]:
         except DataError:
             continue
     return good
+
+
+def way_back(root: Path, confirmed: int) -> str:
+    """What a user can do after a numeric error: which step to go back to, and how.
+
+    Args:
+        root: The checkpoints folder.
+        confirmed: As for `apply_retention`.
+    """
+    steps = list(whole_steps(root))
+    good = [step for step in steps if step <= confirmed]
+    doubtful = ", ".join(str(root / step_name(step)) for step in steps if step > confirmed)
+    if not good:
+        none = "there is no good checkpoint to go back to"
+        return f"{none}: {doubtful} was not followed by a finite loss" if doubtful else none
+    path = root / step_name(good[-1])
+    if doubtful:
+        return (
+            f"go back to step {good[-1]} ({path}): move {doubtful} away, which was not followed by a finite loss, and "
+            "start again"
+        )
+    return f"go back to step {good[-1]}: the next start goes on from {path}"
+
+
+class Retention:
+    """Deletes in a thread, once a newer checkpoint is confirmed. Of the first rank alone; no collectives."""
+
+    def __init__(self, root: Path, keep: Keep, check: Callable[[], None], start_step: int) -> None:
+        """
+        Args:
+            root: The checkpoints folder.
+            keep: The rules.
+            check: Called before anything is deleted; raises where another run has taken the folder over.
+            start_step: Of the checkpoint that the run has resumed from; 0: none.
+        """
+        self._root, self._keep, self._check = root, keep, check
+        self.confirmed = start_step - 1  # what came before was followed by what was loaded
+        self._pending: int | None = start_step if start_step > 0 else None
+        self._work: Future[None] | None = None
+
+    def note_published(self, step: int) -> None:
+        """Older ones may go when this one is confirmed."""
+        self._pending = step
+
+    def poll(self) -> None:
+        """Begins to delete, where there is something new to do."""
+        if self._work is not None:
+            if not self._work.done():
+                return
+            self._work.result()  # raises what was not foreseen
+        if self._pending is not None and self._pending <= self.confirmed:
+            step, self._pending = self._pending, None
+            self._work = started(lambda: self._delete(step), f"retention-{step}")
+
+    def finish(self, timeout_s: float) -> None:
+        """Does all that is due, and waits for it so long at most; the next start ends what is left."""
+        self._wait(timeout_s)
+        self.poll()
+        self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float) -> None:
+        if self._work is not None:
+            concurrent.futures.wait([self._work], timeout_s)
+
+    def _delete(self, step: int) -> None:
+        """In a thread. The checkpoints are there, so training goes on: a run that lost its folder hears of it when it
+        saves again."""
+        fault_point("retention", 0, step)
+        try:
+            self._check()
+            apply_retention(self._root, self._keep, step)
+        except MtrainError as fault:
+            print(f"warning: {fault}", file=sys.stderr, flush=True)
+        fault_point("end", 0, step)

@@ -10,15 +10,20 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.checkpoint.boxes import boxes_of_run
+from mtrain.checkpoint.finite import Finding, described, non_finite
 from mtrain.checkpoint.tensor_file import Part
+from mtrain.faultpoints import wanted_fault
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.places import Place, has_own_shard, is_written_here, optimizer_key, parameter_places, shards
+
+_SPOILED = {"nan": math.nan, "huge": 3e38}
 
 
 @torch.no_grad()
@@ -44,6 +49,32 @@ def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, group
     for sharded in random_state.sharded(random_state.random_states(groups), groups):
         parts += whole_of(sharded, sharded.key, sharded.data)
     return parts
+
+
+def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> str | None:
+    """What is nan or inf of what a checkpoint would hold, the same on all ranks; None where all is finite.
+
+    One all-gather of short objects.
+
+    Args:
+        chunks: This rank's model chunks, their parameters complete.
+        optimizer: Their optimizer.
+        groups: The process groups.
+    """
+    found: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, non_finite(parts_to_save(chunks, optimizer, groups)))
+    return described(found)
+
+
+@torch.no_grad()
+def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, step: int) -> None:
+    """Spoils a number of the live state if a test asks for it, as broken memory would (`mtrain/faultpoints.py`)."""
+    fault = wanted_fault(groups.rank, step)
+    if fault is None or fault.kind not in _SPOILED:
+        return
+    key, index = fault.phase.split(":")
+    part = next(part for part in parts_to_save(chunks, optimizer, groups) if part.key == key)
+    part.data.view(-1)[int(index)] = _SPOILED[fault.kind]
 
 
 def whole_of(place: Place, key: str, values: Tensor) -> Iterator[Part]:

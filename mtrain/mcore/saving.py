@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -31,15 +31,16 @@ from mtrain.checkpoint.directory import (
     publish,
     step_name,
 )
+from mtrain.checkpoint.finite import Finding, described, non_finite
 from mtrain.checkpoint.manifest import CONFIG_NAME, Facts, FileFacts, GitState
-from mtrain.checkpoint.retention import Keep, apply_retention
+from mtrain.checkpoint.retention import Keep, Retention, way_back
 from mtrain.checkpoint.snapshot import Snapshot
 from mtrain.checkpoint.tensor_file import Part, Written, write_list, write_parts
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
 from mtrain.environment import program_versions
-from mtrain.errors import MachineError, MtrainError, RunFolderError
+from mtrain.errors import MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.faultpoints import fault_point
 from mtrain.files import disk_faults
 from mtrain.mcore import optimizer_state
@@ -77,6 +78,10 @@ class _Flight:
     """Whether all ranks have; then the first one publishes."""
 
 
+_Outcome: TypeAlias = Written | Finding | MtrainError
+"""How the writing of one rank ended."""
+
+
 class Saver:
     """The saves of one run; at most one is in flight. All methods are collective over the world."""
 
@@ -87,6 +92,7 @@ class Saver:
         config: Config,
         origin: Origin = Origin(),  # noqa: B008
         check: Callable[[], None] = lambda: None,
+        start_step: int = 0,
     ) -> None:
         """
         Args:
@@ -96,9 +102,13 @@ class Saver:
             origin: What the manifest tells of the run.
             check: Called on the first rank before anything becomes visible or is deleted; raises where another run has
                 taken the folder over.
+            start_step: Updates completed when the run began or went on.
         """
         self._folder, self._groups, self._config = folder, groups, config
         self._origin, self._check = origin, check
+        section = config.checkpoint
+        keep = Keep(section.keep_last, section.keep_every_steps, section.keep_best)
+        self._retention = Retention(folder, keep, check, start_step)
         self._config_hash, self._versions = config_hash(config), program_versions()
         self._snapshot = Snapshot()
         self._flight: _Flight | None = None
@@ -125,8 +135,9 @@ class Saver:
             valid_loss: Of the validation at this step, if there was one.
 
         Raises:
+            NumericError: What was to be saved is not finite; nothing was published. On all ranks, as all of these.
             RunFolderError: The step is published already, or the folder belongs to another run now.
-            MachineError: A save failed and checkpoint.on_save_failure is `stop`. On all ranks.
+            MachineError: A save failed and checkpoint.on_save_failure is `stop`.
         """
         self.wait()
         began = time.monotonic()
@@ -160,11 +171,42 @@ class Saver:
         Raises:
             MtrainError: As `save` does.
         """
+        if self._groups.rank == 0:
+            self._retention.poll()
         if self._flight is None or any_rank(self._is_busy(self._flight), self._groups.device):
             return
         fault = self._advanced(self._flight)
         if fault is not None:
             self._fail(self._flight, fault)
+
+    def confirm(self, step: int) -> None:
+        """To be told that the weights after so many updates gave a finite loss; the same on all ranks.
+
+        From then on a checkpoint of them counts as good, and may cost older ones their place.
+        """
+        self._retention.confirmed = max(step, self._retention.confirmed)
+
+    def give_up(self) -> str:
+        """Ends the saves after a numeric error: of confirmed weights they are completed, of others dropped.
+
+        Returns:
+            What the user can go back to.
+        """
+        flight = self._flight
+        if flight is not None and flight.facts.step > self._retention.confirmed and not flight.has_written:
+            while any_rank(self._is_busy(flight), self._groups.device):
+                concurrent.futures.wait([flight.work], _POLL_S)
+            with contextlib.suppress(NumericError):
+                self._fail(flight, NumericError("no finite loss followed"))
+        with contextlib.suppress(MtrainError):  # the numeric error came first and is the one to report
+            self.finish()
+        return on_first_rank(self._way_back)
+
+    def _way_back(self) -> str:
+        try:
+            return way_back(self._folder, self._retention.confirmed)
+        except MachineError as fault:  # the numeric error is the one that ends the run
+            return f"which step to go back to is not known: {fault}"
 
     def wait(self) -> None:
         """Until no save is in flight.
@@ -183,6 +225,8 @@ class Saver:
             MtrainError: It is not, whatever checkpoint.on_save_failure says.
         """
         self.wait()
+        if self._groups.rank == 0:
+            self._retention.finish(self._config.checkpoint.save_timeout_s)
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         if self._fault is not None:
@@ -205,11 +249,14 @@ class Saver:
             vocab_size=self._config.model.vocab_size,
         )
 
-    def _write(self, attempt: Attempt, parts: Sequence[Part]) -> Written:
-        """In a thread of each rank."""
+    def _write(self, attempt: Attempt, parts: Sequence[Part]) -> Written | Finding:
+        """In a thread of each rank; nothing is written of a state that is not finite."""
         rank, step = self._groups.rank, attempt.step
         if self._is_stuck():
             raise MachineError("the disk still holds the writer of an earlier checkpoint")
+        found = non_finite(parts)
+        if found is not None:
+            return found
         with disk_faults(f"save the checkpoint of step {step}"):
             fault_point("open", rank, step)
             open_attempt(attempt)
@@ -245,14 +292,6 @@ class Saver:
             publish(flight.attempt, flight.facts, files, check)
         except AfterPublishingError as fault:
             _tell(f"warning: {fault}")
-        fault_point("retention", 0, step)
-        section = self._config.checkpoint
-        try:
-            self._check()
-            apply_retention(self._folder, Keep(section.keep_last, section.keep_every_steps, section.keep_best))
-        except MachineError as fault:  # the checkpoint is there
-            _tell(f"warning: {fault}")
-        fault_point("end", 0, step)
 
     def _advanced(self, flight: _Flight) -> MtrainError | None:
         """The next phase, or the end; what went wrong on any rank."""
@@ -262,9 +301,7 @@ class Saver:
             if fault is None:
                 self._land(flight)
             return fault
-        everyone: list[Written | MtrainError | None] | None = (
-            [None] * dist.get_world_size() if self._groups.rank == 0 else None
-        )
+        everyone: list[_Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
         dist.gather_object(own, everyone)
         fault = on_first_rank(lambda: _first_fault(everyone or []))
         if fault is None:
@@ -277,7 +314,7 @@ class Saver:
                 flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return fault
 
-    def _outcome(self, flight: _Flight) -> Written | MtrainError | None:
+    def _outcome(self, flight: _Flight) -> _Outcome | None:
         if not flight.work.done():
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
@@ -293,6 +330,8 @@ class Saver:
     def _land(self, flight: _Flight) -> None:
         self._flight, self._fault = None, None
         if self._groups.rank == 0:
+            self._retention.note_published(flight.facts.step)
+            self._retention.poll()
             seconds = time.monotonic() - flight.began_s
             waited_s = flight.blocked_s if self._config.checkpoint.async_save else seconds
             print(
@@ -304,12 +343,13 @@ class Saver:
     def _fail(self, flight: _Flight, fault: MtrainError) -> None:
         """The same on all ranks."""
         if not isinstance(fault, RunFolderError):
-            fault = MachineError(f"no checkpoint of step {flight.facts.step}: {fault}")
+            kind = NumericError if isinstance(fault, NumericError) else MachineError
+            fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
         fault.on_every_rank = True
         self._flight, self._fault = None, fault
         if self._groups.rank == 0:
             self._cleaning = started(lambda: _abandoned(flight.attempt), "abandon")
-        if isinstance(fault, RunFolderError) or self._config.checkpoint.on_save_failure == "stop":
+        if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault
         if self._groups.rank == 0:
             _tell(f"warning: {fault}; training goes on")
@@ -323,13 +363,15 @@ class Saver:
         return bool(self._stuck)
 
 
-def _first_fault(everyone: Sequence[Written | MtrainError | None]) -> MtrainError | None:
+def _first_fault(everyone: Sequence[_Outcome | None]) -> MtrainError | None:
+    """A state that is not finite goes before a disk that refuses: no later save can be better."""
+    not_finite = described([outcome if isinstance(outcome, Finding) else None for outcome in everyone])
     for rank, outcome in enumerate(everyone):
         if isinstance(outcome, RunFolderError):
             return outcome
-        if isinstance(outcome, MtrainError):
+        if isinstance(outcome, MtrainError) and not_finite is None:
             return MachineError(f"rank {rank}: {outcome}")
-    return None
+    return None if not_finite is None else NumericError(not_finite)
 
 
 def _abandoned(attempt: Attempt) -> None:

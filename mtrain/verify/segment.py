@@ -142,7 +142,7 @@ class WatchedStep(TrainingStep):
             seen.initial = {kind: whole for kind in (WEIGHTS, *optimizer_state.STATES) if (whole := self._whole(kind))}
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
-        folded = None if batches is None else [self._folded(batch) for batch in batches]
+        folded = self._all_folded(batches)
         if folded is not None:
             self._seen.samples[self._done + 1] = self._digests(folded)
         stops = self._is_last_rank and self._start.stop_after == self._done + 1
@@ -150,6 +150,9 @@ class WatchedStep(TrainingStep):
         if self._is_last_rank and self._start.crash_in == self._done + 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return totals
+
+    def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
+        super().try_weights(self._all_folded(batches))
 
     def update(self, totals: StepTotals, lr: float) -> Update | None:
         gathers, run = self._start.gathers, self._run
@@ -213,6 +216,9 @@ class WatchedStep(TrainingStep):
                 values = part.data.detach().float().cpu().clone().view(part.sizes[axes:])
                 shards.append(Shard(held.name, part.global_shape[axes:], part.offset[axes:], values))
         return gathered(shards)
+
+    def _all_folded(self, batches: Sequence[Microbatch] | None) -> list[Microbatch] | None:
+        return None if batches is None else [self._folded(batch) for batch in batches]
 
     def _folded(self, batch: Microbatch) -> Microbatch:
         size = self._run.config.model.vocab_size

@@ -97,7 +97,7 @@ def test_links_are_removed_and_never_followed(tmp_path: Path, notice: Notice) ->
     (root / "step_00000040").symlink_to(tmp_path / "nowhere")
     with notice:
         assert checkpoint_at(root / "step_00000010").entry is not None, "it may be read, wherever it lies"
-        assert apply_retention(root, Keep(1)) == [10, 20]
+        assert apply_retention(root, Keep(1), 30) == [10, 20]
         assert len(clean_leftovers(root)) == 3
         save(root, 40)
     assert notice.exit_code is None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.checkpoint.directory import clean_leftovers, newest_good, published_steps, reading
-from mtrain.checkpoint.retention import Keep, apply_retention, to_delete
+from mtrain.checkpoint.retention import Keep, Retention, apply_retention, to_delete, way_back
 from mtrain.errors import DataError
 from tests.checkpoint.checkpoints import damage, save
 from tests.crash import killed_at_every_file_operation
@@ -45,16 +45,16 @@ def test_deleting_after_each_save_ends_like_deleting_once(
 def test_retention_on_disk(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    assert apply_retention(tmp_path, Keep(2, 20)) == [10, 30]
+    assert apply_retention(tmp_path, Keep(2, 20), 50) == [10, 30]
     assert published_steps(tmp_path) == [20, 40, 50]
-    assert apply_retention(tmp_path, Keep(2, 20)) == []
+    assert apply_retention(tmp_path, Keep(2, 20), 50) == []
 
 
 def test_the_last_good_checkpoint_stays_where_newer_ones_are_damaged(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     damage(tmp_path, 30)
-    assert apply_retention(tmp_path, Keep(1)) == [10]
+    assert apply_retention(tmp_path, Keep(1), 30) == [10]
     assert published_steps(tmp_path) == [20, 30]
     entry = newest_good(tmp_path).entry
     assert entry is not None
@@ -70,7 +70,7 @@ def test_the_last_good_checkpoint_stays_where_newer_ones_are_damaged(tmp_path: P
 def test_a_process_killed_while_deleting_leaves_good_ones_only(tmp_path: Path, notice: Notice) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
-    for _ in killed_at_every_file_operation(lambda: apply_retention(tmp_path, Keep(1)), tmp_path):
+    for _ in killed_at_every_file_operation(lambda: apply_retention(tmp_path, Keep(1), 30), tmp_path):
         with notice:
             newest = newest_good(tmp_path)
         assert newest.entry is not None
@@ -91,7 +91,7 @@ def test_the_best_by_validation_stay(losses: dict[int, float | None], best: int)
 def test_the_best_stays_on_disk(tmp_path: Path) -> None:
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, None)):
         save(tmp_path, step, loss)
-    assert apply_retention(tmp_path, Keep(1, best=1)) == [10, 30, 40]
+    assert apply_retention(tmp_path, Keep(1, best=1), 50) == [10, 30, 40]
     assert published_steps(tmp_path) == [20, 50]
 
 
@@ -104,8 +104,48 @@ def test_the_best_stays_on_disk(tmp_path: Path) -> None:
 def test_what_is_being_read_is_not_deleted(tmp_path: Path, notice: Notice) -> None:
     entries = [save(tmp_path, step) for step in (10, 20, 30)]
     with reading(entries[0]), reading(entries[0]), notice:
-        assert apply_retention(tmp_path, Keep(1)) == [20]
+        assert apply_retention(tmp_path, Keep(1), 30) == [20]
         assert (entries[0].path / "common.pt").read_bytes() == b"common"
-    assert apply_retention(tmp_path, Keep(1)) == [10]
+    assert apply_retention(tmp_path, Keep(1), 30) == [10]
     with pytest.raises(DataError, match="deleted meanwhile"), reading(entries[0]):
         pass
+
+
+def test_what_is_not_confirmed_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    assert apply_retention(tmp_path, Keep(1), 9) == []
+    assert apply_retention(tmp_path, Keep(1), 25) == [10]
+    assert published_steps(tmp_path) == [20, 30, 40]
+    assert apply_retention(tmp_path, Keep(1), 30) == [20]
+    assert apply_retention(tmp_path, Keep(1), 30) == []
+
+
+def test_a_run_deletes_when_what_it_published_or_resumed_from_is_confirmed(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    retention = Retention(tmp_path, Keep(1), lambda: None, start_step=20)
+    retention.finish(60)
+    assert published_steps(tmp_path) == [10, 20], "the start has confirmed nothing yet"
+    retention.confirmed = 20
+    retention.finish(60)
+    assert published_steps(tmp_path) == [20]
+    save(tmp_path, 30)
+    retention.note_published(30)
+    retention.confirmed = 29
+    retention.finish(60)
+    assert published_steps(tmp_path) == [20, 30]
+    retention.confirmed = 30
+    retention.finish(60)
+    assert published_steps(tmp_path) == [30]
+
+
+def test_the_way_back_names_what_to_do(tmp_path: Path) -> None:
+    assert way_back(tmp_path, 7) == "there is no good checkpoint to go back to"
+    first, second, third = (save(tmp_path, step).path for step in (10, 20, 30))
+    assert way_back(tmp_path, 30) == f"go back to step 30: the next start goes on from {third}"
+    damage(tmp_path, 30)
+    assert way_back(tmp_path, 30) == f"go back to step 20: the next start goes on from {second}"
+    assert way_back(tmp_path, 19).startswith(f"go back to step 10 ({first}): move {second} away")
+    none = f"there is no good checkpoint to go back to: {first}, {second} was not followed by a finite loss"
+    assert way_back(tmp_path, 9) == none

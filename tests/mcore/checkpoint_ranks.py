@@ -26,6 +26,7 @@ from mtrain.mcore.initialize import sharded_tensors
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.optimizer_state import adam_step, loss_scaler, portions
+from mtrain.mcore.saving import Saver
 from mtrain.mcore.spec import global_name
 from mtrain.step import TrainingStep
 from tests.crash import kill_self_before_operation
@@ -136,10 +137,12 @@ def start_from(groups: Groups, config: Config, folder: Path, step: int) -> tuple
 
 
 def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> None:
-    """Saves the initial weights under the numbers of some steps."""
-    parts = build(groups, config)
+    """Saves the initial weights under the numbers of some steps; all of them count as good."""
+    parts, saver = build(groups, config), Saver(folder, groups, config)
     for step in steps:
-        save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+        saver.confirm(step)
+        saver.save(parts.chunks, parts.optimizer, step)
+        saver.finish()
 
 
 def save_and_die(groups: Groups, config: Config, folder: Path, step: int, victim: int, operation: int) -> None:

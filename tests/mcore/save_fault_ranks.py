@@ -99,6 +99,7 @@ def _train(
     for step in range(num_steps):
         totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
         parts.training.update(totals, config.optimizer.lr)
+        saver.confirm(step)
         saver.poll()
         count()
         if step + 1 in saves:

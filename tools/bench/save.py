@@ -110,6 +110,7 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
         raw_file.unlink()
         memcpy = _seconds(lambda: [one.copy_(part.data) for one, part in zip(memory, parts)])
         began = time.perf_counter()
+        saver.confirm(step)  # so that the one before goes
         copy = _seconds(functools.partial(saver.save, chunks, optimizer, step))
         saver.finish()
         ours = _slowest(time.perf_counter() - began)

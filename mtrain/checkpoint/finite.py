@@ -1,0 +1,69 @@
+"""Numbers that are not finite in what is about to be saved or was loaded: such a state is no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.checkpoint.tensor_file import Part
+
+_MOST_RANKS = 8
+"""Named in a message."""
+
+
+class Finding(NamedTuple):
+    """What one rank has found in its boxes."""
+
+    place: str
+    """Of the first such number, with its value."""
+    num_tensors: int
+    """Tensors that hold such numbers."""
+
+
+@torch.no_grad()
+def non_finite(parts: Sequence[Part]) -> Finding | None:
+    """The first number that is nan or inf; None where all are finite.
+
+    Each box is read once, where it lies; integers are left out. The host reads one vector of flags.
+    """
+    floats = [part for part in parts if part.data.is_floating_point() and part.data.numel() > 0]
+    if not floats:
+        return None
+    # the smallest and the largest carry every nan and inf, and need no mask as large as the box
+    extremes = [torch.stack(torch.aminmax(part.data.detach())) for part in floats]
+    flags = torch.stack([pair.isfinite().all() for pair in extremes]).tolist()
+    bad = [part for part, is_finite in zip(floats, flags, strict=True) if not is_finite]
+    if not bad:
+        return None
+    return Finding(_place(bad[0]), len({part.key for part in bad}))
+
+
+def described(everyone: Sequence[Finding | None]) -> str | None:
+    """What the ranks have found, in one line; None where all numbers are finite.
+
+    Args:
+        everyone: By rank.
+    """
+    found = {rank: finding for rank, finding in enumerate(everyone) if finding is not None}
+    if not found:
+        return None
+    rank, first = next(iter(found.items()))
+    text = f"{first.place} on rank {rank}"
+    if first.num_tensors > 1:
+        text += f", one of {first.num_tensors} such tensors there"
+    others = list(found)[1:]
+    if others:
+        named = ", ".join(map(str, others[:_MOST_RANKS])) + (", ..." if len(others) > _MOST_RANKS else "")
+        text += f"; more on rank {named}" if len(others) == 1 else f"; more on {len(others)} ranks: {named}"
+    return text
+
+
+def _place(part: Part) -> str:
+    """Such as `decoder.final_layernorm.weight[3] is nan`, by its index in the global tensor."""
+    values: Tensor = part.data.detach().view(part.sizes)
+    index = (~values.isfinite()).nonzero()[0].tolist()
+    value = values[tuple(index)].item()
+    return f"{part.key}{[start + within for start, within in zip(part.offset, index, strict=True)]} is {value}"
