@@ -163,9 +163,8 @@ def read_override(text: str) -> Source:
 
 def _parse(text: str, name: str) -> dict[Any, Any]:
     try:
-        refuse(text)
-        node = OmegaConf.load(io.StringIO(text))
-        content = OmegaConf.to_container(node, resolve=False)
+        is_mapping = refuse(text)
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False) if is_mapping else None
     except RefusedTextError as fault:
         raise ConfigError(f"{name}:{fault.line}: {fault}") from None
     except GrammarParseError as fault:
@@ -175,8 +174,6 @@ def _parse(text: str, name: str) -> dict[Any, Any]:
         raise ConfigError(f"{name}{line}: {fault.problem}; mend the YAML") from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
         raise ConfigError(f"{name}: {_first_line(fault)}; mend the YAML") from None
-    except OSError:  # OmegaConf's answer to a file that holds a single number
-        content = None
     if not isinstance(content, dict):
         raise ConfigError(
             f"{name}: sections with keys are needed (section: {{key: value}}), but it holds something else"

@@ -19,6 +19,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _TAGS = (None, "!", "tag:yaml.org,2002:str", *_NUMBERS)
 """All that a configuration needs; PyYAML's readers of others raise whatever comes (`!!timestamp x`, `!!bool x`)."""
+_NOTHING = ("", "~", "null", "Null", "NULL")
 _BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
 _BASE_8 = re.compile(r"[-+]?0[0-7_]+")
 _LONG = re.compile(r"[-+]?(0x|0b)?[\da-fA-F_]{41,}")
@@ -83,18 +84,23 @@ class _Reader:
             raise RefusedTextError(f"values are nested more than {MAX_DEPTH} deep", event)
 
 
-def refuse(text: str) -> None:
+def refuse(text: str) -> bool:
     """Refuses what no configuration should hold.
+
+    Returns:
+        Whether the text is a mapping, or nothing: OmegaConf would read a single quoted text as YAML once more, unseen.
 
     Raises:
         RefusedTextError: as this module's first line says.
         yaml.YAMLError: the text is no YAML.
     """
-    reader = _Reader()
+    reader, is_mapping = _Reader(), True
     for event in yaml.parse(text, Loader=_LOADER):
         tag = getattr(event, "tag", None)  # of the start of a value; ends and aliases have none
         if tag not in _TAGS:
             raise RefusedTextError(f"no configuration needs the tag {tag}; remove it", event)
+        if len(reader.parents) == 1 and isinstance(event, yaml.ScalarEvent | yaml.SequenceStartEvent):
+            is_mapping = isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value in _NOTHING
         match event:
             case yaml.ScalarEvent():
                 refuse_scalar(event)
@@ -105,6 +111,7 @@ def refuse(text: str) -> None:
                 reader.end(event)
             case yaml.AliasEvent():
                 reader.repeat(event)
+    return is_mapping
 
 
 def refuse_scalar(event: yaml.ScalarEvent) -> None:
