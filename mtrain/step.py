@@ -25,7 +25,7 @@ from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.optimizer import Optimizer, Update
-from mtrain.mcore.pairs import GlobalTotals, HostTotals, PairAccumulator, PlannedTotals, TermTotals
+from mtrain.mcore.pairs import GlobalTotals, HostTotals, PairAccumulator, PlannedTotals, TermTotals, TokenCounts
 from mtrain.mcore.schedule import connect, run_forward, run_schedule
 from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.mcore.teacher import Teacher
@@ -46,6 +46,8 @@ class StepTotals:
     terms: Mapping[str, TermTotals]
     flag: bool
     """Whether any rank raised its flag for this step."""
+    tokens: TokenCounts
+    """Of the global batch."""
     grad_norm: float | None
     """Global L2 norm of the normalised gradient, before clipping; None in fp16, where the update finds it."""
 
@@ -112,7 +114,8 @@ class TrainingStep:
         )
         accumulator = PairAccumulator(self._terms, self._groups.device, self._objective.router_terms)
         squares = None if self._optimizer.unscales else self._optimizer.squared_part
-        finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups, squares)
+        tokens = token_counts(batches or [])
+        finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups, squares, tokens)
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
 
         def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
@@ -174,6 +177,7 @@ class TrainingStep:
             objective=self._objective.reported(numerators, denominators),
             terms=totals.terms,
             flag=totals.flag,
+            tokens=totals.tokens,
             grad_norm=None if totals.squares is None else math.sqrt(totals.squares) / divisor,
         )
 
@@ -235,6 +239,12 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
 
 InputsOf = Callable[[Logits, Microbatch], dict[str, TermInputs]]
 """(logits, sliced microbatch) -> what each term's loss function sees."""
+
+
+def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
+    """Of full rows, as the loader counted them."""
+    padding = sum(batch.num_padding_tokens for batch in batches)
+    return TokenCounts(padding, sum(batch.num_loss_tokens for batch in batches))
 
 
 def term_inputs_of(

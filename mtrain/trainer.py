@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mtrain.build import Run, build_run
-from mtrain.checkpoint.directory import clean_leftovers, published_steps
+from mtrain.checkpoint.directory import clean_leftovers, load_entry, published_steps, step_name
 from mtrain.checkpoint.manifest import GitState
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
@@ -166,6 +166,7 @@ def _loop(
 ) -> int | None:
     """All steps; the number of the last one where a signal stopped the run early."""
     config, start, last = run.config, run.start_step, run.config.train.num_steps
+    tokens = on_first_rank(lambda: _tokens_before(run))
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0, heartbeat)
     with _batches(run) as batches:
@@ -183,7 +184,9 @@ def _loop(
             if update is not None and not update.overflowed:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
             spoil_point(run.chunks, run.optimizer, run.groups, done)
-            sinks.write(_record(run, done, totals, update, lr, time.perf_counter() - began))
+            record = _record(run, done, totals, update, lr, time.perf_counter() - began)
+            tokens += record.tokens
+            sinks.write(record)
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)
@@ -201,11 +204,18 @@ def _loop(
             if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):
                 heartbeat.enter(Phase.SAVE, done)
                 exporter.expect(done)
-                saver.save(run.chunks, run.optimizer, done, valid_loss)
+                saver.save(run.chunks, run.optimizer, done, valid_loss, tokens)
             exporter.poll()
             if is_stopped:
                 return done
     return None
+
+
+def _tokens_before(run: Run) -> int:
+    """Tokens of text that the run has consumed before this start, as the checkpoint that it goes on from says."""
+    folder = RunFolder(Path(run.config.run.dir)).checkpoints
+    steps = [step for step in published_steps(folder) if step <= run.start_step]
+    return load_entry(folder / step_name(steps[-1])).manifest.tokens if steps else 0
 
 
 @contextlib.contextmanager
@@ -245,7 +255,8 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
 
 def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:
     train = run.config.train
-    tokens = train.global_batch_size * run.config.data.seq_length
+    padding, of_loss = totals.tokens
+    tokens = train.global_batch_size * run.config.data.seq_length - padding
     is_half = train.precision == "fp16"
     return StepRecord(
         step=done,
@@ -257,6 +268,8 @@ def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: 
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
+        padding_tokens=padding,
+        loss_tokens=of_loss,
         terms=term_records(totals.terms),
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,

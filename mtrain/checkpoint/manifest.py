@@ -61,7 +61,7 @@ class Facts(BaseModel):
     step: int = Field(ge=0, le=_MOST_COUNT)
     """Optimizer updates completed."""
     tokens: int = Field(0, ge=0)
-    """Positions that training has consumed, padding included."""
+    """Tokens of text that training has consumed; what version 0.1.0 counted of them has padding in it."""
     layout: str
     """The layout that saved it, for people and for messages."""
     config_hash: str

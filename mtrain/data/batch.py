@@ -48,3 +48,7 @@ class Microbatch:
     not count them. None where nobody asks."""
     ahead: tuple[Ahead, ...] = ()
     """By depth, from 1, where several tokens are predicted."""
+    num_padding_tokens: int = 0
+    """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
+    num_loss_tokens: int = 0
+    """Positions that the main term counts; likewise."""

@@ -67,6 +67,8 @@ def collate(
             )
             for depth, each in enumerate(further.values(), start=1)
         ),
+        num_padding_tokens=sum(row.num_padding for row in rows),
+        num_loss_tokens=sum(int(np.count_nonzero(row.weights)) for row in by_term[MAIN]),
     )
 
 

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from mtrain.mcore.groups import Groups
-from mtrain.mcore.pairs import GlobalTotals, PairAccumulator
+from mtrain.mcore.pairs import NO_TOKENS, GlobalTotals, PairAccumulator, TokenCounts
 
 
 class Finalizer:
@@ -28,6 +28,7 @@ class Finalizer:
         premultiplier: float,
         groups: Groups,
         squares: Callable[[], Tensor] | None = None,
+        tokens: TokenCounts = NO_TOKENS,
     ) -> None:
         """Args:
         pairs: Filled by the schedule before it calls this.
@@ -37,9 +38,10 @@ class Finalizer:
         groups: The process groups.
         squares: `Optimizer.squared_part`, where the norm of the reduced gradients is wanted in the totals. It is
             the norm before they are divided.
+        tokens: Of this rank's batch.
         """
         self._pairs, self._planned, self._flag = pairs, planned, flag
-        self._premultiplier, self._groups, self._squares = premultiplier, groups, squares
+        self._premultiplier, self._groups, self._squares, self._tokens = premultiplier, groups, squares, tokens
         self.totals: GlobalTotals | None = None
 
     def __call__(
@@ -54,7 +56,7 @@ class Finalizer:
             model, None, pg_collection=self._groups.collection, force_all_reduce=bool(force_all_reduce)
         )
         squares = None if self._squares is None else self._squares()
-        self.totals = GlobalTotals(self._pairs, self._planned, self._flag, self._groups, squares)
+        self.totals = GlobalTotals(self._pairs, self._planned, self._flag, self._groups, squares, self._tokens)
         denominator = self.totals.main_denominator()
         # Rounded to float32 where it meets the gradients. Where it overflows there, the host refuses the denominator
         # before anything is applied (mtrain/loss/scaling.py).

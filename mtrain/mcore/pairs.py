@@ -58,11 +58,24 @@ class TermTotals:
     """The denominator that the batches promised."""
 
 
+class TokenCounts(NamedTuple):
+    """Positions of a batch, counted on the host by the ranks that read it."""
+
+    padding: int = 0
+    """Without text."""
+    loss: int = 0
+    """That the main term counts."""
+
+
+NO_TOKENS = TokenCounts()
+"""Of a rank that reads nothing, or where nobody asks."""
+
+
 class GlobalTotals:
     """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
 
-    Loss pairs count where they are owned (`PairAccumulator.owned`) and planned denominators on the first pipeline
-    stage, once for each replica of the data (`Groups.owns_plan`); all other ranks add zeros. So the same
+    Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
+    pipeline stage, once for each replica of the data (`Groups.owns_plan`); all other ranks add zeros. So the same
     collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
     """
 
@@ -73,6 +86,7 @@ class GlobalTotals:
         flag: bool,
         groups: Groups,
         squares: Tensor | None = None,
+        tokens: TokenCounts = NO_TOKENS,
     ) -> None:
         """Args:
         pairs: This rank's sums.
@@ -80,9 +94,11 @@ class GlobalTotals:
         flag: Any rank's true makes `flag` true on all.
         groups: The process groups.
         squares: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
+        tokens: Of this rank's batch.
         """
         nothing, count = [0.0] * len(pairs.terms), len(pairs.terms)
-        host = [*nothing, *nothing, *(planned if groups.owns_plan else nothing), float(flag)]
+        of_batch = [*planned, *tokens] if groups.owns_plan else [*nothing, *NO_TOKENS]
+        host = [*nothing, *nothing, *of_batch, float(flag)]
         vector = _on_device(host if squares is None else [*host, 0.0], groups.device)
         vector[: 2 * count].copy_(pairs.owned(groups).view(-1))
         if squares is not None:
@@ -101,8 +117,8 @@ class GlobalTotals:
             term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])
             for index, term in enumerate(self._terms)
         }
-        squares = values[3 * count + 1] if len(values) > 3 * count + 1 else None
-        return HostTotals(totals, values[3 * count] > 0, squares)
+        padding, loss, flag, *squares = values[3 * count :]
+        return HostTotals(totals, flag > 0, squares[0] if squares else None, TokenCounts(int(padding), int(loss)))
 
 
 class HostTotals(NamedTuple):
@@ -112,6 +128,8 @@ class HostTotals(NamedTuple):
     flag: bool
     squares: float | None
     """None where none were given."""
+    tokens: TokenCounts
+    """Of the global batch."""
 
 
 class PlannedTotals:

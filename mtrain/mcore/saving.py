@@ -122,6 +122,7 @@ class Saver:
         optimizer: Optimizer,
         step: int,
         valid_loss: float | None = None,
+        tokens: int = 0,
     ) -> None:
         """Saves everything that continuing needs; with checkpoint.async_save it is on disk some steps later.
 
@@ -133,6 +134,7 @@ class Saver:
             optimizer: Their optimizer.
             step: Optimizer updates completed.
             valid_loss: Of the validation at this step, if there was one.
+            tokens: Of text that the run has consumed.
 
         Raises:
             NumericError: What was to be saved is not finite; nothing was published. On all ranks, as all of these.
@@ -150,7 +152,7 @@ class Saver:
             parts = self._snapshot.take(parts)
         facts = Facts(
             step=step,
-            tokens=state.consumed_samples * self._config.data.seq_length,
+            tokens=tokens,
             layout=state.layout,
             config_hash=self._config_hash,
             versions=self._versions,

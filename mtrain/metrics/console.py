@@ -120,6 +120,8 @@ def _numbers(record: StepRecord) -> str:
         f"lr {record.lr:.2e}",
         f"{record.tokens_per_second:,.0f} tokens/s",
     ]
+    if record.padding_tokens:
+        parts.append(f"padding {record.padding_tokens / (record.tokens + record.padding_tokens):.1%}")
     if record.mfu is not None:
         parts.append(f"mfu {record.mfu:.1%}")
     if record.empty:

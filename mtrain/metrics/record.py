@@ -48,11 +48,16 @@ class StepRecord:
     """Global L2 norm of the normalised gradient, before clipping."""
     lr: float
     tokens: int
-    """Positions that the model processed in the global batch, masked ones included."""
+    """Positions of the global batch that hold text, prompts included and padding apart. Records of version 0.1.0, which
+    have no `padding_tokens`, count padding, too."""
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float
     """tokens / seconds, over all ranks."""
+    padding_tokens: int | None = None
+    """Positions that hold no text, which the model processed beside them; None where it was not recorded."""
+    loss_tokens: int | None = None
+    """Positions that the main term counts; None where it was not recorded."""
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name."""
     empty: bool = False

@@ -66,7 +66,12 @@ def _scalars(record: Record) -> dict[str, float]:
             return {"valid/loss": record.valid_loss} | _term_means(record, "valid_terms")
         case StepRecord():
             loss = {} if record.empty else {"train/loss": record.loss}
-            known = {"train/loss_scale": record.loss_scale, "speed/mfu": record.mfu}
+            known = {
+                "train/loss_scale": record.loss_scale,
+                "speed/mfu": record.mfu,
+                "tokens/padding": record.padding_tokens,
+                "tokens/loss": record.loss_tokens,
+            }
             return {
                 **loss,
                 "train/grad_norm": record.grad_norm,
@@ -74,6 +79,7 @@ def _scalars(record: Record) -> dict[str, float]:
                 "train/denominator": record.denominator,
                 "speed/tokens_per_second": record.tokens_per_second,
                 "speed/seconds": record.seconds,
+                "tokens/text": record.tokens,
                 **_term_means(record, "terms"),
                 **{tag: value for tag, value in known.items() if value is not None},
             }

@@ -44,6 +44,7 @@ def _header(comparison: Comparison, verdict: str) -> Markup:
         notes.append(f"A difference is expected: {comparison.expected}.")
     notes.append(f"Tolerance: {comparison.allowed}, {comparison.allowed.reason}.")
     notes.append(f"{name_a} has recorded {comparison.num_steps[0]} steps, {name_b} {comparison.num_steps[1]}.")
+    notes += [f"Tokens of {name}: {tokens}." for name, tokens in zip(comparison.names, comparison.tokens, strict=True)]
     return verdict_header(verdict, headline, is_good=divergence is None, notes=notes)
 
 

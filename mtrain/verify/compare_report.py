@@ -90,6 +90,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     }
     steps = comparison.steps
     told["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    told |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
     told["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
     told["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
     told["environment"] = _in_one_line(comparison.environment)

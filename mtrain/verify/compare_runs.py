@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +88,8 @@ class Comparison:
     """Of the configuration, `old` from A and `new` from B."""
     environment: tuple[Change, ...]
     """Of the environment; differences there may excuse last digits, nothing more."""
+    tokens: tuple[str, str]
+    """What the shared steps of each run hold, in words."""
     unrecorded: tuple[str, ...]
     """Names of the runs that do not tell their environment."""
     quantities: tuple[Quantity, ...]
@@ -151,6 +153,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
         changes=tuple(config_changes),
         environment=tuple(_environment_changes(*environments)),
         unrecorded=tuple(name for name, told in zip((name_a, name_b), environments, strict=True) if told is None),
+        tokens=(_tokens([recorded[0][step] for step in shared]), _tokens([recorded[1][step] for step in shared])),
         quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], tolerances)),
     )
 
@@ -163,6 +166,16 @@ def relative_difference(a: float, b: float) -> float:
         return math.inf
     largest = max(abs(a), abs(b))
     return abs(a / largest - b / largest)
+
+
+def _tokens(records: Sequence[StepRecord]) -> str:
+    text, seconds = sum(record.tokens for record in records), sum(record.seconds for record in records)
+    pace = f"{text / seconds:,.0f} a second" if seconds > 0 else "in no time"
+    known = [record for record in records if record.padding_tokens is not None and record.loss_tokens is not None]
+    if len(known) < len(records):
+        return f"{text:,} (padding not told apart), {pace}"
+    padding, loss = (sum(getattr(record, name) for record in known) for name in ("padding_tokens", "loss_tokens"))
+    return f"{text:,} of text, {loss:,} of them in the loss, beside {padding:,} of padding; {pace}"
 
 
 def _span(records: Mapping[int, StepRecord]) -> str:

@@ -74,6 +74,13 @@ def test_an_empty_and_a_skipped_step_say_so() -> None:
     assert "skipped: fp16 overflow" in second
 
 
+def test_padding_is_told_apart_where_there_is_some() -> None:
+    records = {1.0: replace(step_record(1), padding_tokens=0), 2.0: replace(step_record(2), padding_tokens=3072)}
+    first, second = shown(records, num_steps=2).splitlines()
+    assert "2,048 tokens/s  eta" in first
+    assert "2,048 tokens/s  padding 75.0%" in second
+
+
 def test_numbers_that_only_one_layout_gives_say_so_everywhere() -> None:
     records = {1.0: step_record(1), 2.0: valid_record(1)}
     assert "this layout" not in shown(records, num_steps=1)

@@ -1,5 +1,6 @@
 """TensorBoard reads what was written, without what a resumed run does again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,10 @@ def test_every_term_has_a_curve_where_it_had_something_to_learn(tmp_path: Path) 
     tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     assert {tag for tag in tags if "terms" in tag} == {"terms/main", "terms/kl", "valid_terms/kl"}
     assert curve(tmp_path, "valid_terms/kl") == [(1, pytest.approx(0.0123456))]
+
+
+def test_text_padding_and_loss_tokens_have_curves_where_they_are_known(tmp_path: Path) -> None:
+    write(tmp_path, 0, step_record(1), replace(step_record(2), padding_tokens=10, loss_tokens=900))
+    assert curve(tmp_path, "tokens/text") == [(1, 1024.0), (2, 1024.0)]
+    assert curve(tmp_path, "tokens/padding") == [(2, 10.0)]
+    assert curve(tmp_path, "tokens/loss") == [(2, 900.0)]

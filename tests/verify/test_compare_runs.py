@@ -130,6 +130,19 @@ def test_sums_of_fractional_weights_may_differ_by_the_order_of_the_sum(tmp_path:
     assert compared(tmp_path, changed(2, denominator=1000.0 * (1 + 2e-15))).divergence is None
 
 
+def test_tokens_of_both_runs_are_told(tmp_path: Path) -> None:
+    counted = [dataclasses.replace(each, padding_tokens=10, loss_tokens=1000) for each in steps()]
+    comparison = compared(tmp_path, counted)
+    assert comparison.tokens == (
+        "5,120 (padding not told apart), 2,048 a second",
+        "5,120 of text, 5,000 of them in the loss, beside 50 of padding; 2,048 a second",
+    )
+    assert all(
+        f"Tokens of {name}: {told}." in comparison_page(comparison)
+        for name, told in zip("ab", comparison.tokens, strict=True)
+    )
+
+
 def test_runs_that_break_in_the_same_way_are_equal(tmp_path: Path) -> None:
     a = run(tmp_path / "a", changed(4, loss=math.nan, grad_norm=math.inf))
     b = run(tmp_path / "b", changed(4, loss=math.nan, grad_norm=math.inf))

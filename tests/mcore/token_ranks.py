@@ -1,0 +1,12 @@
+"""What ranks count of a batch."""
+
+from mtrain.config import Config
+from mtrain.mcore.groups import Groups
+from mtrain.mcore.pairs import TokenCounts
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import build, own_microbatches
+
+
+def counted(groups: Groups, config: Config, batch: GlobalBatch) -> TokenCounts:
+    """As the step tells every rank."""
+    return build(groups, config).training.forward_backward(own_microbatches(batch, groups, config)).tokens
