@@ -1,8 +1,10 @@
 """Entry point of `mtrain` and `python -m mtrain`; imports nothing heavy before stop signals are safe."""
 
+import os
 import signal
 import sys
 
+from mtrain.checkpoint.background import is_anything_running
 from mtrain.health.signals import hold_stop_signals, ignore_stop_signals
 from mtrain.output import survive_full_disks
 
@@ -22,6 +24,12 @@ def main() -> None:
         app(prog_name="mtrain")
     except KeyboardInterrupt:  # the second Ctrl-C, outside of what a verb does
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as ending:
+        if saves and is_anything_running():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ending.code if isinstance(ending.code, int) else 0)
+        raise
     finally:
         if saves:
             ignore_stop_signals()

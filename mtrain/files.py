@@ -29,7 +29,7 @@ def disk_faults(doing: str) -> Iterator[None]:
         where = f" ({fault.filename})" if fault.filename else ""
         cause = f"{fault.strerror or fault}{where}"
         raise MachineError(
-            f"could not {doing}: {cause}; free space, mend the permissions or choose another place"
+            f"could not {doing}: {cause}; free space, fix the permissions or choose another place"
         ) from fault
 
 

@@ -69,6 +69,35 @@ def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_
     assert manifest["versions"].keys() >= {"mtrain", "torch", "megatron-core"}
 
 
+STUCK = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from mtrain.checkpoint.background import started
+from mtrain.loss.next_token import next_token_loss as loss
+
+# as a writer of checkpoints or exports whose disk never answers: a pool of a thread of the program
+started(lambda: ThreadPoolExecutor(1).submit(time.sleep, 3600).result(), "stuck")
+"""
+
+
+@pytest.mark.fault(
+    "disk",
+    "a thread that writes hangs when the run ends (dead file system)",
+    happens="the run ends without it",
+    exit_code=0,
+)
+def test_a_thread_that_a_disk_holds_does_not_keep_the_run_from_ending(
+    command: Callable[..., list[str]], start: Any, tmp_path: Path, notice: Notice
+) -> None:
+    (tmp_path / "stuck_losses.py").write_text(STUCK)
+    with notice:
+        code, output, errors = finished(start(command("loss.function=stuck_losses:loss", "train.num_steps=2")))
+    assert code == notice.exit_code, errors
+    assert "step 2/2" in output
+    assert newest_step(tmp_path / "run") == 2
+
+
 @pytest.mark.fault(
     "input",
     "the training data are others than those of the checkpoint",

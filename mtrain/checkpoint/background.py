@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -28,8 +29,22 @@ def started(action: Callable[[], Result], name: str) -> Future[Result]:
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)  # dropped with its last reference, which is its own
+    thread.start()
     return future
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def is_anything_running() -> bool:
+    """Whether a thread of `started` is still at work; a program that ends must then leave by os._exit.
+
+    The interpreter's own end would wait for the pools that such a thread has opened, and abort the process where the
+    thread comes back from an operation of torch.
+    """
+    return any(thread.is_alive() for thread in list(_threads))
 
 
 def mapped(action: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
