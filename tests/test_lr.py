@@ -76,7 +76,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     num_steps = draw(st.integers(2, 120))
     lr = draw(st.floats(1e-7, 10.0))
     section = {"lr": lr, "schedule": draw(st.sampled_from(["constant", "linear", "cosine", "wsd"]))}
-    section["min_lr"] = draw(st.sampled_from([0.0, lr, lr * draw(st.floats(0.0, 1.0))]))
+    section["min_lr"] = draw(st.sampled_from([0.0, lr, lr * draw(st.floats(1e-6, 1.0))]))
     section["warmup_steps"] = draw(st.integers(0, num_steps - 1))
     if draw(st.booleans()):
         room = num_steps - section["warmup_steps"]
