@@ -42,7 +42,7 @@ def with_experts(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return model | {"model__experts": model["model__experts"] | changes}
 
 
-_SEEDS = [(MIXTRAL, 28), (DEEPSEEK, 20), (BIASED, 20), (QWEN, 44)]
+_SEEDS = [(MIXTRAL, 20), (DEEPSEEK, 20), (BIASED, 20), (QWEN, 54)]
 MARGIN = 1e-4
 """How far, in standard deviations of what experts are ranked by, each token stays from another choice."""
 
