@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+_HF_WITHOUT_TORCH = """axes config description exportable families family files header known registry rope sameness
+table values"""
 LAYERS: dict[str, int] = {
     # 0: no torch
     "__init__": 0,
@@ -27,16 +29,7 @@ LAYERS: dict[str, int] = {
     "faultpoints": 0,
     "files": 0,
     "health": 0,
-    "hf.axes": 0,
-    "hf.config": 0,
-    "hf.description": 0,
-    "hf.families": 0,
-    "hf.family": 0,
-    "hf.files": 0,
-    "hf.header": 0,
-    "hf.registry": 0,
-    "hf.rope": 0,
-    "hf.table": 0,
+    **{f"hf.{name}": 0 for name in _HF_WITHOUT_TORCH.split()},
     "launch": 0,
     "layout": 0,
     "lr": 0,

@@ -30,6 +30,9 @@ class ExpertsSection(Section):
     """Groups of experts for the group-limited choice (moe_router_num_groups)."""
     group_top_k: int | None = Field(None, gt=0)
     """Groups that a token may choose from (moe_router_group_topk)."""
+    group_score_top_k: int | None = Field(None, gt=0)
+    """A group is ranked by the sum of so many of its best experts; DeepSeek-V3: 2. By default top_k / group_top_k, as
+    in megatron-core."""
     scaling_factor: float = Field(1.0, gt=0)
     """Factor of the chosen scores (moe_router_topk_scaling_factor)."""
     router_bias: bool = False
@@ -46,6 +49,14 @@ class ExpertsSection(Section):
     capacity_factor: float | None = Field(None, gt=0)
     """Drops tokens beyond this multiple of an even load. Which are dropped depends on the layout: needs
     loss.allow_layout_dependent."""
+
+    @property
+    def num_scored(self) -> int:
+        """Experts of a group whose sum ranks it; there are groups."""
+        if self.group_score_top_k is not None:
+            return self.group_score_top_k
+        assert self.group_top_k is not None, "asked only where there are groups"
+        return self.top_k // self.group_top_k
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""
@@ -87,12 +98,29 @@ class ExpertsSection(Section):
                 f"num_groups={self.num_groups} must divide num_experts={self.num_experts} and group_top_k="
                 f"{self.group_top_k} must not be above it; change them"
             )
-        if self.group_top_k * (self.num_experts // self.num_groups) < self.top_k or self.top_k % self.group_top_k:
+        size = self.num_experts // self.num_groups
+        if self.group_top_k * size < self.top_k:
             return (
-                f"group_top_k={self.group_top_k} groups of {self.num_experts // self.num_groups} experts must hold "
-                f"top_k={self.top_k} experts, and group_top_k must divide top_k; change them"
+                f"group_top_k={self.group_top_k} groups of {size} experts must hold top_k={self.top_k} experts; change "
+                "them"
+            )
+        if self.group_score_top_k is None and self.top_k % self.group_top_k:
+            return (
+                f"group_top_k={self.group_top_k} must divide top_k={self.top_k} where group_score_top_k is not given; "
+                "change them, or set group_score_top_k (DeepSeek-V3: 2)"
+            )
+        if self.num_scored > size:
+            return (
+                f"group_score_top_k={self.group_score_top_k} experts cannot rank a group of {size}; lower it or "
+                "num_groups"
             )
         return None
+
+    @rule
+    def a_group_score_needs_groups(self) -> str | None:
+        if self.group_score_top_k is None or self.num_groups is not None:
+            return None
+        return f"group_score_top_k={self.group_score_top_k} needs num_groups, which is not given; set both or remove it"
 
     @rule
     def a_moving_bias_exists(self) -> str | None:

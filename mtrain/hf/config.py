@@ -10,23 +10,44 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, final, get_args
 
 from pydantic import ValidationError
 
 from mtrain.config.messages import readable
 from mtrain.config.model import ModelSection
+from mtrain.config.section import Section
 from mtrain.errors import DataError
-from mtrain.hf.rope import read_rope, same_rope, written_rope
+from mtrain.hf.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.sameness import differences, unsayable
+from mtrain.hf.values import needed_value, value_of
+
+
+class UnsayableError(DataError):
+    """A family has no words for a model."""
+
+    def __init__(self, model_type: str, reasons: Mapping[str, str]) -> None:
+        """Args:
+        model_type: The family.
+        reasons: Key of `model.*` -> what the family would make of it.
+        """
+        told = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
+        super().__init__(f"a {model_type} model cannot say: {told}; export it as another family")
+        self.model_type = model_type
+        self.keys = tuple(reasons)
+
 
 DEPTHS = "num_nextn_predict_layers"
 """Predictions further ahead, which transformers configures but neither computes nor writes."""
-_NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
-"""Fields of `model.*` that config.json has no word for, or that do not change what the weights mean."""
 
 
 class Entry(ABC):
     """What some fields of config.json and some of ours say to each other."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The fields of the file that are read; all others are judged by `mtrain/hf/known.py`."""
 
     @abstractmethod
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -59,16 +80,33 @@ class Field(Entry):
     alias: str = ""
     """Another name of the field, in files of other versions."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs, self.alias) if self.alias else (self.theirs,)
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {self.ours: config.get(self._name(config), self.default)}
+        kind, may_be_null = _kind(self.ours)
+        name = self._name(config)
+        if name not in config and self.default is None:
+            return {self.ours: None}  # needed ones are asked for when the model is made
+        read = value_of if may_be_null else needed_value
+        for each in self.names:
+            if each in config and read(config, each, kind, None) != config[name]:
+                raise DataError(
+                    f"config.json: {name}={config[name]!r} and {each}={config[each]!r} are two names of one value; "
+                    "remove one of them"
+                )
+        return {self.ours: read(config, name, kind, self.default)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         value = lookup(model, self.resolved or self.ours)
         whole = isinstance(self.default, int) and isinstance(value, float) and value.is_integer()
-        return {self._name(config): int(value) if whole else value}
+        return {name: int(value) if whole else value for name in self.names if name in config} or {
+            self.theirs: int(value) if whole else value
+        }
 
     def _name(self, config: dict[str, Any]) -> str:
-        return self.alias if self.alias in config else self.theirs
+        return self.theirs if self.theirs in config or self.alias not in config else self.alias
 
 
 @final
@@ -83,9 +121,13 @@ class Needed(Entry):
     aliases: tuple[Any, ...] = ()
     """Values that mean the same."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs,)
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(self.theirs, self.default)
-        if value != self.value and value not in self.aliases:
+        if not any(_is_same(value, one) for one in (self.value, *self.aliases)):
             raise DataError(f"config.json: {self.theirs}={value!r} is not supported, but {self.value!r} is needed")
         return {}
 
@@ -101,6 +143,10 @@ class Given(Entry):
     ours: str
     value: Any
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         return {self.ours: self.value}
 
@@ -114,8 +160,16 @@ class Rope(Entry):
     """The rotary embedding."""
 
     default_base: float = 10000.0
+    default_scaling: Mapping[str, Any] | None = None
+    """What the family has where the file gives no scaling, in its words."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self.default_scaling is not None and not config.get("rope_parameters") and not config.get("rope_scaling"):
+            config = {**config, "rope_scaling": {**self.default_scaling}}
         return {f"rope.{name}": value for name, value in read_rope(config, self.default_base).items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -125,16 +179,35 @@ class Rope(Entry):
 @final
 @dataclass(frozen=True)
 class Derived(Entry):
-    """A field of the file that says once more what others say."""
+    """A field of the file that says once more what others say: the sum of some of ours."""
 
     theirs: str
-    ours: str
+    parts: Mapping[str, tuple[str, int]]
+    """Their name -> ours and the family's default."""
+    is_written: bool = False
+    """Whether a file that lacks it gets it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs, *self.parts)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        given = value_of(config, self.theirs, int, None)
+        total = sum(needed_value(config, name, int, default) for name, (_, default) in self.parts.items())
+        if given is not None and given != total:
+            raise DataError(
+                f"config.json: {self.theirs}={given} contradicts {' + '.join(self.parts)}={total}; correct the file"
+            )
         return {}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {self.theirs: lookup(model, self.ours)}
+        return {self.theirs: self._said(model)} if self.is_written or self.theirs in config else {}
+
+    def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
+        return config.get(self.theirs) in (None, self._said(model))
+
+    def _said(self, model: ModelSection) -> int:
+        return sum(lookup(model, ours) or 0 for ours, _ in self.parts.values())
 
 
 def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field, Field]:
@@ -155,6 +228,27 @@ def lookup(model: Any, dotted: str) -> Any:
     for name in dotted.split("."):
         model = None if model is None else getattr(model, name)
     return model
+
+
+def _kind(dotted: str) -> tuple[type[Any], bool]:
+    """What one of our fields holds, and whether it may be left empty."""
+    section: Any = ModelSection
+    *parents, name = dotted.split(".")
+    for parent in parents:
+        options = _options(section, parent)
+        section = next(one for one in options if isinstance(one, type) and issubclass(one, Section))
+    options = _options(section, name)
+    return next(one for one in options if one is not type(None)), type(None) in options
+
+
+def _options(section: type[Section], name: str) -> tuple[Any, ...]:
+    annotation = section.model_fields[name].annotation
+    return get_args(annotation) or (annotation,)
+
+
+def _is_same(value: object, needed: object) -> bool:
+    """Equal and of one kind: 1 is not true, but 7 is 7.0."""
+    return value == needed and isinstance(value, bool) == isinstance(needed, bool)
 
 
 def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
@@ -191,30 +285,19 @@ def config_of(
         is_complete: Whether the template is a whole file, of which only what differs is changed.
 
     Raises:
-        DataError: The family cannot describe this model.
+        UnsayableError: The family cannot describe this model.
     """
     config = copy.deepcopy(dict(template))
     for entry in entries:
         if not is_complete or not entry.agrees(config, model):
             config.update(entry.write(config, model))
     said = model_of(config, entries)
-    if differing := differences(said, model):
-        told = "; ".join(f"model.{name}={mine} would be {theirs}" for name, theirs, mine in differing)
-        raise DataError(f"a {config.get('model_type')} model cannot say: {told}; export it as another family")
+    reasons = {name: f"={_shown(mine)} would be {_shown(theirs)}" for name, theirs, mine in differences(said, model)}
+    reasons |= {f"megatron.{name}": f"={value}, which changes what is computed" for name, value in unsayable(model)}
+    if reasons:
+        raise UnsayableError(str(config.get("model_type")), reasons)
     return config
 
 
-def differences(one: ModelSection, other: ModelSection) -> list[tuple[str, Any, Any]]:
-    """Fields of the architecture that differ, with both values."""
-    found = []
-    for name in ModelSection.model_fields:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if name == "num_query_groups":
-            mine, theirs = one.query_groups, other.query_groups
-        elif name == "head_dim":
-            mine, theirs = one.head_size, other.head_size
-        elif (name == "rope" and same_rope(mine, theirs)) or (name == "mtp_depths" and 0 in (mine, theirs)):
-            continue
-        if name not in _NOT_ARCHITECTURE and mine != theirs:
-            found.append((name, mine, theirs))
-    return found
+def _shown(value: object) -> str:
+    return "a section" if isinstance(value, Section) else str(value)

@@ -10,14 +10,13 @@ from pydantic import ValidationError
 
 from mtrain.config.bounds import can_be_a_path
 from mtrain.config.model import ModelSection
-from mtrain.errors import ConfigError
-from mtrain.hf.config import DEPTHS, differences
+from mtrain.errors import ConfigError, DataError
+from mtrain.hf.config import DEPTHS
+from mtrain.hf.family import Family
 from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json
 from mtrain.hf.header import read_header
-from mtrain.hf.registry import family_of
-
-_FREE_OF_EXPERTS = ("dispatcher", "implementation", "capacity_factor", "bias_update_rate")
-"""Fields of `model.experts` that do not change what the weights mean."""
+from mtrain.hf.registry import family_of, fields_nobody_knows
+from mtrain.hf.sameness import differences
 
 
 def described_model(folder: Path) -> ModelSection:
@@ -28,8 +27,42 @@ def described_model(folder: Path) -> ModelSection:
     """
     config = read_json(inside(folder, CONFIG_NAME))
     names = tensor_names(folder) if config.get(DEPTHS) else ()
-    family = family_of(config)
-    return family.model(family.as_held(config, names))
+    return read_model(folder, config, names)[1]
+
+
+def read_model(folder: Path, config: dict[str, Any], names: Collection[str]) -> tuple[Family, ModelSection]:
+    """The family and the model that a folder's config.json describes.
+
+    Args:
+        folder: For messages.
+        config: Content of its config.json.
+        names: Of its tensors.
+
+    Raises:
+        DataError: It is one that is not supported; names the file.
+    """
+    try:
+        family = family_of(config)
+        return family, family.model(family.as_held(config, names))
+    except DataError as fault:
+        raise DataError(str(fault).replace(CONFIG_NAME, str(folder / CONFIG_NAME), 1)) from None
+
+
+def notes_on_folder(folder: str | None) -> list[str]:
+    """A line on fields of its config.json whose meaning nobody here knows; none where there is no folder.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    if folder is None or not (Path(folder) / CONFIG_NAME).exists():
+        return []
+    unknown = fields_nobody_knows(read_json(inside(Path(folder), CONFIG_NAME)))
+    if not unknown:
+        return []
+    return [
+        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {', '.join(unknown)}: they are kept and take no "
+        "part in what is computed; --check-logits compares with transformers"
+    ]
 
 
 def tensor_names(folder: Path) -> Collection[str]:
@@ -85,7 +118,8 @@ def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[st
     Fewer predictions further ahead are allowed: their weights stay unread.
     """
     if described.experts is not None and model.experts is not None:
-        free = {name: getattr(described.experts, name) for name in _FREE_OF_EXPERTS}
+        # tokens that are dropped while training do not change what the weights mean
+        free = {"capacity_factor": described.experts.capacity_factor}
         model = model.model_copy(update={"experts": model.experts.model_copy(update=free)})
     found = differences(described, model)
     if model.mtp_depths > described.mtp_depths == 0:

@@ -23,6 +23,13 @@ class Family:
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """Tensors in files of old versions that follow from config.json."""
+    inert: tuple[str, ...] = ()
+    """Fields of config.json that transformers leaves unread in this family, though other families have them."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Fields of config.json whose meaning is known in this family."""
+        return frozenset(self.inert).union(*(entry.names for entry in self.entries))
 
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """The config.json of what a folder holds: predictions further ahead may be configured and not be there."""

@@ -6,45 +6,64 @@ from typing import Any
 
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
+from mtrain.hf.config import UnsayableError
 from mtrain.hf.families.deepseek import DEEPSEEK_V3
 from mtrain.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mtrain.hf.families.experts import MIXTRAL, QWEN3_MOE
 from mtrain.hf.families.gemma import GEMMA3
 from mtrain.hf.families.gpt_oss import GPT_OSS
 from mtrain.hf.family import Family
+from mtrain.hf.known import refuse_foreign, unknown_fields
 
 FAMILIES = {
     family.model_type: family
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS)
 }
+_TOLD_KEYS = 2
+"""Of each family, where none fits."""
+_ALL_NAMES = frozenset(name for family in FAMILIES.values() for name in family.names)
 
 
 def family_of(config: dict[str, Any]) -> Family:
     """The family that a config.json names.
 
     Raises:
-        DataError: It names none, or one that is not known.
+        DataError: It names none, or one that is not known; or it has fields that could change what a model of this
+            family computes and that are not read.
     """
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise DataError(
             f"config.json: model_type={name!r} is not supported, but one of {', '.join(FAMILIES)} is needed"
         )
+    own = FAMILIES[name].names
+    refuse_foreign(config, name, own, _ALL_NAMES - own)
     return FAMILIES[name]
+
+
+def fields_nobody_knows(config: dict[str, Any]) -> list[str]:
+    """Fields of a config.json that are kept and not computed, since their meaning is unknown.
+
+    Raises:
+        DataError: As `family_of`.
+    """
+    return unknown_fields(config, family_of(config).names, _ALL_NAMES)
 
 
 def fitting_family(model: ModelSection) -> Family:
     """The first family whose config.json can describe the model, for weights that did not come from one.
 
     Raises:
-        DataError: There is none.
+        DataError: There is none; names for each family what it cannot say.
     """
     reasons = []
     for family in FAMILIES.values():
         try:
             family.config(model, None)
-        except DataError as fault:
-            reasons.append(str(fault))
+        except UnsayableError as fault:
+            reasons.append(f"{family.model_type} lacks model.{', model.'.join(fault.keys[:_TOLD_KEYS])}")
+        except DataError:
+            reasons.append(f"{family.model_type} knows no such sizes")
         else:
             return family
     raise DataError("no family of Hugging Face describes this model: " + "; ".join(reasons))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mtrain.config.model import RopeSection
 from mtrain.errors import DataError
+from mtrain.hf.values import needed_value, wrong_type
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _FIELDS = {
@@ -29,49 +31,111 @@ _FIELDS = {
     },
 }
 """Our scaling -> their field -> ours. What is not there or null has the default, which is the same on both sides."""
+_KINDS: dict[str, type[int] | type[bool]] = {"original_max_position_embeddings": int, "truncate": bool}
+"""Those that are not plain numbers."""
 
 
-def rope_parameters(config: dict[str, Any], default_base: float, local: str | None = None) -> dict[str, Any]:
+ROPE_NAMES = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+"""Fields of config.json that say how positions turn; the original length is max_position_embeddings by default."""
+_NEEDED = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
+"""Our scaling -> fields that transformers has no default for."""
+
+
+def rope_parameters(config: dict[str, Any], default_base: float) -> dict[str, Any]:
     """The rotary fields of a config.json in the words of transformers 5.
 
     Args:
         config: Content of the file.
         default_base: What the family has where the file says nothing.
-        local: Where each kind of attention has its own parameters: the kind.
+
+    Raises:
+        DataError: They are said twice, and differently.
     """
-    parameters = config.get("rope_parameters")
-    if parameters is None:
-        parameters = {**(config.get("rope_scaling") or {})}
-        parameters.setdefault("rope_theta", config.get("rope_theta", default_base))
-    elif local is not None and local in parameters:
-        parameters = parameters[local]
-    found = {"rope_theta": config.get("rope_theta", default_base), **parameters}
-    found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
-    found.pop("type", None)
+    parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    if parameters and scaling:
+        _agree("rope_parameters", _normal(parameters), "rope_scaling", _normal(scaling))
+    found = _normal(parameters or scaling or {})
+    base = needed_value(config, "rope_theta", float, default_base)
+    if "rope_theta" in config and "rope_theta" in found:
+        _agree("rope_parameters", found, "config.json", {"rope_theta": base})
+    found.setdefault("rope_theta", base)
+    if "original_max_position_embeddings" in config and found["rope_type"] in ("llama3", "yarn"):
+        outer = {"original_max_position_embeddings": config["original_max_position_embeddings"]}
+        found = outer | found
+        _agree("rope_parameters", found, "config.json", outer)
     return found
 
 
-def read_rope(config: dict[str, Any], default_base: float, kind: str | None = None) -> dict[str, Any]:
+def _object(config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise wrong_type(name, value, "an object")
+    return value
+
+
+def _normal(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls, which say nothing, and with the type under its newer name."""
+    found = {name: value for name, value in parameters.items() if value is not None and name != "type"}
+    return {"rope_type": parameters.get("type") or "default", **found}
+
+
+def _agree(one: str, said: Mapping[str, Any], other: str, again: Mapping[str, Any]) -> None:
+    for name, value in again.items():
+        if name not in said or said[name] != value:
+            raise DataError(
+                f"config.json: {one} says {name}={said.get(name)!r}, but {other} says {name}={value!r}; remove the one "
+                "that is wrong"
+            )
+
+
+def read_rope(config: dict[str, Any], default_base: float) -> dict[str, Any]:
     """Fields of `model.rope` that differ from its defaults.
 
     Raises:
         DataError: The scaling is one that is not supported.
     """
-    theirs = rope_parameters(config, default_base, kind)
-    if theirs["rope_type"] not in _TYPES:
+    theirs = rope_parameters(config, default_base)
+    if needed_value(theirs, "rope_type", str) not in _TYPES:
         raise DataError(
             f"config.json: rope_type={theirs['rope_type']} is not supported, but one of {', '.join(_TYPES)} is needed"
         )
     if theirs.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise DataError("config.json: partial_rotary_factor must be 1: heads that rotate in part are not supported")
     scaling = _TYPES[theirs["rope_type"]]
-    ours: dict[str, Any] = {"base": float(theirs["rope_theta"]), "scaling": scaling}
+    _check_names(theirs, scaling)
+    ours: dict[str, Any] = {"base": needed_value(theirs, "rope_theta", float), "scaling": scaling}
     for name, field in _FIELDS[scaling].items():
-        if theirs.get(name) is not None:
-            ours[field] = theirs[name]
-    if scaling == "yarn" and "original_max_positions" not in ours:
-        ours["original_max_positions"] = config.get("max_position_embeddings")
-    return ours
+        if name in theirs:
+            ours[field] = needed_value(theirs, name, _KINDS.get(name, float))
+    return ours | _lengths(ours, config)
+
+
+def _check_names(theirs: dict[str, Any], scaling: str) -> None:
+    known = {*_FIELDS[scaling], "rope_type", "rope_theta", "partial_rotary_factor"}
+    if unknown := sorted(theirs.keys() - known):
+        raise DataError(
+            f"config.json: {', '.join(f'{name}={theirs[name]!r}' for name in unknown)} in the rotary parameters means "
+            f"nothing for rope_type={theirs['rope_type']}; remove it, or correct rope_type"
+        )
+    if missing := [name for name in _NEEDED[scaling] if name not in theirs]:
+        raise DataError(f"config.json: rope_type={theirs['rope_type']} needs {missing[0]}, which is not given; add it")
+
+
+def _lengths(ours: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers takes from the model's longest sequence where the rotary parameters leave it out."""
+    found: dict[str, Any] = {}
+    if ours["scaling"] in ("llama3", "yarn") and "original_max_positions" not in ours:
+        found["original_max_positions"] = needed_value(config, "max_position_embeddings", int)
+    if ours["scaling"] == "yarn" and "factor" not in ours:
+        longest = needed_value(config, "max_position_embeddings", int)
+        found["factor"] = longest / (ours | found)["original_max_positions"]
+    return found
 
 
 def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import Weights, plain_weights
+from mtrain.hf.description import read_model
 from mtrain.hf.family import Family
 from mtrain.hf.files import CONFIG_NAME
 from mtrain.hf.folder import HfFolder
 from mtrain.hf.matching import check_names
-from mtrain.hf.registry import family_of
 from mtrain.hf.table import Piece, Table, narrowed, read_box
 
 EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -47,9 +47,8 @@ def open_source(path: Path) -> Source:
         DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
     """
     folder = HfFolder(path)
-    family = family_of(folder.config)
     weights = plain_weights(folder)
-    model = family.model(family.as_held(folder.config, weights.names()))
+    family, model = read_model(path, folder.config, weights.names())
     if model.num_layers > len(weights.names()):  # the table of a mistyped number would fill the memory
         raise DataError(
             f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "

@@ -150,22 +150,31 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
 
 def _experts(experts: ExpertsSection, trials: Sequence[Trial], tp: int) -> dict[str, Any]:
     """Few and small, over the user's kind of choice; every trial divides them."""
-    top_k, groups = min(experts.top_k, 2), None
-    if experts.num_groups is not None and experts.group_top_k is not None:
-        groups = {"num_groups": min(experts.num_groups, 4), "group_top_k": min(experts.group_top_k, 2)}
-        top_k = groups["group_top_k"] * min(2, experts.top_k // experts.group_top_k)
-    parts = [trial.ep for trial in trials] + ([groups["num_groups"]] if groups else [])
+    kind = {"top_k": min(experts.top_k, 2), "num_experts": 4} | _expert_groups(experts)
+    parts = [trial.ep for trial in trials] + [kind.get("num_groups", 1)]
     columns = [trial.etp for trial in trials]
     return {
         **experts.model_dump(),
-        **(groups or {}),
-        "top_k": top_k,
-        "num_experts": _multiple_from(max(4, 2 * top_k), parts),
+        **kind,
+        "num_experts": _multiple_from(max(kind["num_experts"], 2 * kind["top_k"]), parts),
         "ffn_hidden_size": _multiple_from(2 * HEAD_DIM, columns),
         "shared_ffn_hidden_size": _multiple_from(3 * HEAD_DIM, [tp]) if experts.shared_ffn_hidden_size else 0,
         "first_dense_layers": min(experts.first_dense_layers, 1),
         "every": min(experts.every, 2),
     }
+
+
+def _expert_groups(experts: ExpertsSection) -> dict[str, int]:
+    """Few groups, ranked as the user's are, of enough experts; empty where there are none."""
+    if experts.num_groups is None or experts.group_top_k is None:
+        return {}
+    num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
+    score = {} if experts.group_score_top_k is None else {"group_score_top_k": min(2, experts.group_score_top_k)}
+    # up to 3, so that a score of 2 does not become the default, top_k / group_top_k, by accident
+    of_each = min(3 if score else 2, experts.top_k // experts.group_top_k)
+    size = max(2, of_each)
+    sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * of_each}
+    return sizes | score | {"num_experts": num_groups * size}
 
 
 def _latents(latents: LatentAttentionSection) -> dict[str, Any]:

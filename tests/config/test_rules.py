@@ -190,6 +190,15 @@ BROKEN += [
         "model.experts.num_groups=2 needs group_top_k, which is not given",
     ),
     ({"model__experts": EXPERTS | {"group_top_k": 1}}, "model.experts.group_top_k=1 needs num_groups"),
+    ({"model__experts": EXPERTS | {"group_score_top_k": 2}}, "model.experts.group_score_top_k=2 needs num_groups"),
+    (
+        {"model__experts": EXPERTS | {"num_groups": 4, "group_top_k": 2, "group_score_top_k": 2}},
+        "model.experts.group_score_top_k=2 experts cannot rank a group of 1",
+    ),
+    (
+        {"model__experts": EXPERTS | {"num_groups": 2, "group_top_k": 2, "top_k": 3}},
+        "model.experts.group_top_k=2 must divide top_k=3 where group_score_top_k is not given",
+    ),
     ({"model__experts": EXPERTS | {"top_k": 1}}, "model.experts.top_k=1 with a softmax over the chosen experts"),
     ({"model__experts": EXPERTS, "layout__ep": 3}, "model.experts.num_experts=4 must be a multiple of layout.ep=3"),
     (

@@ -84,7 +84,10 @@ def test_gemma_with_one_base_of_each_kind_is_read() -> None:
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supp"),
         ({"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types must have a"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types must have a",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_attention_heads": 5}, "hidden_size=64 is not a multiple of num_attention_heads=5"),

@@ -123,7 +123,8 @@ def _group_scores(ranking: Tensor, section: ExpertsSection) -> Tensor:
     assert section.num_groups is not None
     assert section.group_top_k is not None
     members = ranking.view(len(ranking), section.num_groups, -1).sort(-1, descending=True).values
-    return members[..., : section.top_k // section.group_top_k].sum(-1)
+    best = section.top_k // section.group_top_k if section.group_score_top_k is None else section.group_score_top_k
+    return members[..., :best].sum(-1)
 
 
 def _closed_out(ranking: Tensor, section: ExpertsSection) -> Tensor:

@@ -71,6 +71,12 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
 def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
     """The router and the experts of a layer, which transformers keeps stacked."""
     found = {f"{ours}.router.weight": state[f"{theirs}.gate.weight"]}
+    if f"{theirs}.gate.e_score_correction_bias" in state:
+        found[f"{ours}.router.expert_bias"] = state[f"{theirs}.gate.e_score_correction_bias"]
+    if f"{theirs}.shared_experts.up_proj.weight" in state:
+        gate_up = [state[f"{theirs}.shared_experts.{name}_proj.weight"] for name in ("gate", "up")]
+        found[f"{ours}.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)
+        found[f"{ours}.shared_experts.linear_fc2.weight"] = state[f"{theirs}.shared_experts.down_proj.weight"]
     for their_name, our_name in {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}.items():
         for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
             found[f"{ours}.experts.{expert}.{our_name}.weight"] = weight

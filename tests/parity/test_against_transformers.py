@@ -113,6 +113,9 @@ def computed(family: Callable[[], tuple[dict[str, Any], Any]]) -> Reference:
     for name, parameter in theirs.named_parameters():
         is_scale = "norm" in name and not knobs.get("model__zero_centered_norm", False)
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     batch = three_steps()[0]
     tokens, labels = (torch.tensor(np.stack([getattr(s, kind) for s in batch])) for kind in ("tokens", "labels"))
     mask = torch.tensor(np.stack([sample.mask for sample in batch])) > 0

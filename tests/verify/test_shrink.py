@@ -149,6 +149,18 @@ def test_experts_keep_their_choice_and_divide_over_every_layout() -> None:
     assert model.mtp_depths == 1
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(2, 2), (3, 1), (2, 1), (8, 1), (8, 4), (3, 2)])
+def test_groups_of_a_score_of_their_own_keep_another_one_than_the_default(top_k: int, kept: int) -> None:
+    experts = {"num_experts": 64, "top_k": top_k, "num_groups": 8, "group_top_k": kept, "group_score_top_k": 2}
+    model = shrink(config(model__experts=experts | {"ffn_hidden_size": 32, "score": "sigmoid"}), ONE).config.model
+    assert model.experts is not None
+    small = model.experts
+    assert small.num_scored == 2
+    assert small.num_groups is not None
+    assert small.group_top_k is not None
+    assert (small.top_k == 2 * small.group_top_k) == (top_k == 2 * kept or (top_k == 2 and kept == 1))
+
+
 def test_what_no_two_layouts_share_is_refused() -> None:
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
     loss = {"router": {"global_balance_coefficient": 0.1}, "allow_layout_dependent": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,7 +10,11 @@ from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
 from mtrain.hf.config import Entry, Field, Given, Needed
 from mtrain.hf.table import Part, Rule
+from mtrain.hf.values import needed_value, value_of
 
+_WIDE, _WINDOWED = "full_attention", "sliding_attention"
+MAX_LISTED_LAYERS = 100_000
+"""A mistyped number of layers would fill the memory with a list."""
 KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 
@@ -146,20 +151,21 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
 class LayerWindows(Entry):
     """Which layers have a sliding window: one word for each layer, or the number of layers without one."""
 
-    first: int = 28
-    """What the family has for the latter where the file says nothing."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        num_layers, window = config.get("num_hidden_layers", 0), config.get("sliding_window", 4096)
-        first = config.get("max_window_layers", self.first) if config.get("use_sliding_window") else num_layers
-        kinds = config.get("layer_types") or [
-            "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-        ]
-        return windows(kinds, window)
+        window = value_of(config, "sliding_window", int, 4096)
+        window = window if needed_value(config, "use_sliding_window", bool, False) else None
+        first = needed_value(config, "max_window_layers", int, 28)
+        return windows(
+            layer_kinds(config, lambda layer: layer <= first or window is None), window, "use_sliding_window is false"
+        )
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         window, kinds = model.sliding_window, kinds_of(model)
-        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else model.num_layers
+        first = kinds.index(_WINDOWED) if _WINDOWED in kinds else model.num_layers
         return {
             "use_sliding_window": window is not None,
             "sliding_window": window,
@@ -172,20 +178,51 @@ def kinds_of(model: ModelSection) -> list[str]:
     """For each layer `full_attention` or `sliding_attention`."""
     window, every = model.sliding_window, model.global_attention_every
     return [
-        "full_attention" if window is None or (every is not None and layer % every == 0) else "sliding_attention"
+        _WIDE if window is None or (every is not None and layer % every == 0) else _WINDOWED
         for layer in range(1, model.num_layers + 1)
     ]
 
 
-def windows(kinds: list[str], window: int | None) -> dict[str, Any]:
+def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[str]:
+    """For each layer `full_attention` or `sliding_attention`, as the file lists them.
+
+    Args:
+        config: Content of the file.
+        is_wide: Layer, counted from 1 -> whether it has no window; asked where the file lists nothing.
+
+    Raises:
+        DataError: The list has another length, or other words.
+    """
+    num_layers = needed_value(config, "num_hidden_layers", int)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        if num_layers > MAX_LISTED_LAYERS:
+            raise DataError(f"config.json: num_hidden_layers={num_layers} is more than any model has; correct the file")
+        return [_WIDE if is_wide(layer) else _WINDOWED for layer in range(1, num_layers + 1)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in (_WIDE, _WINDOWED) for kind in kinds):
+        raise DataError(
+            f"config.json: layer_types must list {_WIDE} or {_WINDOWED} for each of num_hidden_layers={num_layers} "
+            "layers; correct the file"
+        )
+    return kinds
+
+
+def windows(kinds: list[str], window: int | None, why_none: str = "sliding_window is null") -> dict[str, Any]:
     """Our window fields of layers that are `full_attention` or `sliding_attention`.
+
+    Args:
+        kinds: One a layer.
+        window: Tokens.
+        why_none: For the message where there is no window.
 
     Raises:
         DataError: The order is not all, none, or every n-th layer without a window.
     """
-    wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == _WIDE]
     if len(wide) == len(kinds):
         return {"sliding_window": None, "global_attention_every": None}
+    if window is None:
+        raise DataError(f"config.json: layer_types lists {_WINDOWED}, but {why_none}; correct the file")
     if not wide:
         return {"sliding_window": window, "global_attention_every": None}
     if wide != list(range(wide[0], len(kinds) + 1, wide[0])) or wide[0] == 1:

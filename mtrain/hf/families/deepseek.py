@@ -24,6 +24,12 @@ from mtrain.hf.families.common import (
 )
 from mtrain.hf.family import Family
 from mtrain.hf.table import Rule
+from mtrain.hf.values import needed_value, value_of
+
+_SCORED = 2
+"""Experts of a group whose sum ranks it."""
+_LATENT_EPSILON = 1e-6
+_ROTATED = ("mla.rope_head_dim", 64)
 
 
 def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
@@ -43,9 +49,13 @@ def _has_shared_experts(model: ModelSection, layer: int) -> bool:
 class _SharedExperts(Entry):
     """Their number, each as large as a routed one; ours is their size together."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("n_shared_experts", "moe_intermediate_size")
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        number, size = config.get("n_shared_experts", 1), config.get("moe_intermediate_size", 2048)
-        return {"experts.shared_ffn_hidden_size": (number or 0) * (size or 0)}
+        number = value_of(config, "n_shared_experts", int, 1) or 0
+        return {"experts.shared_ffn_hidden_size": number * needed_value(config, "moe_intermediate_size", int, 2048)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
@@ -58,14 +68,68 @@ class _Depths(Entry):
     """Predictions further ahead. A file may configure them without weights: transformers neither computes nor writes
     them."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (DEPTHS,)
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {"mtp_depths": config.get(DEPTHS, 0)}
+        return {"mtp_depths": value_of(config, DEPTHS, int, 0)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return {DEPTHS: model.mtp_depths}
 
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
         return model.mtp_depths in (0, config.get(DEPTHS, 0))
+
+
+@final
+@dataclass(frozen=True)
+class _Groups(Entry):
+    """Groups of experts. The family ranks a group by its 2 best experts; our default is top_k / group_top_k.
+
+    `group_score_top_k` is left out where it changes nothing: where the default is 2, as in DeepSeek-V3 with 8 experts
+    of 4 groups, and where all groups are kept. So what 0.1.0 imported agrees with its folder where it computed the
+    family's function, and disagrees where it did not.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("n_group", "topk_group", "num_experts_per_tok")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        num_groups, kept = needed_value(config, "n_group", int, 8), needed_value(config, "topk_group", int, 4)
+        top_k = needed_value(config, "num_experts_per_tok", int, 8)
+        is_free = top_k == _SCORED * kept or (num_groups == kept > 0 == top_k % kept)
+        return {
+            "experts.num_groups": num_groups,
+            "experts.group_top_k": kept,
+            "experts.group_score_top_k": None if is_free else _SCORED,
+        }
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        groups, kept = lookup(model, "experts.num_groups"), lookup(model, "experts.group_top_k")
+        return {"n_group": 1 if groups is None else groups, "topk_group": 1 if kept is None else kept}
+
+
+@final
+@dataclass(frozen=True)
+class _LatentNorms(Entry):
+    """The epsilon of the norms of latents, which is 1e-6 whatever rms_norm_eps says.
+
+    It is left out where rms_norm_eps is the same, as our default is that.
+    Source: transformers 5.23, modeling_deepseek_v3.py, `q_a_layernorm` and `kv_a_layernorm`.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("rms_norm_eps",)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        epsilon = needed_value(config, "rms_norm_eps", float, _LATENT_EPSILON)
+        return {"mla.norm_epsilon": None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {}  # not to be said; `config_of` refuses another one
 
 
 _LATENT_ATTENTION = (
@@ -118,7 +182,10 @@ DEEPSEEK_V3 = Family(
     (
         *common(),
         *ACTIVATION,
-        Derived("num_key_value_heads", "num_attention_heads"),
+        Derived("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
+        Derived("head_dim", {"qk_rope_head_dim": _ROTATED}),
+        Derived("qk_head_dim", {"qk_nope_head_dim": ("mla.nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
+        _LatentNorms(),
         Field("q_lora_rank", "mla.q_rank", 1536),
         Field("kv_lora_rank", "mla.kv_rank", 512),
         Field("qk_nope_head_dim", "mla.nope_head_dim", 128),
@@ -129,8 +196,7 @@ DEEPSEEK_V3 = Family(
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),
         _SharedExperts(),
         Field("first_k_dense_replace", "experts.first_dense_layers", 3),
-        Field("n_group", "experts.num_groups", 8),
-        Field("topk_group", "experts.group_top_k", 4),
+        _Groups(),
         Field("routed_scaling_factor", "experts.scaling_factor", 2.5),
         Given("experts.score", "sigmoid"),
         Given("experts.expert_bias", True),

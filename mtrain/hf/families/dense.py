@@ -18,6 +18,7 @@ from mtrain.hf.families.common import (
     common,
 )
 from mtrain.hf.family import Family
+from mtrain.hf.values import needed_value
 
 _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 
@@ -27,8 +28,12 @@ _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 class _LlamaBiases(Entry):
     """Llama has biases in attention and in the feed-forward part, in both or in neither."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("attention_bias", "mlp_bias")
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        attention, feed_forward = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+        attention, feed_forward = (needed_value(config, name, bool, False) for name in self.names)
         if attention != feed_forward:
             raise DataError(
                 f"config.json: attention_bias={attention} with mlp_bias={feed_forward} is not supported; both must "

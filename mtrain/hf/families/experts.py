@@ -7,8 +7,9 @@ from typing import Any, final
 
 from mtrain.config.model import ModelSection
 from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads, lookup
-from mtrain.hf.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, LayerWindows, common, experts, router
+from mtrain.hf.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, common, experts, router
 from mtrain.hf.family import Family
+from mtrain.hf.values import needed_value, value_of
 
 
 @final
@@ -19,11 +20,32 @@ class _Renormalised(Entry):
     A softmax over the chosen ones is the same as a softmax over all whose chosen ones are divided by their sum.
     """
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("norm_topk_prob",)
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {"experts.pre_softmax": not config.get("norm_topk_prob", False)}
+        return {"experts.pre_softmax": not needed_value(config, "norm_topk_prob", bool, False)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return {"norm_topk_prob": not lookup(model, "experts.pre_softmax")}
+
+
+@final
+@dataclass(frozen=True)
+class _Window(Entry):
+    """A sliding window in all layers or in none; the family reads no list of layers."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("use_sliding_window", "sliding_window")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        window = value_of(config, "sliding_window", int, 4096)
+        return {"sliding_window": window if needed_value(config, "use_sliding_window", bool, False) else None}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
 
 
 MIXTRAL = Family(
@@ -38,6 +60,7 @@ MIXTRAL = Family(
         Field("num_local_experts", "experts.num_experts", 8),
         Field("num_experts_per_tok", "experts.top_k", 2),
         Given("experts.pre_softmax", False),
+        Needed("router_jitter_noise", 0.0, 0.0, (None,)),
         Rope(1e6),
     ),
     (
@@ -63,8 +86,9 @@ QWEN3_MOE = Family(
         Needed("decoder_sparse_step", 1, 1),
         Needed("mlp_only_layers", [], [], (None,)),
         Given("qk_norm", True),
-        LayerWindows(first=0),
+        _Window(),
         Rope(),
     ),
     (*VOCABULARY, *NORMS, *ATTENTION, router("mlp.gate.weight"), *experts("mlp.experts")),
+    inert=("max_window_layers",),
 )

@@ -8,9 +8,19 @@ from typing import Any, final
 from mtrain.config.model import ModelSection
 from mtrain.errors import DataError
 from mtrain.hf.config import Entry, Field, Given, Needed, heads
-from mtrain.hf.families.common import ATTENTION, FEED_FORWARD, VOCABULARY, common, in_layer, kinds_of, windows
+from mtrain.hf.families.common import (
+    ATTENTION,
+    FEED_FORWARD,
+    VOCABULARY,
+    common,
+    in_layer,
+    kinds_of,
+    layer_kinds,
+    windows,
+)
 from mtrain.hf.family import Family
-from mtrain.hf.rope import read_rope, rope_parameters, written_rope
+from mtrain.hf.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 
@@ -20,11 +30,16 @@ _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 class _Windows(Entry):
     """One word for each layer, or which of every so many layers is wide."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("sliding_window", "sliding_window_pattern", "layer_types")
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
-        num_layers = config.get("num_hidden_layers", 0)
-        kinds = config.get("layer_types") or [_WINDOWED if n % every else _WIDE for n in range(1, num_layers + 1)]
-        return windows(kinds, config.get("sliding_window", 4096))
+        every = needed_value(config, "sliding_window_pattern", int, 6)
+        if every < 1:
+            raise DataError(f"config.json: sliding_window_pattern={every} must be above 0; correct the file")
+        kinds = layer_kinds(config, lambda layer: layer % every == 0)
+        return windows(kinds, value_of(config, "sliding_window", int, 4096))
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
@@ -35,12 +50,25 @@ class _Windows(Entry):
 class _Ropes(Entry):
     """Two rotary embeddings; only that of wide layers may be scaled."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*ROPE_NAMES, "rope_local_base_freq")
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        local = self._local(config)
-        if local.get("rope_type", "default") != "default":
-            raise DataError(f"config.json: rope_type={local['rope_type']} of windowed layers must be default")
-        ours = read_rope(config, 1e6, _WIDE) | {"local_base": float(local["rope_theta"])}
-        return {f"rope.{name}": value for name, value in ours.items()}
+        said = config.get("rope_parameters")
+        if said is not None and not (isinstance(said, dict) and said.keys() <= {_WIDE, _WINDOWED}):
+            raise DataError(
+                f"config.json: rope_parameters must have {_WIDE} and {_WINDOWED} with an object each; correct the file"
+            )
+        wide = {**config, "rope_parameters": None if said is None else said.get(_WIDE)}
+        # the outer scaling is that of wide layers
+        windowed = {"rope_parameters": None if said is None else said.get(_WINDOWED)}
+        if "rope_local_base_freq" in config:
+            windowed["rope_theta"] = config["rope_local_base_freq"]
+        local = read_rope(windowed, 1e4)
+        if local["scaling"] != "none":
+            raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
+        return {f"rope.{name}": value for name, value in {**read_rope(wide, 1e6), "local_base": local["base"]}.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         base = model.rope.base if model.rope.local_base is None else model.rope.local_base
@@ -48,11 +76,6 @@ class _Ropes(Entry):
             return written_rope(config, model.rope) | {"rope_local_base_freq": base}
         wide = written_rope({}, model.rope)["rope_parameters"]
         return {"rope_parameters": {_WIDE: wide, _WINDOWED: {"rope_theta": base, "rope_type": "default"}}}
-
-    def _local(self, config: dict[str, Any]) -> dict[str, Any]:
-        if "rope_parameters" in config:
-            return rope_parameters(config, 1e4, _WINDOWED)
-        return {"rope_theta": config.get("rope_local_base_freq", 1e4)}
 
 
 GEMMA3 = Family(
@@ -84,4 +107,5 @@ GEMMA3 = Family(
         *ATTENTION,
         *FEED_FORWARD,
     ),
+    inert=("hidden_act", "_sliding_window_pattern"),
 )

@@ -17,11 +17,13 @@ from mtrain.hf.families.common import (
     has_experts,
     in_layer,
     kinds_of,
+    layer_kinds,
     router,
     windows,
 )
 from mtrain.hf.family import Family
 from mtrain.hf.table import Part, Rule
+from mtrain.hf.values import value_of
 
 
 @final
@@ -29,13 +31,27 @@ from mtrain.hf.table import Part, Rule
 class _Windows(Entry):
     """One word for each layer; by default the first, the third and so on have a window."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("sliding_window", "layer_types")
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        num_layers = config.get("num_hidden_layers", 0)
-        alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
-        return windows(config.get("layer_types") or alternating, config.get("sliding_window", 128))
+        kinds = layer_kinds(config, lambda layer: layer % 2 == 0)
+        return windows(kinds, value_of(config, "sliding_window", int, 128))
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Scaling of a file that says nothing of it."""
 
 
 def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
@@ -68,7 +84,7 @@ GPT_OSS = Family(
         Given("experts.router_bias", True),
         Given("experts.pre_softmax", False),
         _Windows(),
-        Rope(150000.0),
+        Rope(150000.0, _YARN),
     ),
     (
         *VOCABULARY,

@@ -50,12 +50,13 @@ def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
 def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
     """Indices of the top_k highest: [tokens, num_experts] -> [tokens, top_k] int64.
 
-    With groups, a token chooses among its group_top_k best ones; a group counts by the sum of its top_k / group_top_k
-    highest.
+    With groups, a token chooses among its group_top_k best ones; a group counts by the sum of its num_scored highest:
+    by default the experts that a token would take from each group if it took as many from all (megatron-core), in
+    DeepSeek-V3 always 2 (transformers 5, modeling_deepseek_v3.py).
     """
     if section.num_groups is not None and section.group_top_k is not None:
         grouped = ranking.view(len(ranking), section.num_groups, -1)
-        group_scores = grouped.topk(section.top_k // section.group_top_k, dim=-1).values.sum(-1)
+        group_scores = grouped.topk(section.num_scored, dim=-1).values.sum(-1)
         groups = group_scores.topk(section.group_top_k, dim=-1).indices
         is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, groups, True)
         ranking = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)

@@ -70,11 +70,13 @@ def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) 
 
 
 def _inside_groups(ranking: Tensor, section: ExpertsSection) -> Tensor:
-    """-inf outside the best groups; a group counts by the sum of its best ones."""
+    """-inf outside the best groups; a group counts by the sum of its best ones, as many as the section says, else
+    those that a token would take from each open group."""
     if section.num_groups is None or section.group_top_k is None:
         return ranking
     grouped = ranking.view(*ranking.shape[:-1], section.num_groups, -1)
-    best = grouped.sort(-1, descending=True).values[..., : section.top_k // section.group_top_k]
+    count = section.top_k // section.group_top_k if section.group_score_top_k is None else section.group_score_top_k
+    best = grouped.sort(-1, descending=True).values[..., :count]
     is_open = _best(best.sum(-1), section.group_top_k)
     return grouped.masked_fill(~is_open.unsqueeze(-1), -math.inf).flatten(-2)
 

@@ -1,0 +1,81 @@
+"""Fields of config.json that no table of a family reads: without effect, refused, or unknown.
+
+What a folder's weights compute is said by its config.json alone. A field that transformers reads and we do not would
+make two functions of the same bytes, so every field is one of these:
+
+- read by the family's entries (`Entry.names`);
+- INERT: it changes nothing of what the weights compute;
+- read by another family's entries or in CHANGES_THE_FUNCTION: refused unless it is null, false or empty;
+- anything else: named to the user (`unknown_fields`), since nobody can say what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mtrain.errors import DataError
+
+_DESCRIPTION = """architectures model_type transformers_version _name_or_path name_or_path _commit_hash torch_dtype
+dtype auto_map tokenizer_class model_max_length unsloth_version unsloth_fixed max_position_embeddings
+initial_context_length quantization_config pretraining_tp"""
+_TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id"
+_OUTPUTS = """use_cache output_attentions output_hidden_states output_router_logits output_scores return_dict
+return_dict_in_generate attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation
+experts_implementation torchscript use_bfloat16 chunk_size_feed_forward id2label label2id num_labels problem_type prefix
+finetuning_task task_specific_params"""
+_GENERATION = """assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
+diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff
+eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences
+remove_invalid_values repetition_penalty suppress_tokens target_lookbehind temperature top_k top_p typical_p"""
+_TRAINING = "router_aux_loss_coef aux_loss_alpha seq_aux ep_size"
+INERT = frozenset(" ".join([_DESCRIPTION, _TOKENS, _OUTPUTS, _GENERATION, _TRAINING]).split())
+"""They change nothing of what the weights compute: origin, formats, special tokens, what is reported, sampling, losses
+of training. (Weights in other formats are judged where they are read.)"""
+
+_ELSEWHERE = """add_cross_attention alibi attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv
+cross_attention_hidden_size embedding_multiplier final_logit_softcapping is_decoder is_encoder_decoder layer_norm_eps
+logit_scale logits_scaling mrope_section no_rope_layer_interval no_rope_layers norm_type num_kv_shared_layers
+parallel_attn per_layer_config pruned_heads qk_layernorm qk_norm qkv_bias residual_multiplier rope_ratio rotary_pct
+tie_encoder_decoder use_alibi use_mrope use_parallel_residual use_qk_norm use_qkv_bias"""
+CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
+"""Fields that models of transformers read and none of our families has."""
+
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
+
+
+def refuse_foreign(
+    config: Mapping[str, Any], model_type: str, own: Collection[str], of_others: Collection[str]
+) -> None:
+    """Refuses what could change the function and is not read.
+
+    Args:
+        config: Content of the file.
+        model_type: Of the family, for the message.
+        own: Fields that the family reads, or that it is known to leave unread.
+        of_others: Fields that other families read.
+
+    Raises:
+        DataError: Names them.
+    """
+    if config.get("is_causal", True) is not True:
+        raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
+    foreign = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
+    found = [name for name in config if name in foreign and not _is_neutral(config[name])]
+    if found:
+        told = ", ".join(f"{name}={config[name]!r}" for name in found)
+        raise DataError(
+            f"config.json: {told}: a {model_type} model does not have that here; remove it if it changes nothing of "
+            "what the weights compute"
+        )
+
+
+def unknown_fields(config: Mapping[str, Any], own: Collection[str], of_others: Collection[str]) -> list[str]:
+    """Fields whose meaning nobody here knows, sorted."""
+    known = INERT | CHANGES_THE_FUNCTION | frozenset(own) | frozenset(of_others) | {"is_causal"}
+    return sorted(name for name in config if name not in known and not _is_neutral(config[name]))
+
+
+def _is_neutral(value: object) -> bool:
+    return any(value is one or (value == one and type(value) is type(one)) for one in _NEUTRAL)

@@ -1,0 +1,59 @@
+"""Values of config.json as what they are: "64", 64.0 and true are not the integer 64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from mtrain.errors import DataError
+
+T = TypeVar("T", int, float, bool, str)
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_FOUND = {str: "a text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "an object"}
+_LONGEST = 60
+"""Characters of a value that are shown."""
+
+
+def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | None) -> T | None:
+    """A field; None where it is null.
+
+    Args:
+        config: Content of the file, or an object in it.
+        name: Of the field.
+        kind: What it must be. An integer is a number too, where it is finite; nothing else is converted.
+        default: What is meant where the file says nothing.
+
+    Raises:
+        DataError: It is something else.
+    """
+    value = config.get(name, default)
+    if value is None:
+        return None
+    if kind is float and type(value) is int and abs(value) <= 2**1023:
+        return kind(value)
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise wrong_type(name, value, _WORDS[kind])
+    return value
+
+
+def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
+    """As `value_of`, of a field that has no meaning where it is null.
+
+    Raises:
+        DataError: It is null, missing without a default, or something else.
+    """
+    value = value_of(config, name, kind, default)
+    if value is None:
+        given = "is null" if name in config else "is missing"
+        raise DataError(f"config.json: {name} {given}, but {_WORDS[kind]} is needed; correct the file")
+    return value
+
+
+def wrong_type(name: str, value: object, needed: str) -> DataError:
+    """The refusal of a value of another type."""
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    found = _FOUND.get(type(value), "null")
+    return DataError(f"config.json: {name}={shown} is {found}, but {needed} is needed; correct the file")

@@ -1,0 +1,242 @@
+"""config.json decides what the weights compute: whatever it says, our reading of it is transformers', or an error.
+
+Each field of each family is changed in turn. Where the same tensors still load in transformers, the oracle computes the
+model that we read, and its logits have to be those of transformers; an import would else prove the bytes of a function
+that differs.
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from mtrain.config.model import ModelSection
+from mtrain.errors import DataError
+from mtrain.hf.known import CHANGES_THE_FUNCTION, INERT
+from mtrain.hf.registry import FAMILIES, family_of, fields_nobody_knows
+from tests.fault_table import Notice
+from tests.hf.folders import CONFIGS
+from tests.oracle.huggingface import from_huggingface
+from tests.oracle.model import logits_of
+
+NAMES = [name for name in CONFIGS if name not in ("llama-biased", "llama-tied", "deepseek-direct-queries")]
+ROPES: list[dict[str, Any]] = [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0, "mscale_all_dim": 2.0}},
+    {"rope_parameters": None, "rope_theta": 77.0},
+    {"rope_parameters": None},
+    {"rope_theta": 77.0},
+    {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    {"rope_local_base_freq": 33.0},
+    {"partial_rotary_factor": 0.5},
+    {"original_max_position_embeddings": 17},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"is_causal": False},
+    {"head_dim": 24},
+    {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    {"layer_types": ["sliding_attention"] * 3, "sliding_window": 3},
+    {"sliding_window": 3},
+    {"sliding_window": 3, "use_sliding_window": True},
+    {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
+    {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+    {"sliding_window_pattern": 2, "layer_types": None},
+    {"_sliding_window_pattern": 2, "layer_types": None},
+    {"experts_per_token": 1},
+    {"num_experts": 2},
+    {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 2},
+    {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2},
+    {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3},
+    {"rms_norm_eps": 0.1},
+]
+TOKENS = torch.arange(24)[None] * 7 % 57
+
+
+def base(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
+    return found
+
+
+def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every field changed in turn, then fields that are not in the file."""
+    for name, value in config.items():
+        match value:
+            case bool():
+                yield {name: not value}
+            case int():
+                yield from ({name: value + 1}, {name: 2 * value}, {name: max(1, value // 2)})
+            case float():
+                yield from ({name: 1.5 * value + 0.1}, {name: value / 2})
+            case None:
+                yield from ({name: 3}, {name: 0.5})
+            case str():
+                yield {name: "gelu"}
+    yield from ROPES
+    yield from OTHERS
+    parameters = config["rope_parameters"]
+    for name, value in parameters.items():
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            yield {"rope_parameters": parameters | {name: 2 * value}}
+        yield {"rope_parameters": {key: each for key, each in parameters.items() if key != name}}
+
+
+class Answer(NamedTuple):
+    """What transformers computes."""
+
+    logits: torch.Tensor
+    state: dict[str, Any]
+    """The tensors that it computed with: tied ones are one."""
+
+
+def answered(config: dict[str, Any], state: dict[str, Any]) -> Answer | None:
+    """By transformers; None where it refuses the configuration or the tensors."""
+    try:
+        read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+        read._attn_implementation = "eager"
+        read._experts_implementation = "eager"
+        model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float64)
+        model.load_state_dict(state)
+        with torch.no_grad():
+            return Answer(model.eval()(TOKENS).logits, model.state_dict())
+    except Exception:  # a type, a shape, a missing key: such a folder computes nothing in transformers
+        return None
+
+
+def ours(config: dict[str, Any]) -> ModelSection | None:
+    """None where it is refused."""
+    try:
+        family = family_of(config)
+        return family.model(family.as_held(config, ()))
+    except DataError:
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
+    config = base(name)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float64)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.copy_(torch.randn(value.shape) * 0.3)
+    state = model.state_dict()
+    right = answered(config, state)
+    assert right is not None
+    num_changed, num_accepted, wrong = 0, 0, []
+    for mutation in [{}, *mutations(config)]:
+        theirs, read = answered(config | mutation, state), ours(config | mutation)
+        if theirs is None:
+            continue
+        num_changed += not torch.allclose(theirs.logits, right.logits, rtol=0.0, atol=1e-4)
+        if read is not None:
+            num_accepted += 1
+            exact = logits_of(from_huggingface(theirs.state, read), read, TOKENS)
+            if not torch.allclose(exact, theirs.logits, rtol=0.0, atol=1e-4):
+                wrong.append(mutation)
+    assert num_changed >= 5, "the mutations change nothing"
+    assert num_accepted >= 5, "everything is refused"
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_transformers_is_in_the_tables(name: str) -> None:
+    config = CONFIGS[name]()
+    fields = {field.name for field in dataclasses.fields(config)} | base(name).keys()
+    mapped = set(config.attribute_map)  # other names of fields that are read
+    family = FAMILIES[config.model_type]
+    assert fields - mapped <= family.names | INERT | CHANGES_THE_FUNCTION
+    generation = transformers.GenerationConfig._get_default_generation_params()
+    assert generation.keys() <= INERT
+
+
+FOREIGN: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: a llama model does not have that"),
+    ("llama", {"sliding_window": 128}, "sliding_window=128: a llama model does not have"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+    ("qwen2", {"per_layer_config": {"0": {"hidden_size": 3}}}, "per_layer_config="),
+    ("qwen3-moe", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    ("deepseek", {"head_dim": 16}, "head_dim=16 contradicts qk_rope_head_dim=4"),
+    ("deepseek", {"num_key_value_heads": 2}, "num_key_value_heads=2 contradicts num_attention_heads=4"),
+    ("gpt-oss", {"num_experts": 2}, "num_local_experts=3 and num_experts=2 are two names of one value"),
+    ("gpt-oss", {"is_causal": False}, "is_causal must be true"),
+    ("qwen3", {"rope_theta": 5.0}, "rope_parameters says rope_theta=1000000.0, but config.json says rope_theta=5.0"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters says rope_type='llama3', but rope_scaling says rope_type='linear'",
+    ),
+    ("gemma3", {"rope_theta": 5.0}, "rope_parameters says rope_theta=1000000.0, but config.json says rope_theta=5.0"),
+    ("gemma3", {"rope_local_base_freq": 5.0}, "says rope_theta=10000.0, but config.json says rope_theta=5.0"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters must have full_attention and sliding_atten"),
+]
+
+
+@pytest.mark.fault(
+    "folders",
+    "a config.json with a field that changes the function, or two that contradict each other",
+    happens="refused by name before anything is read",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("name", "changes", "told"), FOREIGN, ids=[f"{name}-{next(iter(c))}" for name, c, _ in FOREIGN]
+)
+def test_what_is_not_computed_is_refused_by_name(name: str, changes: dict[str, Any], told: str, notice: Notice) -> None:
+    config = base(name) | changes
+    with notice, pytest.raises(DataError) as refused:
+        family_of(config).model(config)
+    assert told in str(refused.value)
+    assert refused.value.exit_code == notice.exit_code
+
+
+def test_what_says_the_same_twice_is_read() -> None:
+    qwen = base("qwen3")
+    said = dict(qwen["rope_parameters"])
+    again = qwen | {"rope_theta": said.pop("rope_theta"), "rope_scaling": said}
+    assert ours(again) == ours(qwen)
+    assert ours(base("gpt-oss") | {"num_experts": 3, "experts_per_token": 2}) == ours(base("gpt-oss"))
+
+
+TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "64"}, "hidden_size='64' is a text, but an integer is needed"),
+    ({"num_hidden_layers": True}, "num_hidden_layers=True is true or false, but an integer is needed"),
+    ({"vocab_size": 57.0}, "vocab_size=57.0 is a number, but an integer is needed"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is a text, but a number is needed"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is a number, but a number is needed"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is an integer, but true or false is needed"),
+    ({"attention_bias": "false"}, "attention_bias='false' is a text, but true or false is needed"),
+    ({"num_attention_heads": None}, "num_attention_heads is null, but an integer is needed"),
+    ({"head_dim": [16]}, "head_dim=[16] is a list, but an integer is needed"),
+    ({"rope_parameters": "default"}, "rope_parameters='default' is a text, but an object is needed"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta='1e4' is a text, but a number"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": True}}, "factor=True is true or false"),
+    ({"rope_parameters": {"rope_type": ["linear"], "rope_theta": 1.0}}, "rope_type=['linear'] is a list, but a text"),
+    ({"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
+]
+
+
+@pytest.mark.fault(
+    "folders",
+    'a value of another type in config.json ("64", true, 64.0 for an integer)',
+    happens="the field, its value and the needed type are named",
+    exit_code=3,
+)
+@pytest.mark.parametrize(("changes", "told"), TYPES, ids=[f"{n}-{next(iter(c))}" for n, (c, _) in enumerate(TYPES)])
+def test_a_value_of_another_type_is_refused(changes: dict[str, Any], told: str, notice: Notice) -> None:
+    config = base("llama") | changes
+    with notice, pytest.raises(DataError) as refused:
+        family_of(config).model(config)
+    assert told in str(refused.value)
+    assert refused.value.exit_code == notice.exit_code
+
+
+def test_fields_of_tomorrow_are_kept_and_named() -> None:
+    config = base("llama") | {"a_field_of_tomorrow": {"x": 1}, "another": None, "use_mrope": False}
+    family = family_of(config)
+    assert family.config(family.model(config), config) == config
+    assert fields_nobody_knows(config) == ["a_field_of_tomorrow"]

@@ -1,0 +1,49 @@
+"""The group-limited choice of experts is that of DeepSeek-V3 in transformers, whatever the numbers of a folder are."""
+
+import json
+from typing import Any
+
+import pytest
+import transformers
+
+from mtrain.hf.registry import FAMILIES
+from tests.parity import test_against_transformers as plain
+from tests.parity.cases import Case, case
+from tests.pool import Pool
+
+CHOICES = [(2, 2), (3, 1), (2, 1), (4, 2), (4, 1), (3, 2), (5, 4)]
+"""(experts of a token, groups that it may choose from) of 4 groups of 4 experts."""
+CASES = [case(4), case(4, tp=2, sp=True, ep=2, etp=1, pp=2)]
+
+
+def deepseek(top_k: int, num_kept_groups: int) -> tuple[dict[str, Any], Any]:
+    """The model that this program reads out of the config.json that transformers writes."""
+    config = transformers.DeepseekV3Config(
+        **plain.common() | {"num_key_value_heads": 8, "rms_norm_eps": 1e-3},
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=1,
+        n_routed_experts=16,
+        moe_intermediate_size=12,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=num_kept_groups,
+        num_experts_per_tok=top_k,
+        num_mtp_layers=0,
+    )
+    model = FAMILIES["deepseek_v3"].model(json.loads(config.to_json_string(use_diff=False)))
+    return {f"model__{name}": value for name, value in model.model_dump(exclude={"vocab_multiple"}).items()}, config
+
+
+@pytest.fixture(scope="module", params=CHOICES, ids=lambda choice: f"{choice[0]} of {choice[1]} groups")
+def reference(request: pytest.FixtureRequest) -> plain.Reference:
+    return plain.computed(lambda: deepseek(*request.param))
+
+
+@pytest.mark.parametrize("case", CASES, ids=["one process", "tp2-pp2-ep2"])
+def test_the_choice_is_that_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
+    plain.assert_loss_and_gradients(pool, reference, case)
+    plain.assert_logits(pool, reference, case)
