@@ -11,6 +11,7 @@ from mtrain.checkpoint.directory import checkpoint_at
 from mtrain.config import Config, guards
 from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet
+from mtrain.hf.description import notes_on_folder
 from mtrain.loss.terms import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model
@@ -80,7 +81,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
     if groups.rank == 0:
-        for note in guards.notes(config):
+        for note in (*guards.notes(config), *notes_on_folder(config.model.hf)):
             print(f"note: {note}", flush=True)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     chunks = build_model(config, groups)

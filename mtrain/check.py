@@ -6,6 +6,8 @@ from rich.table import Table
 
 from mtrain import planning
 from mtrain.config import Config, guards
+from mtrain.hf.description import notes_on_folder
+from mtrain.hf.exportable import refuse_unexportable
 from mtrain.layout import Layout
 
 _GIB = 2**30
@@ -17,15 +19,16 @@ def print_plan(config: Config, world_size: int) -> None:
     """Prints the plan of a run to standard output; plain lines where that is no terminal.
 
     Raises:
-        ConfigError: the configuration does not run on `world_size` ranks.
+        ConfigError: the configuration does not run on `world_size` ranks, or its exports cannot be made.
     """
     layout = Layout.from_config(config, world_size)
+    refuse_unexportable(config)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
     for name, value in _facts(config, layout).items():
         console.print(f"[bold]{name:<18}[/bold]{escape(value)}")
-    for note in guards.notes(config):
+    for note in (*guards.notes(config), *notes_on_folder(config.model.hf)):
         console.print(escape(f"note: {note}"))
     console.print()
     console.print(_memory_table(config, layout, plain=not console.is_terminal))

@@ -24,6 +24,7 @@ from mtrain.evaluate import evaluate, term_records
 from mtrain.exports import Exporter, clean_staging
 from mtrain.health.heartbeat import Heartbeat, Phase
 from mtrain.health.signals import StopSignal
+from mtrain.hf.exportable import refuse_unexportable
 from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.lr import learning_rate
@@ -54,6 +55,7 @@ def train(config: Config) -> None:
     """
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)
+    refuse_unexportable(config)
     timeout_s = config.train.process_group_timeout_s
     with (
         StopSignal() as signal,

@@ -60,8 +60,11 @@ def import_(
         from mtrain.checkpoint.imported import MODEL_NAME
         from mtrain.convert.importing import import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
+        from mtrain.hf.description import notes_on_folder
 
         proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)
+        for note in notes_on_folder(str(hf)):
+            print(f"note: {note}")
         print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
         if check_logits:
             _check_logits(out, hf, threshold)

@@ -27,12 +27,11 @@ from mtrain.errors import DataError
 from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import plain_config
+from mtrain.hf.exportable import ORIGIN
 from mtrain.hf.files import CONFIG_NAME, INDEX_NAME
 from mtrain.hf.source import Source, open_source
 from mtrain.hf.table import Piece, Table, boxes_to_write, cut, read_box
 
-ORIGIN = "hf"
-"""Folder in a checkpoint with what came with the weights: config.json, index, tokenizer."""
 SHARDS_NAME = "shards.json"
 _FILE_BYTES = 1 << 29
 _BOX_BYTES = 1 << 26

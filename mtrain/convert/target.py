@@ -13,9 +13,10 @@ from mtrain.checkpoint.imported import imported_model
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.config.load import load_config
 from mtrain.config.model import ModelSection
-from mtrain.convert.importing import ORIGIN
 from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
+from mtrain.hf.block_scaled import plain_config
+from mtrain.hf.exportable import ORIGIN
 from mtrain.hf.family import Family
 from mtrain.hf.files import CONFIG_NAME, read_json
 from mtrain.hf.registry import family_of, fitting_family
@@ -76,7 +77,8 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Tar
         dtype: Wanted outside; float32 takes main weights where the checkpoint has them.
 
     Raises:
-        DataError: It is no checkpoint, no family describes its model, or tensors are missing or have other shapes.
+        DataError: It is no checkpoint, no family describes its model or that of `like` cannot, or tensors are missing
+            or have other shapes.
     """
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
@@ -84,6 +86,8 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Tar
     origin = like if like is not None else source.origin
     template = None if origin is None else read_json(origin / CONFIG_NAME)
     family = fitting_family(source.model) if template is None else family_of(template)
+    # refuses before any work is done
+    family.config(source.model, None if template is None else plain_config(template))
     tensors = CheckpointTensors(entry.path)
     target = Target(
         entry,

@@ -7,6 +7,8 @@ from pathlib import Path
 from mtrain.checkpoint.verification import verify_files
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
+from mtrain.errors import DataError
+from mtrain.hf.description import disagreements
 from mtrain.hf.source import open_source
 
 
@@ -23,5 +25,8 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     """
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)
+    if differing := disagreements(source.model, target.model):
+        told = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
+        raise DataError(f"{hf} holds another model than {checkpoint} ({told}); name another folder")
     verify_files(target.entry, target.files(), num_workers)
     return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)

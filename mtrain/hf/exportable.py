@@ -1,0 +1,43 @@
+"""Whether a run's model can be told in config.json, found before the run and not at its first export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mtrain.config import Config
+from mtrain.errors import ConfigError, DataError
+from mtrain.hf.files import CONFIG_NAME, read_json
+from mtrain.hf.registry import family_of, fitting_family
+
+ORIGIN = "hf"
+"""Folder in an imported checkpoint with what came with the weights: config.json, index, tokenizer."""
+
+
+def refuse_unexportable(config: Config) -> None:
+    """Refuses a run that is to export what no config.json can say.
+
+    Weights from a folder of Hugging Face, or from its import, are exported as its family; others as the first family
+    that fits. (Of weights that another run began with, the export itself finds the family.)
+
+    Raises:
+        ConfigError: The model cannot be told.
+    """
+    if config.checkpoint.export_hf_every_steps == 0:
+        return
+    try:
+        template = _template(config)
+        family = fitting_family(config.model) if template is None else family_of(template)
+        family.config(config.model, template)
+    except DataError as fault:
+        raise ConfigError(
+            f"checkpoint.export_hf_every_steps={config.checkpoint.export_hf_every_steps} asks for folders of Hugging "
+            f"Face, but {fault}; change the model, or set it to 0"
+        ) from None
+
+
+def _template(config: Config) -> dict[str, Any] | None:
+    start = config.checkpoint.initialize_from
+    places = [Path(config.model.hf)] if config.model.hf is not None else []
+    places += [Path(start) / ORIGIN] if start is not None else []
+    return next((read_json(place / CONFIG_NAME) for place in places if (place / CONFIG_NAME).is_file()), None)
