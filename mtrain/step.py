@@ -14,6 +14,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.loss import depth_term
 from mtrain.data.batch import Microbatch
+from mtrain.data.collate import loss_terms
 from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
@@ -274,7 +275,7 @@ def term_inputs(
         logits: Of the last stage.
         batch: The microbatch, sliced for context parallelism.
         config: The vocabulary's real size.
-        groups: The tensor-parallel group.
+        groups: Of the vocabulary's other parts and of the sequences' other tokens.
         teacher_logits: Shaped as `logits.main`, where a term needs them.
     """
     group = groups.tp if groups.layout.tp > 1 else None
@@ -284,8 +285,19 @@ def term_inputs(
         return VocabParallelLogits(local, group, first_index, config.model.vocab_size)
 
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
+    context = groups.cp if groups.layout.cp > 1 else None
+    terms = loss_terms(config.loss)
     inputs = {
-        term: TermInputs(student, batch.labels, batch.weights[term], batch.shares[term], batch.tokens, teacher)
+        term: TermInputs(
+            student,
+            batch.labels,
+            batch.weights[term],
+            batch.shares[term],
+            batch.tokens,
+            teacher,
+            context,
+            terms.get(term, config.loss).aggregation,  # depths of multi-token prediction: as the main term
+        )
         for term in batch.weights
     }
     for depth, (local, ahead) in enumerate(zip(logits.ahead, batch.ahead, strict=True), start=1):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mtrain.config.loss import own_functions
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
 
 if TYPE_CHECKING:
@@ -173,7 +174,13 @@ LAYOUT_DEPENDENT = Note(
     "loss.allow_layout_dependent=true, and a balancing loss or a capacity is in use that changes with the layout by "
     "definition: losses, gradients and weights of this run are those of its own layout and micro batch size only",
 )
-NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, LAYOUT_DEPENDENT)
+OWN_LOSS = Note(
+    lambda config: config.layout.cp > 1 and bool(own_functions(config.loss)),
+    "a loss function of yours runs under context parallelism, where no rank holds a whole sequence: what is not linear "
+    "in its tokens needs TermInputs.sum_over_sequence (docs/losses.md); `mtrain verify parity` shows whether it is the "
+    "same on every layout",
+)
+NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
 
 
 def notes(config: Config) -> list[str]:

@@ -175,3 +175,12 @@ class LossSection(TermSection):
         if not taken:
             return None
         return f"side_terms.{taken[0]} takes the name of a depth of multi-token prediction; choose another name"
+
+
+_PROVIDED = "mtrain.loss."
+
+
+def own_functions(section: LossSection) -> list[str]:
+    """Loss functions of the user's own, by their names in the configuration."""
+    terms = [section, *section.side_terms.values()]
+    return list(dict.fromkeys(term.function for term in terms if not term.function.startswith(_PROVIDED)))

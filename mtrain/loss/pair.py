@@ -1,7 +1,10 @@
-"""The pair: a loss that has not been averaged yet.
+"""The pair: a loss that has not been averaged yet, and how a loss function makes one.
 
 A mean cannot be added across microbatches, ranks or masks; a sum can. So a loss function returns both parts and the
 division happens once, in `mtrain/mcore/finalize.py`.
+
+The contract of a loss function (docs/losses.md): its pairs are added up, so its numerator has to be a sum over tokens
+of what each token says by itself, or over sequences of what `TermInputs.sum_over_sequence` made whole.
 """
 
 from __future__ import annotations
@@ -11,7 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from mtrain.config.loss import Aggregation
+from mtrain.errors import ConfigError
+from mtrain.loss.sequences import sum_over_ranks
 
 if TYPE_CHECKING:
     from mtrain.loss.vocab_parallel import VocabParallelLogits
@@ -45,6 +53,35 @@ class TermInputs:
     """[batch, seq] int64."""
     teacher: VocabParallelLogits | None = None
     """The frozen teacher's logits of the same tokens, split like the model's; None where the run has no teacher."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that hold the other tokens of the same sequences; None where this rank holds all of them."""
+    aggregation: Aggregation = "token-mean"
+    """Of the term."""
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[batch, seq] int64: the sequence of each token, counted from 0 in the microbatch; the same numbers on all
+        ranks that hold parts of it.
+
+        A sequence is a row, as in every aggregation: what one sample holds, several documents of running text too.
+        """
+        batch, seq = self.labels.shape
+        return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
+
+    def sum_over_sequence(self, values: Tensor) -> Tensor:
+        """Adds up values over the tokens of each sequence, those on other context-parallel ranks included.
+
+        One all-reduce of [batch] numbers over CP and one in backward; none at cp = 1. Every rank has to call it, and
+        its result has to reach the numerator on every rank, as `weigh_sequences` sees to.
+
+        Args:
+            values: [batch, seq], one a token. Tokens of weight 0 are left out, whatever their value is.
+
+        Returns:
+            [batch] float64, the same on all ranks of the sequence. `[sequence_ids]` spreads it over the tokens.
+        """
+        kept = torch.where(self.weights != 0, values, 0.0)
+        return sum_over_ranks(kept.sum(dim=1, dtype=torch.float64), self.context)
 
 
 LossFunction = Callable[[TermInputs], LossPair]
@@ -73,4 +110,29 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
         inputs: The microbatch whose weights and shares count.
     """
     kept = torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0)
+    return LossPair(kept.sum().float(), inputs.shares.sum(dtype=torch.float64))
+
+
+def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
+    """Sums share x loss: how a loss of whole sequences ends, as `weigh` ends one of tokens.
+
+    A sequence counts by its shares of the denominator, each of which lies at one token of one rank, so it counts once
+    under any layout: by its sample weight in the aggregations of means over sequences, by its number of loss tokens in
+    token-mean, and not at all where it has no loss token (unless loss.empty_sequences=include).
+
+    Args:
+        sequence_losses: [batch], the same on all ranks that hold parts of the sequences; made with
+            `TermInputs.sum_over_sequence`.
+        inputs: The microbatch whose shares count.
+
+    Raises:
+        ConfigError: The term is divided by one number for the whole batch, which no sequence has a share of.
+    """
+    if inputs.aggregation in ("sum", "token-sum-norm"):
+        raise ConfigError(
+            f"loss.aggregation={inputs.aggregation} divides by 1, which no sequence has a share of, but the loss "
+            "function weighs whole sequences; set loss.aggregation=seq-mean-token-sum"
+        )
+    losses = sequence_losses.double()[inputs.sequence_ids]
+    kept = torch.where(inputs.shares != 0, losses * inputs.shares, 0.0)
     return LossPair(kept.sum().float(), inputs.shares.sum(dtype=torch.float64))

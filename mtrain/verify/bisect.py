@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,23 @@ def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
     if any(each.passed for each in results) or all(each.error is not None for each in results):
         return list(results)
     return [each for each in results if each.num_ranks > 1 or each.error is None]
+
+
+def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagnosis | None:
+    """The diagnosis with what a loss function of the user's own has to keep, where the run has one.
+
+    Args:
+        diagnosis: None where every layout passes.
+        functions: Loss functions that do not belong to this program.
+    """
+    if diagnosis is None or not functions or diagnosis.axis == EVERY_LAYOUT:
+        return diagnosis
+    advice = (
+        f"loss.function={', '.join(functions)} is yours: its numerator has to be a sum over tokens, since microbatches "
+        "and ranks are added up; what is not linear in the tokens of a sequence takes their sum from "
+        "TermInputs.sum_over_sequence and ends with weigh_sequences (docs/losses.md)"
+    )
+    return replace(diagnosis, lines=(*diagnosis.lines, advice))
 
 
 def failing_axis(results: Sequence[LayoutResult]) -> str | None:

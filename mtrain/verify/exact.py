@@ -132,6 +132,7 @@ class _Evaluator:
             scene.token_shares,
             scene.tokens,
             None if scene.teacher is None else self._distribution(scene.teacher),
+            aggregation=section.aggregation,
         )
         pair = load_loss_function(section.function, section.options)(inputs)
         if not isinstance(pair, LossPair):

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from mtrain.config import Config
+from mtrain.config.loss import own_functions
 from mtrain.environment import program_versions
 from mtrain.errors import ConfigError, MachineError, MtrainError
 from mtrain.verify.activations import module_order, put_together
-from mtrain.verify.bisect import diagnosed, first_deviating
+from mtrain.verify.bisect import diagnosed, first_deviating, with_advice
 from mtrain.verify.compare import Expected, compared
 from mtrain.verify.compare_inputs import expected_fields
 from mtrain.verify.exact import ExactJob, exact_run, exact_steps, text_places
@@ -81,7 +82,9 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         reference=check.reference,
         layouts=tuple(layouts),
         injected=request.fault,
-        diagnosis=diagnosed(layouts, check.first_module, ParityReport.wording),
+        diagnosis=with_advice(
+            diagnosed(layouts, check.first_module, ParityReport.wording), own_functions(check.config.loss)
+        ),
     )
 
 

@@ -144,7 +144,7 @@ class Diagnosis:
     tolerance: float | None
     module: str | None
     """The first module of the forward pass whose output deviates; None where all of them agree."""
-    lines: tuple[str, str]
+    lines: tuple[str, ...]
     """To paste into a bug report."""
 
 

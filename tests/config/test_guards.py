@@ -95,6 +95,8 @@ NOTED: list[tuple[guards.Note, dict[str, Any], dict[str, Any]]] = [
         {"model__experts": EXPERTS, "loss": ALLOW},
     ),
     (guards.TORCH_LAYERS, DOCUMENTS, {**DOCUMENTS, "model__backend": "torch"}),
+    (guards.OWN_LOSS, {"loss__function": "my:loss", "layout__cp": 2}, {"loss__function": "my:loss"}),
+    (guards.OWN_LOSS, {"loss__side_terms": {"own": {"function": "my:loss"}}, "layout__cp": 2}, {"layout__cp": 2}),
 ]
 
 

@@ -104,6 +104,24 @@ def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(poo
         assert steps.ours.reads - steps.bare.reads == OUR_READ
 
 
+JUDGED: dict[str, Any] = {
+    "loss__function": "tests.parity.losses:preference",
+    "loss__options": {"slope": 0.03},
+    "loss__aggregation": "seq-mean-token-sum",
+}
+
+
+@pytest.mark.parametrize("case", [case(4, cp=2), case(4, dp=2), case(4, pp=2, cp=2)], ids=str)
+def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them(pool: Pool, case: Case) -> None:
+    """One in forward and one in backward for each microbatch, of one number a row, on the last stage."""
+    layout, is_shared = case.resolved(case.config(**JUDGED)), "cp" in case.layout
+    for rank, steps in enumerate(steps_of_all_ranks(pool, case, **JUDGED)):
+        is_last = layout.coordinate(rank).pp == layout.pp - 1
+        sums = Counter({("allreduce_", 4): 2 * 4 if is_shared and is_last else 0})
+        assert steps.ours.collectives - steps.bare.collectives == Counter(small(case, numbers=5)) + sums
+        assert steps.ours.reads - steps.bare.reads == OUR_READ
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"loss__side_terms": SIDE_TERMS}], ids=["one term", "two terms"])
 def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(

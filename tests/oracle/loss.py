@@ -96,6 +96,10 @@ def term_values(
     others = logits if teacher is None else _logits(*teacher, batch)  # nobody asks where there is no teacher
     values = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
+        if term.function in SEQUENCE_LOSSES:
+            judged = SEQUENCE_LOSSES[term.function]
+            values[name] = _of_sequences([judged(*each, **term.options) for each in zip(logits, batch)], batch, term)
+            continue
         losses = [
             _masked(_term_losses(term, each, sequence, other), sequence)
             for each, sequence, other in zip(logits, batch, others, strict=True)
@@ -200,6 +204,19 @@ def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) ->
     return TermValue(numerator, denominator)
 
 
+def _of_sequences(losses: list[Tensor], batch: list[Sequence], term: TermSection) -> TermValue:
+    """A mean over sequences; each counts by its sample weight, or by its loss tokens where those are counted."""
+    counts = [sequence.weights.sum().item() for sequence in batch]
+    is_counted = [count > 0 or term.empty_sequences == "include" for count in counts]
+    by_tokens = term.aggregation == "token-mean"
+    shares = [
+        sequence.sample_weight * (count if by_tokens else float(counts_too))
+        for sequence, count, counts_too in zip(batch, counts, is_counted, strict=True)
+    ]
+    numerator = torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
+    return TermValue(numerator, math.fsum(shares))
+
+
 def _logits(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:
     """[length, vocab_size] of each sequence."""
     return _run(parameters, model, batch)[0]
@@ -248,3 +265,6 @@ TOKEN_LOSSES: dict[str, Callable[[Tensor, Sequence], Tensor]] = {
     "mtrain.loss.z_loss:z_loss": _squared_log_partition,
 }
 """Name in the configuration -> token losses of one sequence, float64; tests add their own."""
+
+SEQUENCE_LOSSES: dict[str, Callable[..., Tensor]] = {}
+"""Name in the configuration -> the loss of one whole sequence by its logits, itself and options; tests add theirs."""

@@ -1,14 +1,34 @@
 """Loss functions of a user, as the configuration names them: right ones and wrong ones."""
 
 import torch
+from torch.nn.functional import logsigmoid
 
-from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.loss.pair import LossPair, TermInputs, weigh, weigh_sequences
 
 
 def focal_loss(inputs: TermInputs, gamma: float) -> LossPair:
     """(1 - p)^gamma times the cross entropy: non-linear in the token's loss, linear over tokens."""
     entropy = inputs.logits.cross_entropy(inputs.labels)
     return weigh((1 - torch.exp(-entropy)) ** gamma * entropy, inputs)
+
+
+def preference(inputs: TermInputs, slope: float) -> LossPair:
+    """-log sigmoid of each sequence's log probability, shifted and made flat: not linear in its tokens."""
+    score = inputs.sum_over_sequence(-inputs.logits.cross_entropy(inputs.labels))
+    return weigh_sequences(-logsigmoid(slope * score + 1.0), inputs)
+
+
+def squared_sum(inputs: TermInputs) -> LossPair:
+    """The square of each sequence's loss, as every token's share of it: N is a sum over the tokens of all ranks."""
+    losses = inputs.logits.cross_entropy(inputs.labels)
+    total = inputs.sum_over_sequence(losses)[inputs.sequence_ids]
+    return weigh(1e-3 * total.float() * losses, inputs)
+
+
+def split_preference(inputs: TermInputs, slope: float) -> LossPair:
+    """As `preference`, but each context-parallel rank judges the tokens that it holds."""
+    kept = torch.where(inputs.weights != 0, inputs.logits.cross_entropy(inputs.labels), 0.0)
+    return weigh_sequences(-logsigmoid(1.0 - slope * kept.sum(dim=1)), inputs)
 
 
 def hard_tokens(inputs: TermInputs, above: float) -> LossPair:

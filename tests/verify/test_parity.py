@@ -27,6 +27,7 @@ from mtrain.verify.tolerances import forward_tolerance
 from mtrain.verify.worker import Job, pieces_of, run_layout
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
+from tests.fault_table import Notice
 from tests.verify.checks import check, expert_config, rich_config
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,14 @@ def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool) -> No
         biases = [each for each in first if each.name.endswith("expert_bias")]
         assert {each.kind for each in biases} == {"update"}, "no parameter"
         assert len(biases) == report.config["model"]["num_layers"] - 1 + user.model.mtp_depths
+
+
+def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
+    user = expert_config()
+    assert user.model.experts is not None
+    experts = user.model.experts.model_dump() | {"top_k": 2, "group_top_k": 2, "group_score_top_k": 2}
+    report = check(pool, expert_config(model__experts=experts), "dp2ep2mbs2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
 @pytest.mark.parametrize(
@@ -253,3 +262,31 @@ def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
     report = ParityReport.from_json((tmp_path / "run" / "parity" / "parity.json").read_text())
     assert not report.passed
     assert (tmp_path / "run" / "parity" / "parity.html").stat().st_size > 10_000
+
+
+JUDGED: dict[str, Any] = {"loss__options": {"slope": 0.03}, "loss__aggregation": "seq-mean-token-sum"}
+
+
+def test_a_loss_of_whole_sequences_passes(pool: Pool) -> None:
+    user = rich_config(loss__function="tests.parity.losses:preference", **JUDGED)
+    report = check(pool, user, "cp2mbs2,tp2sppp2cp2mbs2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+@pytest.mark.fault(
+    "numbers",
+    "a loss function of the user's own that judges each context-parallel rank's part of a sequence",
+    happens="`mtrain verify parity` names cp, the function, and what makes it exact",
+    exit_code=1,
+)
+def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(pool: Pool, notice: Notice) -> None:
+    user = rich_config(loss__function="tests.parity.losses:split_preference", **JUDGED)
+    with notice:
+        report = check(pool, user, "mbs2,cp2mbs2", num_steps=2)
+    assert report.diagnosis is not None
+    assert report.diagnosis.axis == "cp"
+    assert report.diagnosis.kind == "loss"
+    advice = report.diagnosis.lines[2]
+    assert "tests.parity.losses:split_preference is yours" in advice
+    assert "TermInputs.sum_over_sequence" in advice
+    assert ParityReport.from_json(report.to_json()) == report

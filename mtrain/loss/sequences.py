@@ -1,0 +1,48 @@
+"""Sums over whole sequences, whose tokens may lie on several context-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of every rank's values, on every rank, to be differentiated.
+
+    One all-reduce over the group, and one in backward. All ranks must call it, and go backward through it, in the same
+    order.
+
+    Args:
+        values: Any shape, the same on all ranks.
+        group: None where there is one rank.
+    """
+    if group is None:
+        return values
+    result: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Forward and backward are the same sum.
+
+    Each rank differentiates its own part N_r of the numerator N = sum of N_r. What rank s put into the sum S reaches
+    all of them, so dN / dx_s is the sum over r of dN_r / dS. Whether one rank uses S or all do, no gradient is lost and
+    none is counted twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,128 @@
+"""Losses of whole sequences, not linear in their tokens: the same run under every layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.config.loss import Aggregation
+from mtrain.errors import ConfigError
+from mtrain.loss.pair import TermInputs, weigh_sequences
+from mtrain.loss.vocab_parallel import VocabParallelLogits
+from tests.fault_table import Notice
+from tests.oracle.loss import SEQUENCE_LOSSES, Sequence
+from tests.parity.batches import documents_steps, padded_steps, three_steps, weighted_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import deviation, run_case, run_oracle
+from tests.pool import Pool
+
+PREFERENCE = "tests.parity.losses:preference"
+SQUARED = "tests.parity.losses:squared_sum"
+SLOPE = 0.03
+
+
+def _log_probability(logits: Tensor, sequence: Sequence) -> Tensor:
+    counted = sequence.weights > 0
+    labels = torch.where(counted, sequence.labels, 0)
+    return (logits.log_softmax(-1).gather(1, labels[:, None])[:, 0] * counted).sum()
+
+
+def _preference(logits: Tensor, sequence: Sequence, slope: float) -> Tensor:
+    return (1 + (-slope * _log_probability(logits, sequence) - 1.0).exp()).log()
+
+
+def _squared_sum(logits: Tensor, sequence: Sequence) -> Tensor:
+    return 1e-3 * _log_probability(logits, sequence) ** 2
+
+
+SEQUENCE_LOSSES[PREFERENCE], SEQUENCE_LOSSES[SQUARED] = _preference, _squared_sum
+
+JUDGED: dict[str, Any] = {
+    "loss__function": PREFERENCE,
+    "loss__options": {"slope": SLOPE},
+    "loss__aggregation": "seq-mean-token-sum",
+}
+CASES = [
+    case(4),
+    case(1, dp=2),
+    case(4, cp=2),
+    case(1, cp=4),
+    case(2, cp=2, cp_comm="ulysses"),
+    case(4, cp=4, cp_comm="ulysses"),
+    case(2, pp=2, cp=2),
+    case(2, pp=2, vpp=2, cp=2),
+    case(4, tp=2, sp=True, cp=2),
+    case(2, cp=2, dp=2),
+    case(4, tp=2, sp=True, pp=2, cp=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_sigmoid_of_the_sum_of_a_row_is_that_of_one_process(pool: Pool, case: Case) -> None:
+    batches, config = three_steps(), case.config(**JUDGED)
+    deviation(run_case(pool, case, batches, **JUDGED), run_oracle(config, batches), config).assert_below()
+
+
+SPREAD: dict[str, Any] = {"loss__function": SQUARED, "loss__aggregation": "seq-mean-token-sum"}
+OTHERS: list[tuple[str, dict[str, Any], list[Any], Case]] = [
+    ("weighted", JUDGED, weighted_steps(), case(2, cp=2, dp=2)),
+    ("by tokens", JUDGED | {"loss__aggregation": "token-mean"}, three_steps(), case(2, cp=4)),
+    ("empty ones included", JUDGED | {"loss__empty_sequences": "include"}, three_steps(), case(2, tp=2, cp=2)),
+    ("padded", JUDGED, padded_steps(), case(4, cp=2)),
+    ("documents", JUDGED | {"data__isolate_documents": True}, documents_steps(), case(2, cp=2)),
+    (
+        "beside tokens",
+        {"loss__side_terms": {"judged": {"function": PREFERENCE, "options": {"slope": SLOPE}, "coefficient": 0.3}}},
+        three_steps(),
+        case(2, tp=2, sp=True, cp=2),
+    ),
+    ("recomputed", JUDGED | {"train__recompute": "full"}, three_steps(), case(2, pp=2, cp=2)),
+    ("spread over tokens", SPREAD, three_steps(), case(2, cp=4)),
+    ("spread over tokens", SPREAD, three_steps(), case(4, dp=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "batches", "case"), OTHERS, ids=[f"{n}-{c}" for n, _, _, c in OTHERS])
+def test_sequences_of_every_kind(
+    pool: Pool, name: str, changes: dict[str, Any], batches: list[Any], case: Case
+) -> None:
+    config = case.config(**changes)
+    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+
+
+SUMS = ["sum", "token-sum-norm"]
+
+
+@pytest.mark.fault(
+    "input",
+    "a loss of whole sequences under an aggregation that sequences have no share of",
+    happens="refused in the first step, with the aggregation to set",
+    exit_code=2,
+)
+@pytest.mark.parametrize("aggregation", SUMS)
+def test_an_aggregation_without_shares_of_sequences_is_refused(aggregation: str, notice: Notice) -> None:
+    length = {"loss__norm_length": 8} if aggregation == "token-sum-norm" else {}
+    config = case(4).config(**JUDGED | {"loss__aggregation": aggregation} | length)
+    with notice, pytest.raises(ConfigError, match=r"set loss\.aggregation=seq-mean-token-sum") as refused:
+        weigh_sequences(torch.zeros(2), inputs_of(config.loss.aggregation))
+    assert refused.value.exit_code == notice.exit_code
+
+
+def inputs_of(aggregation: Aggregation) -> TermInputs:
+    """Two sequences of three tokens."""
+    logits = VocabParallelLogits(torch.zeros(3, 2, 5), None, 0, 5)
+    labels, weights = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
+    return TermInputs(logits, labels, weights, torch.zeros(2, 3).double(), labels, None, None, aggregation)
+
+
+def test_sums_are_of_rows_and_leave_masked_tokens_out() -> None:
+    inputs = inputs_of("seq-mean-token-sum")
+    values = torch.tensor([[1.0, torch.inf, 3.0], [torch.nan, 5.0, 6.0]], requires_grad=True)
+    total = inputs.sum_over_sequence(values)
+    assert (total.tolist(), total.dtype) == ([4.0, 0.0], torch.float64)
+    total.sum().backward()  # type: ignore[no-untyped-call]
+    assert values.grad is not None
+    assert values.grad.tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    assert inputs.sequence_ids.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert total[inputs.sequence_ids].shape == (2, 3)
