@@ -196,14 +196,15 @@ def _loop(
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
             is_stopped = totals.flag and done < last
             at_end = done == last and config.checkpoint.at_end
+            is_saved = at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps)
             if valid_loss is not None:
                 saver.confirm(done)
-            elif at_end and not totals.is_empty:
+            elif is_saved and done == last and not totals.is_empty:
                 heartbeat.enter(Phase.VALIDATION, done)
                 with _named(f"the weights that step {done}, the last one, has left"):
                     run.training.try_weights(own)  # no later step will say whether they can be used
                 saver.confirm(done)
-            if at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps):
+            if is_saved:
                 heartbeat.enter(Phase.SAVE, done)
                 exporter.expect(done)
                 saver.save(run.chunks, run.optimizer, done, valid_loss, tokens)

@@ -156,14 +156,16 @@ def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     assert whole(tmp_path) == [9]
 
 
+@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.fault(
     "numbers",
     "the last update destroys the weights (optimizer.lr=1e30, train.num_steps=1)",
     happens="a forward pass before the last save finds it; nothing is saved",
     exit_code=4,
 )
-def test_the_last_update_is_judged_before_it_is_saved(pool: Pool, tmp_path: Path, notice: Notice) -> None:
-    config = run_config(tmp_path, **{"optimizer.lr": 1e30, "train.num_steps": 1})
+def test_the_last_update_is_judged_before_it_is_saved(pool: Pool, tmp_path: Path, at_end: bool, notice: Notice) -> None:
+    saves = {"checkpoint.at_end": at_end, "checkpoint.interval_steps": 1}
+    config = run_config(tmp_path, **{"optimizer.lr": 1e30, "train.num_steps": 1, **saves})
     with notice:
         endings = pool.run(ranks.run, Layout(tp=2), config)
     for ending in endings:

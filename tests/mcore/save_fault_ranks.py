@@ -102,6 +102,8 @@ def _train(
         saver.confirm(step)
         saver.poll()
         count()
+        if step + 1 == num_steps:
+            saver.confirm(num_steps)  # the trainer does so after a forward pass
         if step + 1 in saves:
             saver.save(parts.chunks, parts.optimizer, step + 1)
     saver.finish()
