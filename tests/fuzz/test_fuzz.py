@@ -52,6 +52,13 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch, name: str, w
     assert finding.text.startswith(words) or words in finding.text.splitlines()[0]
 
 
+def test_memory_is_measured_below_a_process_that_has_more() -> None:
+    large = bytearray(b"1") * (600 << 20)  # a child's getrusage begins with what its parent had
+    (finding,) = fuzz("tests.fuzz.planted:MEMORY", 1, seed=0).found
+    assert "MiB of memory" in finding.text
+    assert len(large) > 0
+
+
 def test_a_campaign_goes_on_after_a_crash() -> None:
     assert [finding.index for finding in fuzz("tests.fuzz.planted:CRASH", 3, seed=0, first=5).found] == [5, 6, 7]
 
