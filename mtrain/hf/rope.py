@@ -133,8 +133,9 @@ def _lengths(ours: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if ours["scaling"] in ("llama3", "yarn") and "original_max_positions" not in ours:
         found["original_max_positions"] = needed_value(config, "max_position_embeddings", int)
     if ours["scaling"] == "yarn" and "factor" not in ours:
-        longest = needed_value(config, "max_position_embeddings", int)
-        found["factor"] = longest / (ours | found)["original_max_positions"]
+        original = (ours | found)["original_max_positions"]
+        if original > 0:  # another one is refused with the model
+            found["factor"] = needed_value(config, "max_position_embeddings", int) / original
     return found
 
 

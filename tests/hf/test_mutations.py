@@ -216,6 +216,10 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta='1e4' is a text, but a number"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": True}}, "factor=True is true or false"),
     ({"rope_parameters": {"rope_type": ["linear"], "rope_theta": 1.0}}, "rope_type=['linear'] is a list, but a text"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 0}},
+        "rope.original_max_positions: input should be greater than 0",
+    ),
     ({"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
 ]
 
