@@ -20,7 +20,7 @@ from mtrain.config.section import Section
 from mtrain.errors import DataError
 from mtrain.hf.rope import ROPE_NAMES, read_rope, written_rope
 from mtrain.hf.sameness import differences, unsayable
-from mtrain.hf.values import needed_value, value_of
+from mtrain.hf.values import needed_value, shown, value_of
 
 
 class UnsayableError(DataError):
@@ -93,8 +93,8 @@ class Field(Entry):
         for each in self.names:
             if each in config and read(config, each, kind, None) != config[name]:
                 raise DataError(
-                    f"config.json: {name}={config[name]!r} and {each}={config[each]!r} are two names of one value; "
-                    "remove one of them"
+                    f"config.json: {name}={shown(config[name])} and {each}={shown(config[each])} are two names of one "
+                    "value; remove one of them"
                 )
         return {self.ours: read(config, name, kind, self.default)}
 
@@ -128,7 +128,7 @@ class Needed(Entry):
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(self.theirs, self.default)
         if not any(_is_same(value, one) for one in (self.value, *self.aliases)):
-            raise DataError(f"config.json: {self.theirs}={value!r} is not supported, but {self.value!r} is needed")
+            raise DataError(f"config.json: {self.theirs}={shown(value)} is not supported, but {self.value!r} is needed")
         return {}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:

@@ -17,6 +17,10 @@ from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places
 from mtrain.hf.header import read_header
 from mtrain.hf.registry import family_of, fields_nobody_knows
 from mtrain.hf.sameness import differences
+from mtrain.hf.values import shown_name
+
+_TOLD_FIELDS = 8
+"""Of those that are unknown."""
 
 
 def described_model(folder: Path) -> ModelSection:
@@ -59,9 +63,11 @@ def notes_on_folder(folder: str | None) -> list[str]:
     unknown = fields_nobody_knows(read_json(inside(Path(folder), CONFIG_NAME)))
     if not unknown:
         return []
+    told = ", ".join(map(shown_name, unknown[:_TOLD_FIELDS]))
+    more = f" and {len(unknown) - _TOLD_FIELDS} more" if len(unknown) > _TOLD_FIELDS else ""
     return [
-        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {', '.join(unknown)}: they are kept and take no "
-        "part in what is computed; --check-logits compares with transformers"
+        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {told}{more}: they are kept and take no part in "
+        "what is computed; tools/convert_checkpoint.py --check-logits compares with transformers"
     ]
 
 

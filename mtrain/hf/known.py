@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mtrain.errors import DataError
+from mtrain.hf.values import shown
 
 _DESCRIPTION = """architectures model_type transformers_version _name_or_path name_or_path _commit_hash torch_dtype
 dtype auto_map tokenizer_class model_max_length unsloth_version unsloth_fixed max_position_embeddings
@@ -42,6 +43,8 @@ tie_encoder_decoder use_alibi use_mrope use_parallel_residual use_qk_norm use_qk
 CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
 """Fields that models of transformers read and none of our families has."""
 
+_TOLD_FIELDS = 4
+"""Of those that are refused at once."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 
 
@@ -64,7 +67,7 @@ def refuse_foreign(
     foreign = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
     found = [name for name in config if name in foreign and not _is_neutral(config[name])]
     if found:
-        told = ", ".join(f"{name}={config[name]!r}" for name in found)
+        told = ", ".join(f"{name}={shown(config[name])}" for name in found[:_TOLD_FIELDS])
         raise DataError(
             f"config.json: {told}: a {model_type} model does not have that here; remove it if it changes nothing of "
             "what the weights compute"

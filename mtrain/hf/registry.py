@@ -14,6 +14,7 @@ from mtrain.hf.families.gemma import GEMMA3
 from mtrain.hf.families.gpt_oss import GPT_OSS
 from mtrain.hf.family import Family
 from mtrain.hf.known import refuse_foreign, unknown_fields
+from mtrain.hf.values import shown
 
 FAMILIES = {
     family.model_type: family
@@ -34,7 +35,7 @@ def family_of(config: dict[str, Any]) -> Family:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise DataError(
-            f"config.json: model_type={name!r} is not supported, but one of {', '.join(FAMILIES)} is needed"
+            f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(FAMILIES)} is needed"
         )
     own = FAMILIES[name].names
     refuse_foreign(config, name, own, _ALL_NAMES - own)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtrain.config.model import RopeSection
 from mtrain.errors import DataError
-from mtrain.hf.values import needed_value, wrong_type
+from mtrain.hf.values import needed_value, shown, shown_name, wrong_type
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _FIELDS = {
@@ -89,8 +89,8 @@ def _agree(one: str, said: Mapping[str, Any], other: str, again: Mapping[str, An
     for name, value in again.items():
         if name not in said or said[name] != value:
             raise DataError(
-                f"config.json: {one} says {name}={said.get(name)!r}, but {other} says {name}={value!r}; remove the one "
-                "that is wrong"
+                f"config.json: {one} says {shown_name(name)}={shown(said.get(name))}, but {other} says "
+                f"{shown_name(name)}={shown(value)}; remove the one that is wrong"
             )
 
 
@@ -103,7 +103,8 @@ def read_rope(config: dict[str, Any], default_base: float) -> dict[str, Any]:
     theirs = rope_parameters(config, default_base)
     if needed_value(theirs, "rope_type", str) not in _TYPES:
         raise DataError(
-            f"config.json: rope_type={theirs['rope_type']} is not supported, but one of {', '.join(_TYPES)} is needed"
+            f"config.json: rope_type={shown_name(theirs['rope_type'])} is not supported, but one of "
+            f"{', '.join(_TYPES)} is needed"
         )
     if theirs.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise DataError("config.json: partial_rotary_factor must be 1: heads that rotate in part are not supported")
@@ -119,8 +120,9 @@ def read_rope(config: dict[str, Any], default_base: float) -> dict[str, Any]:
 def _check_names(theirs: dict[str, Any], scaling: str) -> None:
     known = {*_FIELDS[scaling], "rope_type", "rope_theta", "partial_rotary_factor"}
     if unknown := sorted(theirs.keys() - known):
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise DataError(
-            f"config.json: {', '.join(f'{name}={theirs[name]!r}' for name in unknown)} in the rotary parameters means "
+            f"config.json: {shown_name(unknown[0])}={shown(theirs[unknown[0]])}{more} in the rotary parameters means "
             f"nothing for rope_type={theirs['rope_type']}; remove it, or correct rope_type"
         )
     if missing := [name for name in _NEEDED[scaling] if name not in theirs]:

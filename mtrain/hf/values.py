@@ -53,7 +53,16 @@ def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T
 
 def wrong_type(name: str, value: object, needed: str) -> DataError:
     """The refusal of a value of another type."""
-    shown = repr(value)
-    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
     found = _FOUND.get(type(value), "null")
-    return DataError(f"config.json: {name}={shown} is {found}, but {needed} is needed; correct the file")
+    return DataError(f"config.json: {name}={shown(value)} is {found}, but {needed} is needed; correct the file")
+
+
+def shown(value: object) -> str:
+    """A value for a message, on one line and not endless."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def shown_name(name: str) -> str:
+    """The name of a field, which may be anything in a damaged file; an ordinary one as it stands."""
+    return name if name.isidentifier() and len(name) <= _LONGEST else shown(name)
