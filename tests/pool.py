@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mtrain.verify import ranks
 from mtrain.verify.ranks import RankFailedError as RankFailed
+from tests import warm
 
 __all__ = ["Pool", "RankFailed"]
 
@@ -15,4 +16,4 @@ class Pool(ranks.Pool):
     """Ranks on gloo."""
 
     def __init__(self) -> None:
-        super().__init__(preloaded=["pytest", "tests.pool", "mtrain.verify.segment"])
+        super().__init__(preloaded=["pytest", "tests.pool", "mtrain.verify.segment", *warm.PRELOADED])

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.fault_table import ROOT, Notice
-from tests.test_trainer import command, finished, numbers, start, wait_for_step
+from tests.test_trainer import command, finished, numbers, start_cold, wait_for_step
 
-__all__ = ["command", "start"]
+__all__ = ["command", "start_cold"]
 
 HOLD = """
 import sys, time
@@ -125,19 +125,19 @@ def test_of_two_starts_at_once_one_goes_on(tmp_path: Path) -> None:
     exit_code=0,
 )
 def test_a_run_trains_exports_and_goes_on_without_locks(
-    command: Callable[..., list[str]], start: Any, tmp_path: Path, notice: Notice
+    command: Callable[..., list[str]], start_cold: Any, tmp_path: Path, notice: Notice
 ) -> None:
     without = [sys.executable, "-m", "tests.no_flock", "ENOLCK"]
     saves = ("checkpoint.interval_steps=1", "checkpoint.export_hf_every_steps=2", "checkpoint.keep_last=1")
     with notice:
-        code, _, errors = finished(start([*without, *command(*saves)]))
+        code, _, errors = finished(start_cold([*without, *command(*saves)]))
     assert code == notice.exit_code, errors
     assert "Traceback" not in errors
     assert errors.count("warning:") == 1, errors
     assert [path.name for path in sorted((tmp_path / "run" / "exports").iterdir())] == [
         f"step_{step:08d}" for step in (2, 4, 6)
     ], "what is to be exported is kept, though nothing can be locked"
-    process = start([*without, *command(*saves, "train.num_steps=100000")])
+    process = start_cold([*without, *command(*saves, "train.num_steps=100000")])
     wait_for_step(tmp_path / "run", 8)
     process.send_signal(signal.SIGTERM)
     code, _, errors = finished(process)

@@ -15,9 +15,9 @@ import pytest
 from mtrain import faultpoints
 from mtrain.launch import free_port
 from tests.fault_table import Notice
-from tests.test_trainer import DEADLINE_S, ROOT, command, finished, records, start
+from tests.test_trainer import DEADLINE_S, ROOT, command, finished, records, start_cold
 
-__all__ = ["command", "start"]
+__all__ = ["command", "start_cold"]
 pytestmark = pytest.mark.usefixtures("hangup")
 
 
@@ -73,7 +73,7 @@ DATA_OPENS = "while a rank builds model and data"
 )
 def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     command: Any,
-    start: Any,
+    start_cold: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
@@ -83,7 +83,7 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     """To the launcher, or to one rank of two only."""
     if at == DATA_OPENS:
         monkeypatch.setenv(faultpoints.VARIABLE, "usr1 rank=1 step=0 phase=build")
-    process = start(command("layout.cp=2", ranks=2))
+    process = start_cold(command("layout.cp=2", ranks=2))
     with notice:
         if at == LAUNCHER_LOADS:
             wait_until(lambda: has_handler(process.pid, number))
@@ -107,11 +107,11 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     exit_code=1,
 )
 def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
-    command: Any, start: Any, tmp_path: Path, notice: Notice
+    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
 ) -> None:
     config = command("layout.cp=2")[4:]
     environment = ["env", "NPROC_PER_NODE=2", f"MASTER_PORT={free_port()}"]
-    process = start([*environment, "bash", str(ROOT / "launch" / "torchrun.sh"), *config])
+    process = start_cold([*environment, "bash", str(ROOT / "launch" / "torchrun.sh"), *config])
     wait_until(lambda: loads_torch(process.pid))
     with notice:
         process.send_signal(signal.SIGUSR1)
@@ -122,8 +122,8 @@ def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
     assert "Traceback" not in errors
 
 
-def test_a_wrong_configuration_is_reported_although_a_signal_came(command: Any, start: Any) -> None:
-    process = start(command("layout.tp=3"))
+def test_a_wrong_configuration_is_reported_although_a_signal_came(command: Any, start_cold: Any) -> None:
+    process = start_cold(command("layout.tp=3"))
     wait_until(lambda: has_handler(process.pid, signal.SIGTERM))
     process.send_signal(signal.SIGTERM)
     code, _, errors = finished(process)
@@ -133,8 +133,8 @@ def test_a_wrong_configuration_is_reported_although_a_signal_came(command: Any, 
 
 @pytest.mark.fault("signals", "Ctrl-C twice while programs load", happens="the program ends at once", exit_code=130)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_two_interrupts_end_a_start_at_once(command: Any, start: Any, ranks: int, notice: Notice) -> None:
-    process = start(command(ranks=ranks))
+def test_two_interrupts_end_a_start_at_once(command: Any, start_cold: Any, ranks: int, notice: Notice) -> None:
+    process = start_cold(command(ranks=ranks))
     wait_until(lambda: has_handler(process.pid, signal.SIGUSR1))
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.pool import Pool
+from tests.warm import Command
 
 ROOT = Path(__file__).parents[1]
 MODEL = "num_layers: 2, hidden_size: {hidden}, ffn_hidden_size: 48, num_attention_heads: 4, vocab_multiple: 8"
@@ -47,17 +49,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Run:
+def run(pool: Pool, folder: Path) -> Run:
     """Runs to the end: exit code, standard output, standard error."""
 
     def begin(config: str, name: str, *arguments: str, ranks: int = 1) -> tuple[int, str, str]:
         verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
         command = [sys.executable, "-m", "mtrain", *verb, str(folder / f"{config}.yaml"), f"run.dir={folder / name}"]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-        )
-        return done.returncode, done.stdout, done.stderr
+        process = Command([*command, *arguments], folder, environment)
+        output, errors = process.communicate(timeout=200)
+        return process.wait(), output, errors
 
     return begin
 

@@ -19,6 +19,8 @@ import pytest
 
 from mtrain.health.heartbeat import read_beat
 from tests.fault_table import Notice
+from tests.pool import Pool
+from tests.warm import Command
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
@@ -65,18 +67,28 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[[list[str]], subprocess.Popen[str]]:
-    """Starts a command with the repository and `tmp_path` importable."""
+def start(pool: Pool, tmp_path: Path) -> Callable[[list[str]], Command]:
+    """Starts a command with the repository and `tmp_path` importable, in a process that has imported all it needs."""
+    return lambda arguments: Command(arguments, tmp_path, environment(tmp_path))
+
+
+@pytest.fixture
+def start_cold(tmp_path: Path) -> Callable[[list[str]], subprocess.Popen[str]]:
+    """The same in a new interpreter."""
 
     def begin(arguments: list[str]) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
-        return subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(arguments, cwd=tmp_path, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True)
 
     return begin
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def environment(folder: Path) -> dict[str, str]:
+    """Ours, with the repository and `folder` importable."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
+
+
+def finished(process: subprocess.Popen[str] | Command) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
     output, errors = process.communicate(timeout=DEADLINE_S)
     return process.returncode, output, errors
@@ -130,9 +142,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(command: Any, start: Any, tmp_path: P
 )
 @pytest.mark.usefixtures("hangup")
 def test_a_signal_to_one_rank_stops_all_in_the_same_step(
-    command: Any, start: Any, tmp_path: Path, notice: Notice
+    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
 ) -> None:
-    process = start(command("train.num_steps=2000", "layout.tp=2", ranks=2))
+    process = start_cold(command("train.num_steps=2000", "layout.tp=2", ranks=2))
     wait_for_step(tmp_path / "run", 2)
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
     with notice:
@@ -254,8 +266,10 @@ def test_the_resolved_configuration_repeats_the_run(command: Any, start: Any, tm
     happens="the launcher names rank, signal, phase and step; the others end",
     exit_code=5,
 )
-def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
-    process = start(command("train.num_steps=2000", "train.process_group_timeout_s=20", "layout.tp=2", ranks=2))
+def test_a_killed_rank_ends_the_run_with_its_name(
+    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
+) -> None:
+    process = start_cold(command("train.num_steps=2000", "train.process_group_timeout_s=20", "layout.tp=2", ranks=2))
     wait_for_step(tmp_path / "run", 1)
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
     while (beat := read_beat(tmp_path / "run" / "heartbeats", 1)) is None or beat.step == 0:

@@ -15,10 +15,10 @@ from mtrain.hf.folder import HfFolder
 from mtrain.run_folder import RunFolder
 from tests.fault_table import Notice
 from tests.hf.test_exports import finished, run
-from tests.test_trainer import command, start, wait_for_step
+from tests.test_trainer import command, start_cold, wait_for_step
 from tests.test_trainer import finished as ended
 
-__all__ = ["command", "finished", "run", "start"]
+__all__ = ["command", "finished", "run", "start_cold"]
 
 SAVES = ("checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=2", "checkpoint.keep_last=1")
 
@@ -38,11 +38,11 @@ def exported(run: RunFolder) -> list[int]:
     exit_code=0,
 )
 def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
-    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
     monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export.piece")
-    process = start(command(*SAVES, "train.num_steps=100000"))
+    process = start_cold(command(*SAVES, "train.num_steps=100000"))
     wait_for_step(run.path, 7)
     with notice:
         process.send_signal(signal.SIGTERM)
@@ -52,11 +52,11 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     assert "Traceback" not in errors
     due = due_steps(run, 2)
     assert {2, 4, 6} <= set(due), "they are kept, though checkpoint.keep_last=1"
-    assert f"exports left to the next start: {', '.join(map(step_name, due))}" in output
+    assert f"exports left to the next start_cold: {', '.join(map(step_name, due))}" in output
 
     monkeypatch.delenv(faultpoints.VARIABLE)
     last = published_steps(run.checkpoints)[-1]
-    code, output, errors = ended(start(command(*SAVES, f"train.num_steps={last}", "checkpoint.async_save=false")))
+    code, output, errors = ended(start_cold(command(*SAVES, f"train.num_steps={last}", "checkpoint.async_save=false")))
     assert code == 0, errors
     assert exported(run) == due
     assert not run.requeue_marker.exists()
@@ -70,11 +70,11 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     exit_code=0,
 )
 def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
-    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
     monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export.piece")
-    process = start(command(*SAVES, "train.num_steps=4"))
+    process = start_cold(command(*SAVES, "train.num_steps=4"))
     lines: list[str] = []
     while "step_00000004 in " not in "".join(lines):
         lines.append(process.stdout.readline())
@@ -85,7 +85,7 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     assert run.requeue_marker.read_text() == "stopped by a signal before all checkpoints were exported\n"
 
     monkeypatch.delenv(faultpoints.VARIABLE)
-    code, _, errors = ended(start(command(*SAVES, "train.num_steps=4")))
+    code, _, errors = ended(start_cold(command(*SAVES, "train.num_steps=4")))
     assert code == 0, errors
     assert exported(run) == [2, 4]
     assert not run.requeue_marker.exists()
@@ -98,12 +98,12 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     exit_code=0,
 )
 def test_a_failed_export_does_not_change_how_a_stop_ends(
-    command: Any, start: Any, tmp_path: Path, notice: Notice
+    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.exports.write_text("a file in the way\n")
-    process = start(command(*SAVES, "train.num_steps=100000"))
+    process = start_cold(command(*SAVES, "train.num_steps=100000"))
     wait_for_step(run.path, 6)
     with notice:
         process.send_signal(signal.SIGTERM)
@@ -112,7 +112,7 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
     assert "warning: step 2 is not exported: " in errors
     assert "Not a directory" in errors
     assert run.requeue_marker.exists()
-    assert "exports left to the next start: step_" in output
+    assert "exports left to the next start_cold: step_" in output
 
 
 @pytest.mark.fault(
@@ -122,11 +122,11 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
     exit_code=7,
 )
 def test_a_failed_export_at_the_end_is_an_error(
-    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     monkeypatch.setenv(faultpoints.VARIABLE, "full rank=0 step=2 phase=export.piece")
     with notice:
-        code, _, errors = ended(start(command(*SAVES, "train.num_steps=2")))
+        code, _, errors = ended(start_cold(command(*SAVES, "train.num_steps=2")))
     assert code == notice.exit_code, errors
     assert errors.count("error: step 2 is not exported: ") == 1
     assert "Traceback" not in errors
@@ -145,7 +145,7 @@ def test_an_export_that_is_stopped_ends_between_two_pieces_and_the_next_goes_on(
     exporter.poll()
     assert exporter.finish() == [2]
     exporter.close()
-    assert "exports left to the next start: step_00000002" in capsys.readouterr().out
+    assert "exports left to the next start_cold: step_00000002" in capsys.readouterr().out
     assert [path.name for path in run.exports.iterdir()] == [".step_00000002.partial"]
 
     monkeypatch.delenv(faultpoints.VARIABLE)

@@ -1,0 +1,172 @@
+"""`python -m mtrain` in a process that has imported torch and megatron-core already: whole runs without their start.
+
+A fresh interpreter needs three seconds of a core before it trains, and so does every rank that a launcher starts. Here
+a fork server that has imported everything forks the command instead, and where the command is a launcher, its ranks
+are forked from it in turn. All else is the program's own: arguments, environment, working folder, signals, exit code.
+Tests of what happens during imports start a real interpreter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+PRELOADED = ("mtrain.cli", "mtrain.trainer", "tests.warm")
+_PROGRAM = [sys.executable, "-m", "mtrain"]
+_POLL_S = 0.01
+
+
+class Command:
+    """A running command; the part of subprocess.Popen that tests use."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        """Starts it.
+
+        Args:
+            arguments: `python -m mtrain ...`.
+            folder: Working folder.
+            environment: All of it.
+        """
+        assert list(arguments[:3]) == _PROGRAM, arguments
+        self._folder = tempfile.TemporaryDirectory(prefix="mtrain-command-")
+        self._outputs = [Path(self._folder.name, name) for name in ("output", "errors")]
+        for path in self._outputs:
+            path.touch()
+        context = multiprocessing.get_context("forkserver")
+        job = (list(arguments[3:]), str(folder), dict(environment), *map(str, self._outputs))
+        self._process = context.Process(target=_run, args=job)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative where a signal ended it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("mtrain", timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Standard output and standard error, once it has ended."""
+        self.wait(timeout)
+        output, errors = (path.read_text(errors="replace") for path in self._outputs)
+        return output, errors
+
+    def send_signal(self, number: int) -> None:
+        """As the command line would be sent one."""
+        if self._process.exitcode is None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedRank:
+    """What a launcher holds of a rank that was forked from it; the part of subprocess.Popen that it uses."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: Any,
+        stderr: Any,
+        preexec_fn: Callable[[], None],
+        stdin: int = subprocess.DEVNULL,
+        process_group: int = 0,
+    ) -> None:
+        """Forks."""
+        assert list(command[:3]) == _PROGRAM, command
+        assert process_group == 0
+        self.args, self.returncode = command, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            preexec_fn()  # blocks stop signals, so none is lost where handlers are as in a new process
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            for file, descriptor in ((stdout, 1), (stderr, 2)):
+                if file is not None:
+                    os.dup2(file.fileno(), descriptor)
+            os._exit(_main(command[3:], env))
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended."""
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("mtrain", timeout or 0.0)
+            time.sleep(_POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Where it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _run(arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str) -> None:
+    """In the forked process: all that an interpreter would have found at its start."""
+    import mtrain.launch
+
+    for path, descriptor in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.chdir(folder)
+    mtrain.launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+    os._exit(_main(arguments, environment))
+
+
+def _main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The program itself; its exit code."""
+    import torch
+
+    from mtrain.__main__ import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(":")
+    sys.argv = ["mtrain", *arguments]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = sys.__stdout__ = os.fdopen(os.dup(1), "w")
+    sys.stderr = sys.__stderr__ = os.fdopen(os.dup(2), "w", buffering=1)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # as the interpreter does
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
