@@ -38,7 +38,7 @@ def main(
     total = fuzz(target, examples, seed, first, tell)
     typer.echo(f"\n{target}: {total.accepted} accepted, {total.refused} refused, {len(total.found)} findings")
     for cause, found in sorted(causes.items(), key=lambda item: -len(item[1])):
-        typer.echo(f"{len(found):6} x {cause} (first: {found[0].index})")
+        typer.echo(f"{len(found):6} x {cause} (first: {found[0].number})")
     raise typer.Exit(1 if causes else 0)
 
 

@@ -24,7 +24,7 @@ WALL_SECONDS = 150.0
 class Finding(NamedTuple):
     """An input that breaks the promise."""
 
-    index: int
+    number: int
     """Its number under the seed."""
     text: str
 

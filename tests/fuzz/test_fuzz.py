@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", target_names())
 def test_a_mutated_input_is_accepted_or_refused_by_one_message(name: str) -> None:
     result = fuzz(name, EXAMPLES, seed=0)
-    assert [f"{name} --first {finding.index}: {finding.text}" for finding in result.found] == []
+    assert [f"{name} --first {finding.number}: {finding.text}" for finding in result.found] == []
     assert result.accepted + result.refused == EXAMPLES
     assert min(result.accepted, result.refused) >= EXAMPLES // 20, "the mutations change too little, or too much"
 
@@ -60,7 +60,7 @@ def test_memory_is_measured_below_a_process_that_has_more() -> None:
 
 
 def test_a_campaign_goes_on_after_a_crash() -> None:
-    assert [finding.index for finding in fuzz("tests.fuzz.planted:CRASH", 3, seed=0, first=5).found] == [5, 6, 7]
+    assert [finding.number for finding in fuzz("tests.fuzz.planted:CRASH", 3, seed=0, first=5).found] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("name", target_names())
