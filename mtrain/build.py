@@ -19,7 +19,7 @@ from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.teacher import Teacher, teacher_config
 from mtrain.mcore.verified import opened_checkpoint
 from mtrain.mcore.world import on_first_rank
-from mtrain.resume import announced, say, take_up
+from mtrain.resume import announced, resume_or_initialize, say
 from mtrain.run_folder import RunFolder
 from mtrain.step import TrainingStep
 
@@ -89,5 +89,5 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     teacher = teacher_of(config, groups)
     training = TrainingStep(config, groups, chunks, optimizer, objective, teacher)
     validation = ValidationSet.open(loader)
-    start_step = take_up(config, folder, groups, chunks, optimizer, loader)
+    start_step = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
     return Run(config, groups, chunks, optimizer, objective, teacher, training, loader, validation, start_step)

@@ -72,7 +72,7 @@ class RankEnvironment:
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise MachineError(
                 f"the launcher says rank {self.rank} of {self.world_size} and local rank {self.local_rank} of "
-                f"{self.local_world_size}, but a rank must be below its world size; mend the environment variables"
+                f"{self.local_world_size}, but a rank must be below its world size; fix the environment variables"
             )
 
     @classmethod
@@ -129,12 +129,12 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
     for item in environ[name].split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise MachineError(f"{name}={environ[name]!r} needs the form 2(x3),1; mend the variable")
+            raise MachineError(f"{name}={environ[name]!r} needs the form 2(x3),1; fix the variable")
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
     if node >= len(counts):
         raise MachineError(
-            f"SLURM_NODEID={node}, but {name}={environ[name]!r} names {len(counts)} nodes; mend the variables"
+            f"SLURM_NODEID={node}, but {name}={environ[name]!r} names {len(counts)} nodes; fix the variables"
         )
     return counts[node]
 
@@ -151,7 +151,7 @@ def _first_node(environ: Mapping[str, str]) -> str:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
     if not text.isdecimal():
-        raise MachineError(f"{name}={text!r} must be a whole number; mend the environment variable")
+        raise MachineError(f"{name}={text!r} must be a whole number; fix the environment variable")
     return int(text)
 
 

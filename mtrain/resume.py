@@ -26,7 +26,7 @@ from mtrain.mcore.world import on_first_rank
 from mtrain.run_folder import RunFolder
 
 
-def take_up(
+def resume_or_initialize(
     config: Config,
     folder: RunFolder,
     groups: Groups,

@@ -149,7 +149,7 @@ def documents_need_torch_layers(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that cannot be mended and is said once."""
+    """Something that cannot be fixed and is said once."""
 
     applies: Callable[[Config], bool]
     text: str

@@ -68,5 +68,5 @@ class LayoutSection(Section):
             return None
         return (
             f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one for each of the "
-            f"pp={self.pp} x vpp={self.vpp} stages; mend the list"
+            f"pp={self.pp} x vpp={self.vpp} stages; fix the list"
         )

@@ -121,11 +121,11 @@ def _text_of(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; mend the path") from None
+        raise ConfigError(f"{path}: there is no such file; fix the path") from None
     except OSError as fault:
-        raise ConfigError(f"{path}: the file cannot be read ({fault.strerror}); mend its name or permissions") from None
+        raise ConfigError(f"{path}: the file cannot be read ({fault.strerror}); fix its name or permissions") from None
     except ValueError:  # NUL, or half a character
-        raise ConfigError(f"{path}: no file can have such a name; mend the path") from None
+        raise ConfigError(f"{path}: no file can have such a name; fix the path") from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: the file is larger than {MAX_BYTES:,} bytes; name a file that is a configuration")
     try:
@@ -143,9 +143,9 @@ def read_override(text: str) -> Source:
     key, separator, value = text.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
-        raise ConfigError(f"{text}: an override has the form section.key=value; mend it")
+        raise ConfigError(f"{text}: an override has the form section.key=value; fix it")
     if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"{text}: a key of {len(parts)} parts is none of a configuration; mend it")
+        raise ConfigError(f"{text}: a key of {len(parts)} parts is none of a configuration; fix it")
     try:
         refuse(value)
         content = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key.strip()}={value}"]), resolve=False)
@@ -154,9 +154,7 @@ def read_override(text: str) -> Source:
     except GrammarParseError:
         raise ConfigError(_no_interpolation(key, COMMAND_LINE)) from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
-        raise ConfigError(
-            f"{text}: the value cannot be read as YAML ({_first_line(fault)}); quote or mend it"
-        ) from None
+        raise ConfigError(f"{text}: the value cannot be read as YAML ({_first_line(fault)}); quote or fix it") from None
     assert isinstance(content, dict)
     return Source(COMMAND_LINE, content)
 
@@ -171,9 +169,9 @@ def _parse(text: str, name: str) -> dict[Any, Any]:
         raise ConfigError(_no_interpolation(str(fault.full_key), name)) from None
     except yaml.MarkedYAMLError as fault:
         line = f":{fault.problem_mark.line + 1}" if fault.problem_mark else ""
-        raise ConfigError(f"{name}{line}: {fault.problem}; mend the YAML") from None
+        raise ConfigError(f"{name}{line}: {fault.problem}; fix the YAML") from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
-        raise ConfigError(f"{name}: {_first_line(fault)}; mend the YAML") from None
+        raise ConfigError(f"{name}: {_first_line(fault)}; fix the YAML") from None
     if not isinstance(content, dict):
         raise ConfigError(
             f"{name}: sections with keys are needed (section: {{key: value}}), but it holds something else"

@@ -70,7 +70,7 @@ class TermSection(Section):
         if not self.function.startswith("mtrain."):
             return None
         wrong = [
-            f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; mend it"
+            f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
             for name, value in self.options.items()
             if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
         ]

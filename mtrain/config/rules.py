@@ -64,7 +64,7 @@ def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         if sum(layout.stage_layers) != model.num_layers:
             yield (
                 f"layout.stage_layers={list(layout.stage_layers)} adds up to {sum(layout.stage_layers)}, but "
-                f"model.num_layers={model.num_layers}; mend the list"
+                f"model.num_layers={model.num_layers}; fix the list"
             )
         return
     ends = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]

@@ -127,7 +127,7 @@ def _encodable(document: Document) -> bytes:
     try:
         return document.text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{document.place}: the text holds half a surrogate pair; mend the escape sequence") from None
+        raise DataError(f"{document.place}: the text holds half a surrogate pair; fix the escape sequence") from None
 
 
 def _tokenized(

@@ -199,11 +199,11 @@ def _check_pair(found: dict[str, Any]) -> None:
 
 def _check_messages(messages: object) -> None:
     if not isinstance(messages, list) or not messages:
-        raise DataError("'messages' must be a list of at least one message; mend it")
+        raise DataError("'messages' must be a list of at least one message; fix it")
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{place} needs an object with role and content; mend it")
+            raise DataError(f"{place} needs an object with role and content; fix it")
         if message["role"] not in ROLES:
             raise DataError(
                 f"{place} has the role {message['role']!r}, but must be one of {', '.join(ROLES)}; change it"
@@ -221,7 +221,7 @@ def _check_text(text: object, name: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{name} holds half a surrogate pair, which is not text; mend the escape sequence") from None
+        raise DataError(f"{name} holds half a surrogate pair, which is not text; fix the escape sequence") from None
 
 
 def _check_weight(weight: object) -> None:

@@ -93,7 +93,7 @@ def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as fault:
         raise DataError(f"{path} line {number}: not JSON ({fault}); write one JSON object a line") from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} line {number}: holds a {type(found).__name__}, but a JSON object is needed; mend it")
+        raise DataError(f"{path} line {number}: holds a {type(found).__name__}, but a JSON object is needed; fix it")
     return found
 
 

@@ -228,7 +228,7 @@ def _parsed(name: str, config: Config, max_ranks: int) -> Trial:
     trial = Trial(**fields)
     degrees = (trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.ep, trial.etp, trial.micro_batch_size or 1)
     if min(degrees) < 1:
-        raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; mend the name")
+        raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; fix the name")
     if trial.num_ranks > max_ranks:
         raise ConfigError(
             f"--layouts {name} needs {trial.num_ranks} ranks, but --max-ranks is {max_ranks}; raise it or take smaller "

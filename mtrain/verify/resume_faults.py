@@ -72,8 +72,8 @@ def _stale_shard() -> contextlib.AbstractContextManager[None]:
 
 
 def _one_step_later() -> contextlib.AbstractContextManager[None]:
-    original = resume.take_up
-    return replaced(build, "take_up", lambda *arguments: original(*arguments) + 1)
+    original = resume.resume_or_initialize
+    return replaced(build, "resume_or_initialize", lambda *arguments: original(*arguments) + 1)
 
 
 def _first_samples() -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What would let a silent fault of megatron-core in is refused; what cannot be mended is said."""
+"""What would let a silent fault of megatron-core in is refused; what cannot be fixed is said."""
 
 from typing import Any
 

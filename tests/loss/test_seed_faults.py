@@ -200,7 +200,7 @@ def test_deepspeed_ulysses_gradients_scaled_by_the_sequence_parallel_size(
     for batch in (ragged, even):
         assert batch.deviation(reduced(batch), one_process(batch, "token-mean")) > 0.01
         assert_equals_one_process(batch, "token-mean", num_groups=dp, sp=sp)
-    # dividing by sp as well mends full rows only
+    # dividing by sp as well fixes full rows only
     assert even.deviation(reduced(even) / sp, one_process(even, "token-mean")) < 1e-12
     assert ragged.deviation(reduced(ragged) / sp, one_process(ragged, "token-mean")) > 0.01
 

@@ -67,7 +67,7 @@ def layer_config(groups: Groups, **fields: Any) -> TransformerConfig:
 
 @contextmanager
 def with_their_router() -> Iterator[None]:
-    """Mends, by hand, that their router cannot run without TransformerEngine."""
+    """Fixes, by hand, that their router cannot run without TransformerEngine."""
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
     try:
         yield

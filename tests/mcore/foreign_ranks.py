@@ -22,7 +22,7 @@ from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.gather import gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups
-from mtrain.resume import take_up
+from mtrain.resume import resume_or_initialize
 from mtrain.run_folder import RunFolder
 from tests.mcore.checkpoint_ranks import build
 from tests.mcore.expert_fault_ranks import with_their_router
@@ -119,7 +119,7 @@ def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> f
     """The loss of our model on the same batch."""
     parts = build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
-    assert take_up(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader) == 0
+    assert resume_or_initialize(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader) == 0
     whole = gather_whole(parameter_shards(parts.chunks, groups))
     assert whole is None or not whole["embedding.word_embeddings.weight"][config.model.vocab_size :].any()
     return parts.training.forward_backward(None if loader is None else loader.batches(0)).loss

@@ -73,7 +73,7 @@ def lose_the_folder(groups: Groups, config: Config, run: Path) -> Ending:
         return _ending(work)
 
 
-def take_up(groups: Groups, config: Config, folder: Path) -> tuple[int, list[str], tuple[str, str]]:
+def resume_or_initialize(groups: Groups, config: Config, folder: Path) -> tuple[int, list[str], tuple[str, str]]:
     """Step of the checkpoint that is verified and loaded (0: none), the warnings, and what was raised."""
     parts, found = build(groups, config), (0, list[str]())
     try:

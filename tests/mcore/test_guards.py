@@ -1,6 +1,6 @@
 """The table of guards: each row's fault is shown in plain Megatron-Core, and is absent here.
 
-Where an upgrade mends a fault, the test that shows it fails: then the row, and what it led to, can go.
+Where an upgrade fixes a fault, the test that shows it fails: then the row, and what it led to, can go.
 """
 
 from __future__ import annotations

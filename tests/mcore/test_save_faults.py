@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, sav
         pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 9}), saved, [step], None, step)
         damage(saved / step_name(step))
         with notice:
-            found = pool.run(ranks.take_up, Layout(tp=2), configured(), saved)
+            found = pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved)
         for taken, warnings, error in found:
             assert error == ("nothing", "")
             assert taken == BEFORE
@@ -218,6 +218,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, sav
             assert why in warnings[0]
             assert f"step {step} is passed over" in warnings[0]
     _flip(saved / step_name(BEFORE) / "training_state.json")
-    for _, _, (kind, text) in pool.run(ranks.take_up, Layout(tp=2), configured(), saved):
+    for _, _, (kind, text) in pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved):
         assert kind == "DataError"
         assert "no usable checkpoint" in text

@@ -1,6 +1,6 @@
 """Faults of megatron-core 0.16.1 that raise no error: each shown in plain Megatron-Core, and absent here.
 
-When an upgrade mends one, its test fails: then the workaround that the test names can go.
+When an upgrade fixes one, its test fails: then the workaround that the test names can go.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -
     batch = three_steps()[0]
     steps = run_plain(pool, INTERLEAVED, batch, calculate_per_token_loss=True)
     assert worst_of_ranks(steps, oracle_of(INTERLEAVED, batch)) > 0.01
-    mended = run_plain(
+    fixed = run_plain(
         pool,
         INTERLEAVED,
         batch,
@@ -76,7 +76,7 @@ def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -
         overlap_p2p_comm=True,
         deallocate_pipeline_outputs=False,
     )
-    assert worst_of_ranks(mended, oracle_of(INTERLEAVED, batch)) < 1e-5
+    assert worst_of_ranks(fixed, oracle_of(INTERLEAVED, batch)) < 1e-5
     assert_ours_is_exact(pool, INTERLEAVED, batch)
 
 

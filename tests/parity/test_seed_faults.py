@@ -89,7 +89,7 @@ def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: P
     one = case(4, cp=sp, cp_comm="ulysses", dp=4 // sp)
     assert naive_distance(pool, one, EVEN, "mean_times_sequence_ranks") == pytest.approx(sp - 1, abs=1e-4)
     assert naive_distance(pool, one, RAGGED, "mean_times_sequence_ranks") > 0.01
-    # dividing by sp as well mends full rows only
+    # dividing by sp as well fixes full rows only
     assert naive_distance(pool, one, EVEN, "mean_of_means") < 1e-5
     assert naive_distance(pool, one, RAGGED, "mean_of_means") > 0.01
     assert_ours_is_exact(pool, one, RAGGED)

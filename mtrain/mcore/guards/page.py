@@ -19,7 +19,7 @@ here:
 
 - **fixed**: absent by construction; the files that see to it are named.
 - **refused**: `mtrain check` and `mtrain train` say so before a rank starts, and end with exit code 2.
-- **noted**: it cannot be mended; the run says so once at its start.
+- **noted**: it cannot be fixed; the run says so once at its start.
 
 Every row names the tests that show the fault in plain Megatron-Core, on CPU ranks, and its absence here. Two kinds of
 row are read from the sources and not shown: those on schedules that are not built, and the one that says it needs a
