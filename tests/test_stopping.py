@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +112,8 @@ def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
     command: Any, start_cold: Any, tmp_path: Path, notice: Notice
 ) -> None:
     config = command("layout.cp=2")[4:]
-    environment = ["env", "NPROC_PER_NODE=2", f"MASTER_PORT={free_port()}"]
+    path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"  # the script takes the first python
+    environment = ["env", path, "NPROC_PER_NODE=2", f"MASTER_PORT={free_port()}"]
     process = start_cold([*environment, "bash", str(ROOT / "launch" / "torchrun.sh"), *config])
     wait_until(lambda: loads_torch(process.pid))
     with notice:

@@ -52,7 +52,7 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     assert "Traceback" not in errors
     due = due_steps(run, 2)
     assert {2, 4, 6} <= set(due), "they are kept, though checkpoint.keep_last=1"
-    assert f"exports left to the next start_cold: {', '.join(map(step_name, due))}" in output
+    assert f"exports left to the next start: {', '.join(map(step_name, due))}" in output
 
     monkeypatch.delenv(faultpoints.VARIABLE)
     last = published_steps(run.checkpoints)[-1]
@@ -112,7 +112,7 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
     assert "warning: step 2 is not exported: " in errors
     assert "Not a directory" in errors
     assert run.requeue_marker.exists()
-    assert "exports left to the next start_cold: step_" in output
+    assert "exports left to the next start: step_" in output
 
 
 @pytest.mark.fault(
@@ -145,7 +145,7 @@ def test_an_export_that_is_stopped_ends_between_two_pieces_and_the_next_goes_on(
     exporter.poll()
     assert exporter.finish() == [2]
     exporter.close()
-    assert "exports left to the next start_cold: step_00000002" in capsys.readouterr().out
+    assert "exports left to the next start: step_00000002" in capsys.readouterr().out
     assert [path.name for path in run.exports.iterdir()] == [".step_00000002.partial"]
 
     monkeypatch.delenv(faultpoints.VARIABLE)
