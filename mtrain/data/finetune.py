@@ -39,7 +39,7 @@ _REASONS = {
     "tools": "descriptions of tools are not shown to the model",
     "tool_calls": "calls of tools are not shown to the model",
     "weight": "a message has no weight of its own, only the whole line has",
-    "train": "every message of the assistant is learnt, and no other",
+    "train": "every message of the assistant is in the loss, and no other",
 }
 """Known keys of other programs, and what would be lost."""
 

@@ -92,7 +92,8 @@ with StopSignal() as stop:
 
 def test_signals_that_were_blocked_come_through() -> None:
     """In a process of its own: another thread of this one would take the signal that one thread blocks."""
-    subprocess.run([sys.executable, "-c", BLOCKED], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def seen_in_a_thread() -> list[signal.Signals | None]:
