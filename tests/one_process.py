@@ -36,6 +36,7 @@ def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) 
     assert not parallel_state.is_initialized()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))  # to be closed
+    dist.barrier()  # else the rank that is ready first closes connections that the other one still makes
 
 
 def _in_a_thread(config: Config) -> None:
