@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from mtrain.check import print_plan
 from mtrain.config import Config
 from mtrain.config.bounds import can_be_a_path
 from mtrain.config.load import load_config
+from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.environment import RankEnvironment
 from mtrain.errors import MtrainError
 from mtrain.launch import launch_local
@@ -53,7 +55,7 @@ def train(arguments: ConfigArguments) -> None:
     with one_message(), prefixed_traceback():
         paths, overrides = split_arguments(arguments)
         world_size = RankEnvironment.from_environ(os.environ).world_size
-        config = load_config(paths, overrides)
+        config = _loaded(paths, overrides)
         Layout.from_config(config, world_size)
         from mtrain.trainer import train as run_training  # loads torch, after the configuration is known to be right
 
@@ -68,7 +70,7 @@ def check(
     """Checks a configuration and prints layout, batch, parameters, FLOPs and memory; loads no torch."""
     with one_message():
         paths, overrides = split_arguments(arguments)
-        print_plan(load_config(paths, overrides), world_size)
+        print_plan(_loaded(paths, overrides), world_size)
 
 
 @launch_app.command()
@@ -208,7 +210,7 @@ def _verify(
     """Reads the configuration, runs a verification, writes and prints its report; exit 0 pass, 1 fail."""
     with one_message(), prefixed_traceback():
         paths, overrides = split_arguments(arguments)
-        config = load_config(paths, [*overrides, *last_overrides])
+        config = _loaded(paths, [*overrides, *last_overrides])
         from mtrain.verify.report import print_report, write_report  # loads torch
 
         folder = Path(config.run.dir) / verb if output is None else output
@@ -235,6 +237,17 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Tells files from overrides: an override holds `=` and names no existing file."""
     overrides = [text for text in arguments if "=" in text and not (can_be_a_path(text) and Path(text).exists())]
     return [Path(text) for text in arguments if text not in overrides], overrides
+
+
+def _loaded(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
+    """The configuration; its old names are noted on the first rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RenamedKeyWarning)
+        config = load_config(paths, overrides)
+    if _rank() == 0:
+        for warning in caught:
+            print(f"note: {warning.message}", file=sys.stderr, flush=True)
+    return config
 
 
 @contextmanager

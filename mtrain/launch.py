@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from mtrain.config.load import load_config
+from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.errors import MachineError, RankLostError
 from mtrain.files import disk_faults
 from mtrain.health.signals import STOP_SIGNALS, StopSignal
@@ -43,7 +45,9 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
         ConfigError: before a rank starts.
         MachineError: the log folder cannot be written.
     """
-    config = load_config(paths, overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 notes them
+        config = load_config(paths, overrides)
     Layout.from_config(config, num_ranks)
     command = [sys.executable, "-m", "mtrain", "train", *map(str, paths), *overrides]
     folder = Path(config.run.dir)

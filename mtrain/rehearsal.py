@@ -1,4 +1,4 @@
-"""`checkpoint.rehearse`: proves before the first step that what is saved can be loaded, and what it costs."""
+"""`checkpoint.self_test`: proves before the first step that what is saved can be loaded, and what it costs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mtrain.mcore.world import on_all_ranks, on_first_rank
 from mtrain.resume import say
 
 
-def rehearse(run: Run, checkpoints: Path) -> None:
+def run_self_test(run: Run, checkpoints: Path) -> None:
     """Saves everything, wipes it, loads it and compares every bit. Collective over the world.
 
     Args:
         run: Its state is the same afterwards.
-        checkpoints: The run's folder of checkpoints; the rehearsal leaves nothing there.
+        checkpoints: The run's folder of checkpoints; the self-test leaves nothing there.
 
     Raises:
         MachineError: The save failed.
         DataError: The load failed, or gave other bits.
     """
-    root, step = checkpoints / ".tmp-rehearsal", run.start_step
+    root, step = checkpoints / ".tmp-self-test", run.start_step
     on_first_rank(lambda: clean_leftovers(checkpoints))
     memory, began = _peak_memory_bytes(run), time.monotonic()
     before = [part._replace(data=part.data.detach().cpu().clone()) for part in _parts(run)]
@@ -54,7 +54,7 @@ def rehearse(run: Run, checkpoints: Path) -> None:
     peak = _peak_memory_bytes(run)
     if run.groups.rank == 0:
         say(
-            f"rehearsal: {size / 1e9:.3g} GB saved in {saved - began:.1f} s (training waited {waited:.2f} s), verified "
+            f"self-test: {size / 1e9:.3g} GB saved in {saved - began:.1f} s (training waited {waited:.2f} s), verified "
             f"and loaded in {loaded - saved:.1f} s, every bit the same on all ranks; peak memory of a rank on the host "
             f"{peak[0] / 1e9:.3g} GB ({memory[0] / 1e9:.3g} before), on the GPU {peak[1] / 1e9:.3g} GB "
             f"({memory[1] / 1e9:.3g} before)"
@@ -77,7 +77,7 @@ def _compare(before: Sequence[Part], after: Sequence[Part]) -> None:
     assert [part[:4] for part in before] == [part[:4] for part in after]
     for one, other in zip(before, after):
         if not torch.equal(_bits(one.data), _bits(other.data.detach().cpu())):
-            raise DataError(f"the rehearsal did not give back {one.key} at {list(one.offset)} as it was saved")
+            raise DataError(f"the self-test did not give back {one.key} at {list(one.offset)} as it was saved")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtrain.config.renamed import current_names
 from mtrain.config.yaml_text import MAX_BYTES, refuse
 from mtrain.errors import DataError
 from mtrain.files import disk_faults, remove, write_atomically
@@ -263,9 +264,12 @@ def _told(flat: dict[str, Any], key: str) -> str | None:
 
 
 def flat_keys(text: str) -> dict[str, Any]:
-    """Dotted key -> value of a resolved configuration; lists and empty sections are values."""
+    """Dotted key -> value of a resolved configuration; lists and empty sections are values. Old names have become
+    the new ones."""
     flat: dict[str, Any] = {}
-    rest = [("", OmegaConf.to_container(OmegaConf.create(text)))]
+    content = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
+    rest: list[tuple[str, Any]] = [("", current_names(content, "config.yaml")[0])]
     while rest:
         prefix, value = rest.pop()
         if isinstance(value, dict) and value:

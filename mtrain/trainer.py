@@ -36,7 +36,7 @@ from mtrain.mcore.world import any_rank, naming_lost_ranks, on_first_rank, open_
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.planning import flops_per_token, mfu, peak_flops
-from mtrain.rehearsal import rehearse
+from mtrain.rehearsal import run_self_test
 from mtrain.resume import say
 from mtrain.run_folder import RunFolder
 from mtrain.run_lock import RunLock
@@ -93,8 +93,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         run = build(config, groups, folder)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal before step {run.start_step + 1}"))
-        if config.checkpoint.rehearse:
-            rehearse(run, folder.checkpoints)
+        if config.checkpoint.self_test:
+            run_self_test(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))
         saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check, run.start_step)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0

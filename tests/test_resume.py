@@ -42,13 +42,13 @@ def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_
     command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = tmp_path / "run"
-    arguments = command("checkpoint.interval_steps=2", "train.num_steps=8", "checkpoint.rehearse=true", ranks=2)
+    arguments = command("checkpoint.interval_steps=2", "train.num_steps=8", "checkpoint.self_test=true", ranks=2)
     monkeypatch.setenv(faultpoints.VARIABLE, "kill rank=1 step=6 phase=write.3")
     with notice:
         code, output, errors = finished(start(arguments))
     assert code == notice.exit_code, errors
     assert "rank 1 was killed by SIGKILL" in errors
-    assert "rehearsal: " in output
+    assert "self-test: " in output
     assert "every bit the same on all ranks" in output
     assert newest_step(run) == 4
     before = numbers(run)

@@ -33,7 +33,7 @@ def unlikely_tokens(inputs, below):
     kept = (torch.exp(-entropy.detach()) < below) & (inputs.weights != 0)
     return LossPair(torch.where(kept, entropy, 0.0).sum(), kept.sum(dtype=torch.float64))
 """
-DISTILLATION = "mtrain.loss.distillation:distillation_loss"
+DISTILLATION = "distillation"
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -81,7 +81,7 @@ def test_a_teacher_of_another_layout_and_shape_is_the_same_under_every_layout(
 ) -> None:
     terms = {
         "kl": {"function": DISTILLATION, "options": {"temperature": 2.0}, "coefficient": 0.5},
-        "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.1, "aggregation": "sum"},
+        "entropy": {"function": "entropy", "coefficient": -0.1, "aggregation": "sum"},
     }
     options = [
         f"loss.teacher.checkpoint={teacher}",
@@ -191,7 +191,7 @@ def test_a_mask_that_the_model_decides_works_alone(run: Run, folder: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["loss.denominator=measured", "loss.side_terms={z: {function: 'mtrain.loss.z_loss:z_loss'}}"], 2, ["z"]),
+        (["loss.denominator=measured", "loss.side_terms={z: {function: 'z_loss'}}"], 2, ["z"]),
         (["loss.options={label_smoothing: 1.0}"], 2, ["label_smoothing=1.0", "below 1"]),
         ([f"loss.function={DISTILLATION}", "loss.options={direction: sideways}"], 2, ["sideways", "reverse"]),
         ([f"loss.function={DISTILLATION}"], 2, ["loss.teacher", "term 'main'"]),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.model import ModelSection
+from mtrain.config.renamed import current_names
 from mtrain.errors import DataError
 from mtrain.plain_files import parsed_yaml, read_plain_file
 
@@ -25,7 +26,7 @@ def imported_model(checkpoint: Path) -> ModelSection | None:
         return None
     try:
         content: Any = parsed_yaml(read_plain_file(path, _MOST_BYTES))
-        return ModelSection.model_validate(content["model"])
+        return ModelSection.model_validate(current_names(content, str(path))[0]["model"])
     except (OSError, ValueError, TypeError, KeyError) as fault:
         said = str(fault).splitlines()[0][:200]
         raise DataError(f"{path} cannot be understood: {said}; import the weights again") from None

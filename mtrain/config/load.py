@@ -22,6 +22,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from mtrain.config.messages import dotted, joined, readable
+from mtrain.config.renamed import with_current_names
 from mtrain.config.root import Config
 from mtrain.config.section import BrokenRulesError
 from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, RefusedTextError, refuse
@@ -107,7 +108,7 @@ def read_file(path: Path) -> Source:
     content = _parse(text, str(path))
     if not content:
         raise ConfigError(f"{path}: the file is empty; fill it or leave it out")
-    return Source(str(path), content)
+    return Source(str(path), with_current_names(content, str(path)))
 
 
 def _text_of(path: Path) -> str:
@@ -156,7 +157,7 @@ def read_override(text: str) -> Source:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
         raise ConfigError(f"{text}: the value cannot be read as YAML ({_first_line(fault)}); quote or fix it") from None
     assert isinstance(content, dict)
-    return Source(COMMAND_LINE, content)
+    return Source(COMMAND_LINE, with_current_names(content, COMMAND_LINE))
 
 
 def _parse(text: str, name: str) -> dict[Any, Any]:

@@ -35,6 +35,15 @@ _LEGAL_OPTIONS = {
 }
 """Options of this package's own loss functions; those of other functions are theirs to check."""
 
+LOSS_FUNCTIONS = {
+    "next_token": "mtrain.loss.next_token:next_token_loss",
+    "z_loss": "mtrain.loss.z_loss:z_loss",
+    "entropy": "mtrain.loss.entropy:entropy_loss",
+    "distillation": "mtrain.loss.distillation:distillation_loss",
+}
+"""This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
+so a function may move to another module without becoming another run."""
+
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -50,8 +59,8 @@ def _is_number(value: object) -> bool:
 class TermSection(Section):
     """One term of the objective: coefficient x numerator / denominator."""
 
-    function: str = "mtrain.loss.next_token:next_token_loss"
-    """`package.module:name` of a function (TermInputs, **options) -> LossPair."""
+    function: str = "next_token"
+    """One of LOSS_FUNCTIONS, or `package.module:name` of your own function (TermInputs, **options) -> LossPair."""
     options: dict[str, Any] = Field(default_factory=dict)
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
@@ -60,14 +69,18 @@ class TermSection(Section):
     """Whether a sequence without loss tokens counts in the denominator of the seq-mean aggregations."""
 
     @rule
-    def functions_are_named_by_module(self) -> str | None:
-        if _FUNCTION.fullmatch(self.function):
+    def functions_are_known_by_name_or_module(self) -> str | None:
+        is_ours = self.function.startswith("mtrain.")
+        if self.function in LOSS_FUNCTIONS or (_FUNCTION.fullmatch(self.function) and not is_ours):
             return None
-        return f"function={self.function!r} needs the form package.module:name; name the function that way"
+        return (
+            f"function={self.function!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function of your "
+            "own as package.module:name"
+        )
 
     @rule
     def options_of_our_own_functions_are_legal(self) -> str | None:
-        if not self.function.startswith("mtrain."):
+        if self.function not in LOSS_FUNCTIONS:
             return None
         wrong = [
             f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
@@ -177,10 +190,7 @@ class LossSection(TermSection):
         return f"side_terms.{taken[0]} takes the name of a depth of multi-token prediction; choose another name"
 
 
-_PROVIDED = "mtrain.loss."
-
-
 def own_functions(section: LossSection) -> list[str]:
     """Loss functions of the user's own, by their names in the configuration."""
     terms = [section, *section.side_terms.values()]
-    return list(dict.fromkeys(term.function for term in terms if not term.function.startswith(_PROVIDED)))
+    return list(dict.fromkeys(term.function for term in terms if term.function not in LOSS_FUNCTIONS))

@@ -161,7 +161,7 @@ class ModelSection(Section):
     @property
     def rotary_size(self) -> int:
         """Dimensions of a head that are rotated."""
-        return self.head_size if self.mla is None else self.mla.rope_head_dim
+        return self.head_size if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def is_gated(self) -> bool:
@@ -225,7 +225,7 @@ class ModelSection(Section):
 
 _NOT_LATENT = {
     "num_query_groups": "keys and values of all heads come from one latent",
-    "head_dim": "mla.nope_head_dim, mla.rope_head_dim and mla.value_head_dim are its sizes",
+    "head_dim": "mla.qk_nope_head_dim, mla.qk_rope_head_dim and mla.v_head_dim are its sizes",
     "qkv_bias": "its projections have no bias",
     "linear_bias": "its projections have no bias",
     "qk_norm": "its latents are normalised instead",

@@ -35,7 +35,7 @@ class CheckpointSection(Section):
     export_hf_every_steps: int = Field(0, ge=0)
     """Checkpoints at multiples of this become folders of Hugging Face, in exports/ of the run folder; 0: none. A
     multiple of interval_steps, since exports are made from checkpoints."""
-    rehearse: bool = False
+    self_test: bool = False
     """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""

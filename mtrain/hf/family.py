@@ -90,12 +90,12 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         sizes |= {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
     if (mla := model.mla) is not None:
         sizes |= {
-            "q": mla.q_rank or 0,
-            "k": mla.kv_rank,
-            "m": mla.kv_rank + mla.rope_head_dim,
-            "x": mla.nope_head_dim + mla.rope_head_dim,
-            "y": mla.nope_head_dim + mla.value_head_dim,
-            "v": mla.value_head_dim,
+            "q": mla.q_lora_rank or 0,
+            "k": mla.kv_lora_rank,
+            "m": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "x": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+            "y": mla.qk_nope_head_dim + mla.v_head_dim,
+            "v": mla.v_head_dim,
         }
     return sizes
 

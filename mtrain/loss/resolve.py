@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from mtrain.config.loss import LOSS_FUNCTIONS
 from mtrain.errors import ConfigError
 from mtrain.loss.pair import LossFunction
 
 
-def load_loss_function(path: str, options: Mapping[str, Any]) -> LossFunction:
+def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     """Imports a loss function and binds its options.
 
     Args:
-        path: `package.module:name`.
+        name: One of `LOSS_FUNCTIONS`, or `package.module:name`.
         options: Keyword arguments of the function beside its first, the `TermInputs`.
 
     Returns:
@@ -26,13 +27,17 @@ def load_loss_function(path: str, options: Mapping[str, Any]) -> LossFunction:
         ConfigError: Nothing can be imported under this name, what is there cannot be called, or its signature does
             not take the options.
     """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name.isidentifier()):
-        raise ConfigError(f"loss.function={path!r} is not a name; it needs the form package.module:name")
+    path = LOSS_FUNCTIONS.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute.isidentifier()):
+        raise ConfigError(
+            f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function "
+            "of your own as package.module:name"
+        )
     module = _import(module_name, path)
-    if not hasattr(module, name):
-        raise ConfigError(f"loss.function={path!r}: {module_name} has no {name!r}; {_nearest(name, module)}")
-    function = getattr(module, name)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"loss.function={path!r}: {module_name} has no {attribute!r}; {_nearest(attribute, module)}")
+    function = getattr(module, attribute)
     if not callable(function):
         raise ConfigError(f"loss.function={path!r} is a {type(function).__name__}, but has to be a function")
     _check_options(function, path, options)

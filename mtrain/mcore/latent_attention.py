@@ -5,8 +5,8 @@ Down-projections and norms are whole on every tensor-parallel rank (as Transform
 them), up-projections are divided by heads. Every latent that heads of several ranks read passes through one collective
 whose backward sums its gradient over the tensor-parallel group, the shared rotary key with it.
 
-Context parallelism moves latents, not heads: kv_rank + rope_head_dim numbers a token instead of
-heads x (nope_head_dim + rope_head_dim + value_head_dim). Keys and values are made of them behind the exchange.
+Context parallelism moves latents, not heads: kv_lora_rank + qk_rope_head_dim numbers a token instead of
+heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are made of them behind the exchange.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/multi_latent_attention.py for the names.
 """
@@ -49,7 +49,7 @@ class LatentAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal
         self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
-        self.magnitude = inverse_frequencies(rope, latent.rope_head_dim)[1]
+        self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
         self.heads_local = config.num_attention_heads // self.tp.size()
         self.recomputes_core = config.recompute_granularity == "selective"
         self._build_queries()
@@ -57,7 +57,7 @@ class LatentAttention(MegatronModule):
         scale = latent_softmax_scale(latent, rope)
         self.core_attention = LatentCore(config, layer_number, latent, scale, cp_comm_type, pg_collection)
         self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * latent.value_head_dim,
+            config.num_attention_heads * latent.v_head_dim,
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
@@ -70,18 +70,20 @@ class LatentAttention(MegatronModule):
 
     def _build_queries(self) -> None:
         num_rows = self.config.num_attention_heads * self.latent.query_head_dim
-        if self.latent.q_rank is None:
+        if self.latent.q_lora_rank is None:
             self.linear_q_proj = self._divided(self.config.hidden_size, num_rows)
             return
-        self.linear_q_down_proj = ReplicatedLinear(self.config, self.config.hidden_size, self.latent.q_rank)
-        self.q_layernorm = self._norm(self.latent.q_rank)
-        self.linear_q_up_proj = self._divided(self.latent.q_rank, num_rows)
+        self.linear_q_down_proj = ReplicatedLinear(self.config, self.config.hidden_size, self.latent.q_lora_rank)
+        self.q_layernorm = self._norm(self.latent.q_lora_rank)
+        self.linear_q_up_proj = self._divided(self.latent.q_lora_rank, num_rows)
 
     def _build_keys_and_values(self) -> None:
-        latent, rank = self.latent, self.latent.kv_rank
-        self.linear_kv_down_proj = ReplicatedLinear(self.config, self.config.hidden_size, rank + latent.rope_head_dim)
+        latent, rank = self.latent, self.latent.kv_lora_rank
+        self.linear_kv_down_proj = ReplicatedLinear(
+            self.config, self.config.hidden_size, rank + latent.qk_rope_head_dim
+        )
         self.kv_layernorm = self._norm(rank)
-        num_rows = self.config.num_attention_heads * (latent.nope_head_dim + latent.value_head_dim)
+        num_rows = self.config.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.linear_kv_up_proj = self._divided(rank, num_rows)  # its weight alone is used, by the core
 
     def _divided(self, num_columns: int, num_rows: int) -> ColumnParallelLinear:
@@ -117,7 +119,7 @@ class LatentAttention(MegatronModule):
             hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
             attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
             inference_context: Part of megatron-core's protocol, as all below but one; None.
-            rotary_pos_emb: Angles [seq_local, batch or 1, 1, rope_head_dim], float32.
+            rotary_pos_emb: Angles [seq_local, batch or 1, 1, qk_rope_head_dim], float32.
             rotary_pos_cos: None.
             rotary_pos_sin: None.
             rotary_pos_cos_sin: None.
@@ -143,21 +145,21 @@ class LatentAttention(MegatronModule):
 
     def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
         """[seq_local, batch, heads_local, nope + rope]."""
-        if self.latent.q_rank is None:
+        if self.latent.q_lora_rank is None:
             projected, _ = self.linear_q_proj(hidden)
         else:
             projected, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         heads = projected.view(*projected.shape[:2], self.heads_local, self.latent.query_head_dim)
-        nope, rotary = torch.split(heads, [self.latent.nope_head_dim, self.latent.rope_head_dim], dim=-1)
+        nope, rotary = torch.split(heads, [self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], dim=-1)
         return torch.cat((nope, self._rotated(rotary, angles)), dim=-1)
 
     def _latent_and_rotary_key(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """[seq_local, batch, kv_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
+        """[seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
 
         One all-gather over TP under sequence parallelism, whose backward is a reduce-scatter; without it nothing, and
         an all-reduce in backward.
         """
-        sizes = [self.latent.kv_rank, self.latent.rope_head_dim]
+        sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
         latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
         both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
         if self.config.sequence_parallel:
@@ -205,17 +207,17 @@ class LatentCore(RowAttention):
 
         Args:
             query: [seq_local, batch, heads_local, nope + rope].
-            latent: [seq_local, batch, kv_rank].
+            latent: [seq_local, batch, kv_lora_rank].
             rotary_key: [seq_local, batch, rope].
-            weight: Up-projection, [heads_local * (nope + value), kv_rank].
+            weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
             document_starts: See `RowAttention.attend`.
 
         Returns:
-            [seq_local, batch, heads_local * value_head_dim].
+            [seq_local, batch, heads_local * v_head_dim].
         """
         rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
         num_heads = query.shape[2]
-        by_head = weight.view(num_heads, -1, self.latent.kv_rank)[self.own_heads(num_heads)]
+        by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]
         key, value = self._keys_and_values(rows, by_head)
         return self.attend(query, key, value, document_starts)
 
@@ -223,14 +225,14 @@ class LatentCore(RowAttention):
         """[seq, batch, heads, nope + rope] and [seq, batch, heads, value].
 
         Args:
-            rows: Latent and rotary key [seq, batch, kv_rank + rope].
-            weight: [heads, nope + value, kv_rank].
+            rows: Latent and rotary key [seq, batch, kv_lora_rank + rope].
+            weight: [heads, nope + value, kv_lora_rank].
         """
         sizes, shape = self.latent, (*rows.shape[:2], len(weight))
-        latent, rotary_key = torch.split(rows, [sizes.kv_rank, sizes.rope_head_dim], dim=-1)
+        latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         expanded = functional.linear(latent, weight.flatten(0, 1)).view(*shape, -1)
-        nope, value = torch.split(expanded, [sizes.nope_head_dim, sizes.value_head_dim], dim=-1)
-        shared = rotary_key.unsqueeze(2).expand(*shape, sizes.rope_head_dim)
+        nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
         return torch.cat((nope, shared), dim=-1), value
 
 

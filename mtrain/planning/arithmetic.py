@@ -63,11 +63,11 @@ def _attention_weights(model: ModelSection) -> int:
     hidden, heads, mla = model.hidden_size, model.num_attention_heads, model.mla
     if mla is None:
         return 2 * hidden * (heads + model.query_groups) * model.head_size
-    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
-    queries = hidden * query if mla.q_rank is None else mla.q_rank * (hidden + query)
-    key_value = hidden * (mla.kv_rank + mla.rope_head_dim)
-    key_value += mla.kv_rank * heads * (mla.nope_head_dim + mla.value_head_dim)
-    return queries + key_value + heads * mla.value_head_dim * hidden
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    queries = hidden * query if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + query)
+    key_value = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    key_value += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return queries + key_value + heads * mla.v_head_dim * hidden
 
 
 def _attention_width(model: ModelSection) -> int:
@@ -75,7 +75,7 @@ def _attention_width(model: ModelSection) -> int:
     if model.mla is None:
         return 2 * model.num_attention_heads * model.head_size
     mla = model.mla
-    return model.num_attention_heads * (mla.nope_head_dim + mla.rope_head_dim + mla.value_head_dim)
+    return model.num_attention_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
 
 
 def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:

@@ -102,9 +102,9 @@ def _attention_elements(model: ModelSection, layout: Layout) -> int:
     if mla is None:
         dim = model.head_size + (_SINK_WIDTH if model.attention_sinks else 0)
         return 2 * (heads + model.query_groups) * dim // layout.tp
-    latents = (mla.q_rank or 0) + mla.kv_rank + mla.rope_head_dim
-    keys = mla.nope_head_dim + mla.rope_head_dim
-    return 2 * latents + 2 * heads * (keys + mla.value_head_dim) // layout.tp
+    latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+    keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return 2 * latents + 2 * heads * (keys + mla.v_head_dim) // layout.tp
 
 
 def _feed_forward_elements(model: ModelSection, layout: Layout, layer: int) -> int:

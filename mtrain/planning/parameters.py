@@ -116,16 +116,16 @@ def grouped_query_attention(model: ModelSection) -> Parameters:
 
 def latent_attention(model: ModelSection, mla: LatentAttentionSection) -> Parameters:
     """Projections down to the ranks of queries and of keys and values, their norms, and the projections up."""
-    query = model.num_attention_heads * (mla.nope_head_dim + mla.rope_head_dim)
-    key_value = model.num_attention_heads * (mla.nope_head_dim + mla.value_head_dim)
-    divided = mla.kv_rank * key_value + model.num_attention_heads * mla.value_head_dim * model.hidden_size
-    down, norms = mla.kv_rank + mla.rope_head_dim, _norm(model, mla.kv_rank)
-    if mla.q_rank is None:
+    query = model.num_attention_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    key_value = model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    divided = mla.kv_lora_rank * key_value + model.num_attention_heads * mla.v_head_dim * model.hidden_size
+    down, norms = mla.kv_lora_rank + mla.qk_rope_head_dim, _norm(model, mla.kv_lora_rank)
+    if mla.q_lora_rank is None:
         divided += model.hidden_size * query
     else:
-        divided += mla.q_rank * query
-        down += mla.q_rank
-        norms += _norm(model, mla.q_rank)
+        divided += mla.q_lora_rank * query
+        down += mla.q_lora_rank
+        norms += _norm(model, mla.q_lora_rank)
     return Parameters(divided, replicated=model.hidden_size * down + norms)
 
 

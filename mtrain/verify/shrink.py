@@ -179,9 +179,9 @@ def _expert_groups(experts: ExpertsSection) -> dict[str, int]:
 
 def _latents(latents: LatentAttentionSection) -> dict[str, Any]:
     """Ranks and heads so small, and all different."""
-    q_rank = None if latents.q_rank is None else 3 * HEAD_DIM
-    heads = {"nope_head_dim": HEAD_DIM, "rope_head_dim": HEAD_DIM // 2, "value_head_dim": HEAD_DIM + 2}
-    return {"q_rank": q_rank, "kv_rank": 2 * HEAD_DIM, "norm_epsilon": latents.norm_epsilon, **heads}
+    q_lora_rank = None if latents.q_lora_rank is None else 3 * HEAD_DIM
+    heads = {"qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM // 2, "v_head_dim": HEAD_DIM + 2}
+    return {"q_lora_rank": q_lora_rank, "kv_lora_rank": 2 * HEAD_DIM, "norm_epsilon": latents.norm_epsilon, **heads}
 
 
 def _vocab_size(model: ModelSection, reads_files: bool) -> int:

@@ -97,7 +97,7 @@ def test_a_bad_override_is_named(base: Path, override: str, expected: str) -> No
 
 def test_a_missing_section_is_told_with_the_keys_that_it_needs(tmp_path: Path) -> None:
     alone = tmp_path / "alone.yaml"
-    alone.write_text("model: {mla: {kv_rank: 4}}")
+    alone.write_text("model: {mla: {kv_lora_rank: 4}}")
     lines = message([alone], []).splitlines()
     assert "train: no value is given; set train.global_batch_size, train.num_steps" in lines
     assert "model.num_layers: no value is given; set it" in lines

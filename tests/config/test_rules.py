@@ -17,7 +17,7 @@ def messages(tmp_path: Any, **changes: Any) -> list[str]:
 
 
 LATENT: dict[str, Any] = {
-    "model__mla": {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8},
+    "model__mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
 }
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 
@@ -76,15 +76,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"loss__options": {"label_smoothing": 1}}, "loss.options.label_smoothing=1 must be a number from 0 to below 1"),
     ({"loss__options": {"label_smoothing": "a lot"}}, "loss.options.label_smoothing='a lot' must be a number"),
     (
-        {"loss__side_terms": {"kl": {"function": "mtrain.loss.distillation:f", "options": {"temperature": 0}}}},
+        {"loss__side_terms": {"kl": {"function": "distillation", "options": {"temperature": 0}}}},
         "loss.side_terms.kl.options.temperature=0 must be a number above 0",
     ),
     (
-        {"loss__side_terms": {"kl": {"function": "mtrain.loss.distillation:f", "options": {"direction": "up"}}}},
+        {"loss__side_terms": {"kl": {"function": "distillation", "options": {"direction": "up"}}}},
         "loss.side_terms.kl.options.direction='up' must be forward or reverse",
     ),
-    ({"loss__function": "mtrain.loss"}, "loss.function='mtrain.loss' needs the form package.module:name"),
-    ({"loss__function": "a.b:c.d"}, "loss.function='a.b:c.d' needs the form package.module:name"),
+    ({"loss__function": "mtrain.loss"}, "loss.function='mtrain.loss' is not known; choose next_token"),
+    ({"loss__function": "a.b:c.d"}, "loss.function='a.b:c.d' is not known; choose next_token"),
     ({"loss__aggregation": "token-sum-norm"}, "loss.norm_length is not given, but aggregation=token-sum-norm"),
     (
         {"loss__aggregation": "seq-mean-token-sum-norm"},
@@ -138,7 +138,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (LATENT, "model.num_query_groups=4 does not go with model.mla (keys and values of all heads come from one latent)"),
     (LATENT | {"model__qk_norm": True}, "model.qk_norm=true does not go with model.mla (its latents are normalised"),
     (LATENT | {"model__sliding_window": 7}, "model.sliding_window=7 does not go with model.mla (it sees the whole"),
-    ({"model__mla": LATENT["model__mla"] | {"rope_head_dim": 3}}, "model.mla.rope_head_dim=3 must be even"),
+    ({"model__mla": LATENT["model__mla"] | {"qk_rope_head_dim": 3}}, "model.mla.qk_rope_head_dim=3 must be even"),
     ({"model__global_attention_every": 2}, "model.global_attention_every=2 has no effect without a window"),
     (
         {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}]}},

@@ -40,7 +40,7 @@ def _bases() -> tuple[dict[str, Any], ...]:
         "expert_bias": True,
         "bias_update_rate": 0.001,
     }
-    latents = {"q_rank": 16, "kv_rank": 8, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
+    latents = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     small = content()["model"]
     every_knob = Config.model_validate(content()).model_dump(mode="json")
     return (

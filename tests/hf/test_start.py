@@ -79,7 +79,7 @@ def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> No
     split = ("layout.pp=2", "layout.stage_layers=[1,2]")
     teacher = (
         f"loss.teacher.checkpoint={tmp_path / 'ours'}",
-        "loss.side_terms.kl.function=mtrain.loss.distillation:distillation_loss",
+        "loss.side_terms.kl.function=distillation",
     )
     first = command("launch", "local", "-n", 2, tmp_path / "run.yaml", *split, *teacher)
     assert first.returncode == 0, first.stderr

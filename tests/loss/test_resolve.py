@@ -13,7 +13,7 @@ from tests.loss.microbatches import term_inputs
 
 def test_a_function_is_loaded_and_its_options_are_bound() -> None:
     inputs = term_inputs(torch.ones(2, 3))
-    plain = load_loss_function("mtrain.loss.next_token:next_token_loss", {})(inputs)
+    plain = load_loss_function("next_token", {})(inputs)
     scaled = load_loss_function("tests.loss.bad_losses:scaled", {"factor": 4.0})(inputs)
     assert torch.equal(plain.numerator, next_token_loss(inputs).numerator)
     assert torch.equal(scaled.numerator, plain.numerator * 4)
@@ -22,9 +22,9 @@ def test_a_function_is_loaded_and_its_options_are_bound() -> None:
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("mtrain.loss.next_token", {}, "needs the form package.module:name"),
-        ("mtrain.loss.next_token:", {}, "needs the form package.module:name"),
-        (":next_token_loss", {}, "needs the form package.module:name"),
+        ("next_tokens", {}, "choose next_token, z_loss, entropy, distillation"),
+        ("mtrain.loss.next_token:", {}, "a function of your own as package.module:name"),
+        (":next_token_loss", {}, "a function of your own as package.module:name"),
         ("no_such_package.losses:mine", {}, "no module 'no_such_package' on the import path"),
         ("mtrain.loss.nowhere:mine", {}, "no module 'mtrain.loss.nowhere' on the import path"),
         ("mtrain.loss.next_token:next_token_los", {}, "did you mean next_token_loss"),

@@ -13,7 +13,7 @@ from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
 from tests.loss.microbatches import term_inputs
 
-Z_LOSS = SideTermSection(function="mtrain.loss.z_loss:z_loss", coefficient=0.25)
+Z_LOSS = SideTermSection(function="z_loss", coefficient=0.25)
 SECTION = LossSection(side_terms={"z": Z_LOSS})
 
 
@@ -118,12 +118,12 @@ def test_no_graph_is_asked_for_where_none_is_recorded() -> None:
 
 
 TEACHER = TeacherSection(checkpoint="runs/teacher")
-KL = SideTermSection(function="mtrain.loss.distillation:distillation_loss")
+KL = SideTermSection(function="distillation")
 
 
 def test_a_term_that_compares_with_a_teacher_is_refused_without_one() -> None:
     assert Objective.from_config(LossSection(side_terms={"kl": KL}, teacher=TEACHER)).teacher_terms == ["kl"]
-    with pytest.raises(ConfigError, match=r"loss.teacher is not given, but .*distillation_loss \(term 'kl'\)"):
+    with pytest.raises(ConfigError, match=r"loss.teacher is not given, but distillation \(term 'kl'\)"):
         Objective.from_config(LossSection(side_terms={"kl": KL}))
 
 

@@ -22,7 +22,7 @@ from mtrain.mcore.groups import Groups
 from mtrain.mcore.latent_attention import LatentAttention
 
 HIDDEN, HEADS, SEQ, ROWS = 16, 4, 8, 2
-SIZES = LatentAttentionSection(q_rank=8, kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=4)
+SIZES = LatentAttentionSection(q_lora_rank=8, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=4)
 ROPE = RopeSection(base=100.0, interleaved=True)
 
 Gradients = dict[str, Any]
@@ -80,7 +80,7 @@ def plain_gradients(groups: Groups, weights: Gradients, flag: bool) -> Gradients
 def our_gradients(groups: Groups, weights: Gradients) -> Gradients:
     """Of our module."""
     module = LatentAttention(_config(groups), 1, AttnMaskType.causal, SIZES, ROPE, groups.collection)
-    pairs = SIZES.rope_head_dim // 2
+    pairs = SIZES.qk_rope_head_dim // 2
     frequencies = ROPE.base ** (-torch.arange(pairs) / pairs)
     angles = torch.outer(torch.arange(SEQ), frequencies).repeat(1, 2).view(SEQ, 1, 1, -1)
     return _gradients(groups, module, weights, lambda hidden: module(hidden, None, rotary_pos_emb=angles)[0])
@@ -91,12 +91,12 @@ def _config(groups: Groups, **changes: Any) -> MLATransformerConfig:
         "num_layers": 1,
         "hidden_size": HIDDEN,
         "num_attention_heads": HEADS,
-        "kv_channels": SIZES.value_head_dim,
-        "q_lora_rank": SIZES.q_rank,
-        "kv_lora_rank": SIZES.kv_rank,
-        "qk_head_dim": SIZES.nope_head_dim,
-        "qk_pos_emb_head_dim": SIZES.rope_head_dim,
-        "v_head_dim": SIZES.value_head_dim,
+        "kv_channels": SIZES.v_head_dim,
+        "q_lora_rank": SIZES.q_lora_rank,
+        "kv_lora_rank": SIZES.kv_lora_rank,
+        "qk_head_dim": SIZES.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": SIZES.qk_rope_head_dim,
+        "v_head_dim": SIZES.v_head_dim,
         "rope_type": "rope",
         "rotary_base": ROPE.base,
         "add_bias_linear": False,

@@ -20,7 +20,7 @@ CASES = [
     case(4, pp=2, vpp=2, dp=2),
     case(4, tp=2, pp=2),
 ]
-SIDE_TERMS = {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
+SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
 OUR_READ = Counter({"mtrain/mcore/pairs.py": 1})
 NORM = {("allreduce_", 1): 1}
 """megatron-core's own, which it calls on one rank as well."""
@@ -62,7 +62,7 @@ def test_replicated_optimizers_need_one_as_well(pool: Pool, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
 def test_side_terms_of_the_same_denominator_cost_none(pool: Pool, case: Case) -> None:
-    alike = {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1}}
+    alike = {"z": {"function": "z_loss", "coefficient": 0.1}}
     for steps in steps_of_all_ranks(pool, case, loss__side_terms=alike):
         assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=10)
 

@@ -56,7 +56,7 @@ def test_names_are_unique() -> None:
     assert len({row.name for row in TABLE}) == len(TABLE)
 
 
-LATENT = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8}
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 BALANCED = {
     "model__experts": {
         "num_experts": 4,

@@ -10,23 +10,23 @@ from tests.mcore.latent_ranks import HEADS, HIDDEN, SIZES, Gradients, error_of_p
 from tests.parity.compare import tensor_deviation
 from tests.pool import Pool
 
-SHARED = SIZES.kv_rank
+SHARED = SIZES.kv_lora_rank
 """First row of the down-projection that makes the rotary key, which all heads share."""
 
 
 @pytest.fixture(scope="module")
 def weights() -> Gradients:
     rng = np.random.default_rng(0)
-    assert SIZES.q_rank is not None
-    up_rows = HEADS * (SIZES.nope_head_dim + SIZES.value_head_dim)
+    assert SIZES.q_lora_rank is not None
+    up_rows = HEADS * (SIZES.qk_nope_head_dim + SIZES.v_head_dim)
     shapes: dict[str, tuple[int, ...]] = {
-        "linear_q_down_proj.weight": (SIZES.q_rank, HIDDEN),
-        "q_layernorm.weight": (SIZES.q_rank,),
-        "linear_q_up_proj.weight": (HEADS * SIZES.query_head_dim, SIZES.q_rank),
-        "linear_kv_down_proj.weight": (SIZES.kv_rank + SIZES.rope_head_dim, HIDDEN),
-        "kv_layernorm.weight": (SIZES.kv_rank,),
-        "linear_kv_up_proj.weight": (up_rows, SIZES.kv_rank),
-        "linear_proj.weight": (HIDDEN, HEADS * SIZES.value_head_dim),
+        "linear_q_down_proj.weight": (SIZES.q_lora_rank, HIDDEN),
+        "q_layernorm.weight": (SIZES.q_lora_rank,),
+        "linear_q_up_proj.weight": (HEADS * SIZES.query_head_dim, SIZES.q_lora_rank),
+        "linear_kv_down_proj.weight": (SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, HIDDEN),
+        "kv_layernorm.weight": (SIZES.kv_lora_rank,),
+        "linear_kv_up_proj.weight": (up_rows, SIZES.kv_lora_rank),
+        "linear_proj.weight": (HIDDEN, HEADS * SIZES.v_head_dim),
     }
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 

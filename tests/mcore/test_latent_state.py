@@ -15,7 +15,7 @@ from tests.mcore.checkpoint_ranks import Outcome
 from tests.mcore.test_checkpoint import BF16, assert_same_bits, assert_same_model, configured
 from tests.pool import Pool
 
-SIZES = {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8}
+SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 SAVED = Layout(tp=2, sp=True, pp=2, dp=2)
 KEYS = {
     "input_layernorm.weight",
@@ -33,10 +33,10 @@ KEYS = {
 """Of a layer, as megatron-core's TransformerEngine layers have them."""
 
 
-def latent(q_rank: int | None, **changes: Any) -> Config:
+def latent(q_lora_rank: int | None, **changes: Any) -> Config:
     """The small model of the checkpoint tests, with latents."""
     plain = {"model.num_query_groups": None, "model.qk_norm": False, "model.qkv_bias": False}
-    return configured(**plain, **{"model.mla": {**SIZES, "q_rank": q_rank}}, **changes)
+    return configured(**plain, **{"model.mla": {**SIZES, "q_lora_rank": q_lora_rank}}, **changes)
 
 
 @pytest.fixture(scope="module", params=[{}, BF16], ids=["fp32", "bf16"])

@@ -12,7 +12,7 @@ from mtrain.mcore.model import build_model
 from tests.config.samples import config
 from tests.pool import Pool
 
-MLA = {"q_rank": 24, "kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 10}
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"tied_embeddings": True},
@@ -22,7 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {"sandwich_norm": True, "tied_embeddings": True, "activation": "geglu_tanh", "qk_norm": True},
     "gpt_oss": {"attention_sinks": True, "linear_bias": True, "activation": "swiglu_clamped"},
     "mla": {"mla": MLA, "num_query_groups": None},
-    "mla_without_query_rank": {"mla": {**MLA, "q_rank": None}, "num_query_groups": None},
+    "mla_without_query_rank": {"mla": {**MLA, "q_lora_rank": None}, "num_query_groups": None},
     "mtp": {"mtp_depths": 2},
     "mtp_tied": {"mtp_depths": 1, "tied_embeddings": True},
 }

@@ -22,18 +22,18 @@ def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
     """Weights of the module called `name`: megatron-core's name -> global shape."""
     mla = sizes_of(model)
     hidden, heads = model.hidden_size, model.num_attention_heads
-    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     found: dict[str, tuple[int, ...]] = {}
-    if mla.q_rank is None:
+    if mla.q_lora_rank is None:
         found["linear_q_proj.weight"] = (query, hidden)
     else:
-        found["linear_q_down_proj.weight"] = (mla.q_rank, hidden)
-        found |= _norm_shapes("q_layernorm", mla.q_rank, model)
-        found["linear_q_up_proj.weight"] = (query, mla.q_rank)
-    found["linear_kv_down_proj.weight"] = (mla.kv_rank + mla.rope_head_dim, hidden)
-    found |= _norm_shapes("kv_layernorm", mla.kv_rank, model)
-    found["linear_kv_up_proj.weight"] = (heads * (mla.nope_head_dim + mla.value_head_dim), mla.kv_rank)
-    found["linear_proj.weight"] = (hidden, heads * mla.value_head_dim)
+        found["linear_q_down_proj.weight"] = (mla.q_lora_rank, hidden)
+        found |= _norm_shapes("q_layernorm", mla.q_lora_rank, model)
+        found["linear_q_up_proj.weight"] = (query, mla.q_lora_rank)
+    found["linear_kv_down_proj.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)
+    found |= _norm_shapes("kv_layernorm", mla.kv_lora_rank, model)
+    found["linear_kv_up_proj.weight"] = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    found["linear_proj.weight"] = (hidden, heads * mla.v_head_dim)
     return {f"{name}.{key}": shape for key, shape in found.items()}
 
 
@@ -50,22 +50,22 @@ def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor,
     mla, heads = sizes_of(model), model.num_attention_heads
     weights = {key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")}
     down = x @ weights["linear_kv_down_proj.weight"].T
-    latent = _normed(weights, "kv_layernorm", down[..., : mla.kv_rank], model)
-    shared_key = turn(_pairs(down[..., mla.kv_rank :].unsqueeze(2), model)).squeeze(2)
-    if mla.q_rank is None:
+    latent = _normed(weights, "kv_layernorm", down[..., : mla.kv_lora_rank], model)
+    shared_key = turn(_pairs(down[..., mla.kv_lora_rank :].unsqueeze(2), model)).squeeze(2)
+    if mla.q_lora_rank is None:
         query = x @ weights["linear_q_proj.weight"].T
     else:
         narrow = _normed(weights, "q_layernorm", x @ weights["linear_q_down_proj.weight"].T, model)
         query = narrow @ weights["linear_q_up_proj.weight"].T
     query = query.view(*x.shape[:2], heads, -1)
-    turned = turn(_pairs(query[..., mla.nope_head_dim :], model))
-    up = weights["linear_kv_up_proj.weight"].view(heads, mla.nope_head_dim + mla.value_head_dim, mla.kv_rank)
+    turned = turn(_pairs(query[..., mla.qk_nope_head_dim :], model))
+    up = weights["linear_kv_up_proj.weight"].view(heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
     future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
     contexts = []
     for head in range(heads):
-        key = latent @ up[head, : mla.nope_head_dim].T
-        value = latent @ up[head, mla.nope_head_dim :].T
-        scores = query[:, :, head, : mla.nope_head_dim] @ key.mT + turned[:, :, head] @ shared_key.mT
+        key = latent @ up[head, : mla.qk_nope_head_dim].T
+        value = latent @ up[head, mla.qk_nope_head_dim :].T
+        scores = query[:, :, head, : mla.qk_nope_head_dim] @ key.mT + turned[:, :, head] @ shared_key.mT
         contexts.append((scores * _scale(model)).masked_fill(future, -math.inf).softmax(-1) @ value)
     return torch.cat(contexts, dim=-1) @ weights["linear_proj.weight"].T
 
@@ -78,7 +78,7 @@ def sizes_of(model: ModelSection) -> LatentAttentionSection:
 
 def _scale(model: ModelSection) -> float:
     mla, rope = sizes_of(model), model.rope
-    scale = (mla.nope_head_dim + mla.rope_head_dim) ** -0.5
+    scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
     if rope.scaling == "yarn" and rope.mscale_all_dim is not None:
         scale *= (1 + 0.1 * rope.mscale_all_dim * math.log(rope.factor)) ** 2
     return scale

@@ -140,12 +140,12 @@ def routers_of(parameters: Parameters, model: ModelSection, batch: list[Sequence
 
 def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_logits: Tensor) -> Tensor:
     labels = torch.where(sequence.weights > 0, sequence.labels, 0)
-    match term.function.partition(":")[2]:
-        case "next_token_loss" if term.options:
+    match term.function:
+        case "next_token" if term.options:
             return distributions.smoothed_cross_entropy(logits, labels, **term.options)
-        case "entropy_loss":
+        case "entropy":
             return distributions.entropy(logits)
-        case "distillation_loss":
+        case "distillation":
             return distributions.divergence(logits, teacher_logits, **term.options)
         case _:
             return TOKEN_LOSSES[term.function](logits, sequence)
@@ -261,8 +261,8 @@ def _squared_log_partition(logits: Tensor, sequence: Sequence) -> Tensor:
 
 
 TOKEN_LOSSES: dict[str, Callable[[Tensor, Sequence], Tensor]] = {
-    "mtrain.loss.next_token:next_token_loss": _negative_log_probability,
-    "mtrain.loss.z_loss:z_loss": _squared_log_partition,
+    "next_token": _negative_log_probability,
+    "z_loss": _squared_log_partition,
 }
 """Name in the configuration -> token losses of one sequence, float64; tests add their own."""
 

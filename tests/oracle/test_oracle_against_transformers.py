@@ -214,7 +214,7 @@ def starcoder2_exact_gelu() -> tuple[ModelSection, Any]:
     return starcoder2("gelu")
 
 
-MLA: dict[str, Any] = {"kv_rank": 20, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 14}
+MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
 DEEPSEEK_YARN = RopeSection(
     base=50.0,
     scaling="yarn",
@@ -229,9 +229,9 @@ DEEPSEEK_YARN = RopeSection(
 
 def deepseek(rope: RopeSection, config: Callable[..., Any], **own: Any) -> tuple[ModelSection, Any]:
     """All layers dense; `rms_norm_eps` is not read by the norms of the latents."""
-    q_rank = own.get("q_lora_rank")
+    q_lora_rank = own.get("q_lora_rank")
     knobs = {**SMALL, "num_query_groups": None, "norm_epsilon": 1e-5}
-    model = ModelSection(**knobs, mla={**MLA, "q_rank": q_rank, "norm_epsilon": 1e-6}, rope=rope)
+    model = ModelSection(**knobs, mla={**MLA, "q_lora_rank": q_lora_rank, "norm_epsilon": 1e-6}, rope=rope)
     yarn = {
         "rope_type": "yarn",
         "factor": rope.factor,
@@ -243,10 +243,10 @@ def deepseek(rope: RopeSection, config: Callable[..., Any], **own: Any) -> tuple
     kind = yarn if rope.scaling == "yarn" else {"rope_type": "default"}
     return model, config(
         **common(model),
-        kv_lora_rank=MLA["kv_rank"],
-        qk_nope_head_dim=MLA["nope_head_dim"],
-        qk_rope_head_dim=MLA["rope_head_dim"],
-        v_head_dim=MLA["value_head_dim"],
+        kv_lora_rank=MLA["kv_lora_rank"],
+        qk_nope_head_dim=MLA["qk_nope_head_dim"],
+        qk_rope_head_dim=MLA["qk_rope_head_dim"],
+        v_head_dim=MLA["v_head_dim"],
         first_k_dense_replace=model.num_layers,
         rope_parameters=kind | {"rope_theta": rope.base},
         **own,

@@ -20,7 +20,7 @@ MODEL = ModelSection(
 )
 LOSS = LossSection(
     aggregation="seq-mean-token-mean",
-    side_terms={"z": SideTermSection(function="mtrain.loss.z_loss:z_loss", coefficient=0.1)},
+    side_terms={"z": SideTermSection(function="z_loss", coefficient=0.1)},
 )
 
 

@@ -91,7 +91,7 @@ def losses(draw: DrawFn, kind: Kind) -> dict[str, Any]:
     names = draw(st.sampled_from([(), ("z",), ("again",), ("z", "again")]))
     side_terms = {name: draw(terms()) | {"coefficient": draw(st.sampled_from([0.3, 0.05, 1.0]))} for name in names}
     if "z" in side_terms:
-        side_terms["z"]["function"] = "mtrain.loss.z_loss:z_loss"
+        side_terms["z"]["function"] = "z_loss"
     loss: dict[str, Any] = {f"loss__{key}": value for key, value in main.items()} | {"loss__side_terms": side_terms}
     if kind.has_experts:
         strength = st.sampled_from([0.0, 0.01, 0.5])

@@ -91,11 +91,11 @@ def latent_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": degrees["tp"] * rounded(degrees, 1, draw(st.sampled_from([1, 2, 3]))),
         "num_query_groups": None,
         "mla": {
-            "q_rank": draw(st.sampled_from([None, 7])),
-            "kv_rank": draw(st.sampled_from([5, 8])),
-            "nope_head_dim": draw(st.sampled_from([3, 6])),
-            "rope_head_dim": draw(st.sampled_from([2, 4])),
-            "value_head_dim": draw(st.sampled_from([3, 7])),
+            "q_lora_rank": draw(st.sampled_from([None, 7])),
+            "kv_lora_rank": draw(st.sampled_from([5, 8])),
+            "qk_nope_head_dim": draw(st.sampled_from([3, 6])),
+            "qk_rope_head_dim": draw(st.sampled_from([2, 4])),
+            "v_head_dim": draw(st.sampled_from([3, 7])),
         },
         "rope": draw(scaled_ropes()) | {"interleaved": draw(st.booleans())},
     }

@@ -40,7 +40,13 @@ GPT_OSS: dict[str, Any] = {
 
 DEEPSEEK_ATTENTION: dict[str, Any] = {
     "model__num_query_groups": None,
-    "model__mla": {"q_rank": 24, "kv_rank": 20, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 10},
+    "model__mla": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+    },
     "model__rope": {
         "base": 300.0,
         "scaling": "yarn",

@@ -96,7 +96,7 @@ def test_a_denominator_that_float32_does_not_carry_is_refused(
 
 def test_a_factor_that_float32_does_not_carry_is_refused(pool: Pool) -> None:
     """1e10 x 1 / 1.9e-29: allowed apart, not together."""
-    z_term = {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 1e10, "aggregation": "token-mean"}
+    z_term = {"function": "z_loss", "coefficient": 1e10, "aggregation": "token-mean"}
     changes = {"loss__aggregation": "sum", "loss__side_terms": {"z": z_term}}
     (message,) = refusals(pool, case(4), weighted(three_steps()[0], SMALL), **changes)
     assert "loss term 'z' enters with the factor 5.3" in message

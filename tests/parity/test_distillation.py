@@ -30,7 +30,7 @@ TEACHER: dict[str, Any] = {  # another architecture: wider, without grouped quer
     "model__linear_bias": True,
     "model__tied_embeddings": True,
 }
-DISTILLATION = "mtrain.loss.distillation:distillation_loss"
+DISTILLATION = "distillation"
 NEEDED = {"loss__teacher": {"checkpoint": "not read here"}}
 ALONE: dict[str, Any] = NEEDED | {"loss__function": DISTILLATION, "loss__aggregation": "seq-mean-token-mean"}
 FOUR_TERMS: dict[str, Any] = NEEDED | {
@@ -42,8 +42,8 @@ FOUR_TERMS: dict[str, Any] = NEEDED | {
             "coefficient": 0.7,
             "aggregation": "seq-mean-token-sum",
         },
-        "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.2},
-        "z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05, "aggregation": "seq-mean-token-sqrt"},
+        "entropy": {"function": "entropy", "coefficient": -0.2},
+        "z": {"function": "z_loss", "coefficient": 0.05, "aggregation": "seq-mean-token-sqrt"},
     },
 }
 
@@ -89,7 +89,7 @@ def test_label_smoothing_and_entropy(pool: Pool, case: Case, smoothing: float) -
     changes: dict[str, Any] = {
         "loss__options": {"label_smoothing": smoothing},
         "loss__side_terms": {
-            "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.5, "aggregation": "sum"},
+            "entropy": {"function": "entropy", "coefficient": -0.5, "aggregation": "sum"},
             "sharp": {"coefficient": 0.3, "aggregation": "seq-mean-token-sum-norm", "norm_length": 20},
         },
     }

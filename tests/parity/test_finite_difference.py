@@ -21,7 +21,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "seq-mean-token-mean": {"loss__aggregation": "seq-mean-token-mean"},
     "with-z-loss": {
         "loss__aggregation": "seq-mean-token-sqrt",
-        "loss__side_terms": {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05}},
+        "loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.05}},
     },
 }
 CASES = [case(4, tp=2, sp=True, pp=2), case(4, cp=2, dp=2), case(4, pp=2, vpp=2), case(4, cp=4, cp_comm="ulysses")]

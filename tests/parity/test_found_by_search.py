@@ -9,7 +9,7 @@ from tests.pool import Pool
 
 CP2, SEQ16 = case(2, cp=2), {"data__seq_length": 16}
 MEANS = {"loss__aggregation": "seq-mean-token-mean"}
-Z_LOSS = "mtrain.loss.z_loss:z_loss"
+Z_LOSS = "z_loss"
 
 
 def rows(*weights: float) -> tuple[Row, ...]:
@@ -75,7 +75,13 @@ TRIALS = {
         | {
             "model__norm": "layernorm",
             "model__num_query_groups": None,
-            "model__mla": {"q_rank": 7, "kv_rank": 5, "nope_head_dim": 4, "rope_head_dim": 2, "value_head_dim": 3},
+            "model__mla": {
+                "q_lora_rank": 7,
+                "kv_lora_rank": 5,
+                "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 2,
+                "v_head_dim": 3,
+            },
         },
     ),
     "a bias of the choice beside a softmax": Trial(

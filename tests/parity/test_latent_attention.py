@@ -14,7 +14,7 @@ from tests.pool import Pool
 
 LATENT = DEEPSEEK_ATTENTION
 DIRECT = LATENT | {
-    "model__mla": {"kv_rank": 12, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 4},
+    "model__mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 4},
     "model__rope": {"base": 300.0},
 }
 """Queries without a latent, pairs in halves, values narrower than keys."""
@@ -79,11 +79,11 @@ def deepseek(knobs: dict[str, Any], is_interleaved: bool) -> tuple[dict[str, Any
     kind = yarn if rope.get("scaling") == "yarn" else {"rope_type": "default"}
     config = transformers.DeepseekV3Config(
         **plain.common() | {"num_key_value_heads": 8},
-        q_lora_rank=mla.get("q_rank"),
-        kv_lora_rank=mla["kv_rank"],
-        qk_nope_head_dim=mla["nope_head_dim"],
-        qk_rope_head_dim=mla["rope_head_dim"],
-        v_head_dim=mla["value_head_dim"],
+        q_lora_rank=mla.get("q_lora_rank"),
+        kv_lora_rank=mla["kv_lora_rank"],
+        qk_nope_head_dim=mla["qk_nope_head_dim"],
+        qk_rope_head_dim=mla["qk_rope_head_dim"],
+        v_head_dim=mla["v_head_dim"],
         rope_interleave=is_interleaved,
         first_k_dense_replace=4,
         rope_parameters=kind | {"rope_theta": rope["base"]},

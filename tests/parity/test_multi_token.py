@@ -91,7 +91,7 @@ def test_depths_stop_at_the_edges_of_documents(pool: Pool, case: Case) -> None:
 def test_depths_are_aggregated_as_the_main_term(
     pool: Pool, aggregation: str, changes: dict[str, Any], case: Case
 ) -> None:
-    side = {"loss__side_terms": {"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05}}}
+    side = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.05}}}
     assert_exact(pool, case, weighted_steps()[:2], TWO | side | {"loss__aggregation": aggregation} | changes)
 
 
@@ -129,7 +129,7 @@ def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
 def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str, Any], case: Case) -> None:
     changes: dict[str, Any] = ONE | {
         "loss__teacher": {"checkpoint": "not read here"},
-        "loss__side_terms": {"kl": {"function": "mtrain.loss.distillation:distillation_loss", "coefficient": 0.5}},
+        "loss__side_terms": {"kl": {"function": "distillation", "coefficient": 0.5}},
     }
     batches, config = three_steps()[:2], case.config(**changes)
     teacher = case.config(**teachers)

@@ -66,9 +66,7 @@ def search(law: Callable[[Trial], None], axis: str, num_examples: int) -> None:
 def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees a fault that is there: each microbatch divided by its own tokens."""
     name = "tests.parity.naive:mean_of_means"
-    monkeypatch.setitem(
-        oracle_loss.TOKEN_LOSSES, name, oracle_loss.TOKEN_LOSSES["mtrain.loss.next_token:next_token_loss"]
-    )
+    monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, name, oracle_loss.TOKEN_LOSSES["next_token"])
     planted: dict[str, Any] = {
         "loss__function": name,
         "loss__denominator": "measured",

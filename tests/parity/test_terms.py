@@ -33,7 +33,7 @@ CASES = [
 TWO_TERMS: dict[str, Any] = {
     "loss__aggregation": "seq-mean-token-mean",
     "loss__side_terms": {
-        "z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.05, "aggregation": "token-mean"},
+        "z": {"function": "z_loss", "coefficient": 0.05, "aggregation": "token-mean"},
         "hardest": {"aggregation": "token-sum-norm", "norm_length": 40, "coefficient": 0.3},
     },
 }

@@ -63,7 +63,7 @@ def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection)
     weights += (1 + model.mtp_depths) * model.vocab_size * model.hidden_size
     keys, values = model.head_size, model.head_size
     if model.mla is not None:
-        keys, values = model.mla.nope_head_dim + model.mla.rope_head_dim, model.mla.value_head_dim
+        keys, values = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
     forward = 2 * weights + 2 * model.num_attention_heads * (keys + values) * num_pairs(model) / SEQ
     assert planning.flops_per_token(model, SEQ) == pytest.approx(3 * forward, rel=1e-12)
 

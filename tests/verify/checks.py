@@ -10,7 +10,7 @@ from mtrain.verify.ranks import Pool
 from mtrain.verify.result import ParityReport
 from tests.config.samples import config
 
-Z_LOSS = {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.01, "aggregation": "seq-mean-token-mean"}
+Z_LOSS = {"function": "z_loss", "coefficient": 0.01, "aggregation": "seq-mean-token-mean"}
 
 
 def rich_config(**changes: Any) -> Config:

@@ -105,7 +105,7 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
         ("model.hidden_dropout=0.1", "hidden_dropout"),
         ("loss.options={label_smoothing: 0.1}", "loss.options is set"),
         ("loss.router.z_coefficient=0.1", "router"),
-        ("loss.side_terms={z: {function: 'mtrain.loss.z_loss:z_loss'}}", "loss.side_terms is set"),
+        ("loss.side_terms={z: {function: 'z_loss'}}", "loss.side_terms is set"),
     ],
 )
 def test_what_transformers_does_not_compute_is_refused(tmp_path: Path, override: str, told: str) -> None:

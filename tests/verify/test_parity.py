@@ -103,8 +103,8 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
             "loss__options": {"label_smoothing": 0.1},
             "loss__teacher": {"checkpoint": "runs/teacher"},
             "loss__side_terms": {
-                "teacher": {"function": "mtrain.loss.distillation:distillation_loss", "aggregation": "sum"},
-                "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.01},
+                "teacher": {"function": "distillation", "aggregation": "sum"},
+                "entropy": {"function": "entropy", "coefficient": -0.01},
             },
         },
         {
@@ -117,11 +117,11 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
         {
             "model__num_query_groups": None,
             "model__mla": {
-                "q_rank": 384,
-                "kv_rank": 128,
-                "nope_head_dim": 32,
-                "rope_head_dim": 16,
-                "value_head_dim": 32,
+                "q_lora_rank": 384,
+                "kv_lora_rank": 128,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 32,
             },
         },
     ],
@@ -222,7 +222,7 @@ def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
 
 def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None:
     with pytest.raises(ConfigError, match="has no 'next_tokens'"):
-        check(pool, config(loss__function="mtrain.loss.next_token:next_tokens"), "mbs4")
+        check(pool, config(loss__function="tests.loss.bad_losses:next_tokens"), "mbs4")
 
 
 def mtrain(*arguments: object, torch: bool = True) -> subprocess.CompletedProcess[str]:

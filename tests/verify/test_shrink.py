@@ -28,7 +28,7 @@ def test_structure_is_kept_and_sizes_are_not() -> None:
         model__tied_embeddings=True,
         model__rope={"base": 5e5, "scaling": "llama3", "factor": 8.0},
         loss__aggregation="seq-mean-token-mean",
-        loss__side_terms={"z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 1e-4}},
+        loss__side_terms={"z": {"function": "z_loss", "coefficient": 1e-4}},
         data__isolate_documents=True,
         train__recompute="full",
         train__precision="bf16",
@@ -63,15 +63,23 @@ def test_a_head_dimension_of_its_own_stays_one() -> None:
     assert model.head_size * model.num_attention_heads != model.hidden_size
 
 
-@pytest.mark.parametrize("q_rank", [None, 1536])
-def test_latents_stay_and_become_small(q_rank: int | None) -> None:
-    latents = {"kv_rank": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128, "norm_epsilon": 1e-6}
-    user = config(model__num_query_groups=None, model__hidden_size=7168, model__mla=latents | {"q_rank": q_rank})
+@pytest.mark.parametrize("q_lora_rank", [None, 1536])
+def test_latents_stay_and_become_small(q_lora_rank: int | None) -> None:
+    latents = {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "norm_epsilon": 1e-6,
+    }
+    user = config(
+        model__num_query_groups=None, model__hidden_size=7168, model__mla=latents | {"q_lora_rank": q_lora_rank}
+    )
     small = shrink(user, ONE).config.model.mla
     assert small is not None
-    assert (small.q_rank is None) == (q_rank is None)
+    assert (small.q_lora_rank is None) == (q_lora_rank is None)
     assert small.norm_epsilon == 1e-6
-    sizes = [small.kv_rank, small.nope_head_dim, small.rope_head_dim, small.value_head_dim]
+    sizes = [small.kv_lora_rank, small.qk_nope_head_dim, small.qk_rope_head_dim, small.v_head_dim]
     assert max(sizes) <= 16
     assert len(set(sizes)) == len(sizes), "no two can be taken for each other"
 

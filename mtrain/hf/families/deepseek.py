@@ -29,11 +29,11 @@ from mtrain.hf.values import needed_value, value_of
 _SCORED = 2
 """Experts of a group whose sum ranks it."""
 _LATENT_EPSILON = 1e-6
-_ROTATED = ("mla.rope_head_dim", 64)
+_ROTATED = ("mla.qk_rope_head_dim", 64)
 
 
 def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
-    return model.mla is not None and model.mla.q_rank is not None
+    return model.mla is not None and model.mla.q_lora_rank is not None
 
 
 def _has_direct_queries(model: ModelSection, layer: int) -> bool:
@@ -184,13 +184,13 @@ DEEPSEEK_V3 = Family(
         *ACTIVATION,
         Derived("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
         Derived("head_dim", {"qk_rope_head_dim": _ROTATED}),
-        Derived("qk_head_dim", {"qk_nope_head_dim": ("mla.nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
+        Derived("qk_head_dim", {"qk_nope_head_dim": ("mla.qk_nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
         _LatentNorms(),
-        Field("q_lora_rank", "mla.q_rank", 1536),
-        Field("kv_lora_rank", "mla.kv_rank", 512),
-        Field("qk_nope_head_dim", "mla.nope_head_dim", 128),
-        Field("qk_rope_head_dim", "mla.rope_head_dim", 64),
-        Field("v_head_dim", "mla.value_head_dim", 128),
+        Field("q_lora_rank", "mla.q_lora_rank", 1536),
+        Field("kv_lora_rank", "mla.kv_lora_rank", 512),
+        Field("qk_nope_head_dim", "mla.qk_nope_head_dim", 128),
+        Field("qk_rope_head_dim", "mla.qk_rope_head_dim", 64),
+        Field("v_head_dim", "mla.v_head_dim", 128),
         Field("n_routed_experts", "experts.num_experts", 256, alias="num_local_experts"),
         Field("num_experts_per_tok", "experts.top_k", 8),
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),

@@ -93,18 +93,18 @@ def _latent(part: Module, x: Tensor, rows: Rows) -> Tensor:
     mla, heads = part.model.mla, part.model.num_attention_heads
     assert mla is not None
     down = linear(part, "linear_kv_down_proj", x)
-    latent = _latent_norm(part, "kv_layernorm", down[..., : mla.kv_rank])
-    shared = _turned(part.model, down[..., mla.kv_rank :].unsqueeze(2), rows)
-    if mla.q_rank is None:
+    latent = _latent_norm(part, "kv_layernorm", down[..., : mla.kv_lora_rank])
+    shared = _turned(part.model, down[..., mla.kv_lora_rank :].unsqueeze(2), rows)
+    if mla.q_lora_rank is None:
         queries = linear(part, "linear_q_proj", x)
     else:
         narrow = _latent_norm(part, "q_layernorm", linear(part, "linear_q_down_proj", x))
         queries = linear(part, "linear_q_up_proj", narrow)
     query = queries.view(*x.shape[:2], heads, -1)
     up = linear(part, "linear_kv_up_proj", latent).view(*x.shape[:2], heads, -1)
-    key, value = up[..., : mla.nope_head_dim], up[..., mla.nope_head_dim :]
-    plain = torch.einsum("bqhd,bkhd->bhqk", query[..., : mla.nope_head_dim], key)
-    turned = _turned(part.model, query[..., mla.nope_head_dim :], rows)
+    key, value = up[..., : mla.qk_nope_head_dim], up[..., mla.qk_nope_head_dim :]
+    plain = torch.einsum("bqhd,bkhd->bhqk", query[..., : mla.qk_nope_head_dim], key)
+    turned = _turned(part.model, query[..., mla.qk_nope_head_dim :], rows)
     scores = (plain + torch.einsum("bqhd,bkd->bhqk", turned, shared.squeeze(2))) * _latent_scale(part.model)
     weights = _softmax(scores.unsqueeze(1), visible(rows, None), None).squeeze(1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
@@ -117,13 +117,13 @@ def _latent_norm(part: Module, name: str, x: Tensor) -> Tensor:
 
 
 def _turned(model: ModelSection, x: Tensor, rows: Rows) -> Tensor:
-    """[batch, seq, heads, rope_head_dim]; interleaved pairs (0, 1), (2, 3), ... are first moved to (i, i + half)."""
+    """[batch, seq, heads, qk_rope_head_dim]; interleaved pairs (0, 1), (2, 3), ... are first moved to (i, i + half)."""
     apart = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1) if model.rope.interleaved else x
     return rotated(apart, rows.positions, model.rope)
 
 
 def _latent_scale(model: ModelSection) -> float:
     assert model.mla is not None
-    scale = 1 / math.sqrt(model.mla.nope_head_dim + model.mla.rope_head_dim)
+    scale = 1 / math.sqrt(model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim)
     all_dim = model.rope.mscale_all_dim
     return scale if model.rope.scaling != "yarn" or all_dim is None else scale * growth(model.rope, all_dim) ** 2

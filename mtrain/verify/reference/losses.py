@@ -49,11 +49,9 @@ def known_losses(function: str, options: dict[str, Any]) -> TokenLosses | None:
         return divergence(logits, teacher, **options)
 
     known: dict[str, TokenLosses] = {
-        "mtrain.loss.next_token:next_token_loss": lambda logits, labels, teacher: cross_entropy(
-            logits, labels, **options
-        ),
-        "mtrain.loss.z_loss:z_loss": lambda logits, labels, teacher: squared_logsumexp(logits),
-        "mtrain.loss.entropy:entropy_loss": lambda logits, labels, teacher: entropy(logits),
-        "mtrain.loss.distillation:distillation_loss": distilled,
+        "next_token": lambda logits, labels, teacher: cross_entropy(logits, labels, **options),
+        "z_loss": lambda logits, labels, teacher: squared_logsumexp(logits),
+        "entropy": lambda logits, labels, teacher: entropy(logits),
+        "distillation": distilled,
     }
     return known.get(function)

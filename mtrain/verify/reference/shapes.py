@@ -104,17 +104,17 @@ def _grouped_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Sh
 def _latent_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
     mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
     assert mla is not None
-    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
-    if mla.q_rank is None:
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    if mla.q_lora_rank is None:
         yield f"{name}.linear_q_proj.weight", (query, hidden)
     else:
-        yield f"{name}.linear_q_down_proj.weight", (mla.q_rank, hidden)
-        yield from _norm(f"{name}.q_layernorm", mla.q_rank, model)
-        yield f"{name}.linear_q_up_proj.weight", (query, mla.q_rank)
-    yield f"{name}.linear_kv_down_proj.weight", (mla.kv_rank + mla.rope_head_dim, hidden)
-    yield from _norm(f"{name}.kv_layernorm", mla.kv_rank, model)
-    yield f"{name}.linear_kv_up_proj.weight", (heads * (mla.nope_head_dim + mla.value_head_dim), mla.kv_rank)
-    yield f"{name}.linear_proj.weight", (hidden, heads * mla.value_head_dim)
+        yield f"{name}.linear_q_down_proj.weight", (mla.q_lora_rank, hidden)
+        yield from _norm(f"{name}.q_layernorm", mla.q_lora_rank, model)
+        yield f"{name}.linear_q_up_proj.weight", (query, mla.q_lora_rank)
+    yield f"{name}.linear_kv_down_proj.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)
+    yield from _norm(f"{name}.kv_layernorm", mla.kv_lora_rank, model)
+    yield f"{name}.linear_kv_up_proj.weight", (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    yield f"{name}.linear_proj.weight", (hidden, heads * mla.v_head_dim)
 
 
 def _experts(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:

@@ -30,13 +30,13 @@ SMALL: dict[str, Any] = {
     "data__seq_length": 16,
 }
 EXPERTS = {"num_experts": 8, "top_k": 4, "ffn_hidden_size": 12, "first_dense_layers": 1}
-MLA = {"q_rank": 24, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 6}
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 YARN = {"scaling": "yarn", "factor": 4.0, "original_max_positions": 16}
 SIDES = {
-    "z": {"function": "mtrain.loss.z_loss:z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-mean"},
-    "entropy": {"function": "mtrain.loss.entropy:entropy_loss", "coefficient": -0.1, "aggregation": "sum"},
+    "z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-mean"},
+    "entropy": {"function": "entropy", "coefficient": -0.1, "aggregation": "sum"},
     "teacher": {
-        "function": "mtrain.loss.distillation:distillation_loss",
+        "function": "distillation",
         "options": {"direction": "reverse", "temperature": 2.0},
         "aggregation": "seq-mean-token-sum-norm",
         "norm_length": 7,

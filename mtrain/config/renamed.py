@@ -1,0 +1,99 @@
+"""Names of version 0.1.0 that have become others. Both are understood; the old ones up to version 0.2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mtrain.errors import ConfigError
+
+LAST_VERSION = "0.2"
+"""The last one that understands the old names."""
+
+KEYS = {
+    "model.mla.q_rank": "model.mla.q_lora_rank",
+    "model.mla.kv_rank": "model.mla.kv_lora_rank",
+    "model.mla.nope_head_dim": "model.mla.qk_nope_head_dim",
+    "model.mla.rope_head_dim": "model.mla.qk_rope_head_dim",
+    "model.mla.value_head_dim": "model.mla.v_head_dim",
+    "checkpoint.rehearse": "checkpoint.self_test",
+}
+"""Old dotted key -> new one, in the same section."""
+
+LOSS_FUNCTIONS = {
+    "mtrain.loss.next_token:next_token_loss": "next_token",
+    "mtrain.loss.z_loss:z_loss": "z_loss",
+    "mtrain.loss.entropy:entropy_loss": "entropy",
+    "mtrain.loss.distillation:distillation_loss": "distillation",
+}
+"""Path by which version 0.1.0 named a loss of its own -> its name."""
+
+
+class RenamedKeyWarning(FutureWarning):
+    """An old name was given."""
+
+
+def with_current_names(content: Mapping[Any, Any], origin: str) -> dict[Any, Any]:
+    """As `current_names`, for what a person wrote: warns of each old name (`RenamedKeyWarning`)."""
+    current, notes = current_names(content, origin)
+    for note in notes:
+        warnings.warn(note, RenamedKeyWarning, stacklevel=2)
+    return current
+
+
+def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, Any], list[str]]:
+    """A configuration, or a part of one from its root on, in which every old name has become the new one.
+
+    Args:
+        content: Nested sections; not changed.
+        origin: Where it comes from, for messages.
+
+    Returns:
+        The configuration, and a sentence for each old name.
+
+    Raises:
+        ConfigError: A key is given under both names.
+    """
+    current, notes = _copied(content), []
+    for old, new in KEYS.items():
+        section = _section(current, old.split(".")[:-1])
+        old_name, new_name = old.rpartition(".")[2], new.rpartition(".")[2]
+        if section is None or old_name not in section:
+            continue
+        if new_name in section:
+            raise ConfigError(f"{origin}: {old} and {new} are two names of one key; remove {old}")
+        section[new_name] = section.pop(old_name)
+        notes.append(_note(f"{old} is called {new} now", origin))
+    for key, term in _terms(current):
+        path = term.get("function")
+        if isinstance(path, str) and path in LOSS_FUNCTIONS:
+            term["function"] = LOSS_FUNCTIONS[path]
+            notes.append(_note(f"{key}.function={path} is called {LOSS_FUNCTIONS[path]} now", origin))
+    return current, notes
+
+
+def _note(change: str, origin: str) -> str:
+    return f"{origin}: {change}; version {LAST_VERSION} is the last one that understands the old name"
+
+
+def _copied(content: Any) -> Any:
+    """Mappings are copied at every depth; what they hold is not."""
+    return {key: _copied(value) for key, value in content.items()} if isinstance(content, Mapping) else content
+
+
+def _section(content: Any, path: list[str]) -> dict[Any, Any] | None:
+    for name in path:
+        content = content.get(name) if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else None
+
+
+def _terms(content: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(dotted key, section) of every term of the objective."""
+    loss = _section(content, ["loss"])
+    if loss is None:
+        return
+    yield "loss", loss
+    for name, term in (_section(loss, ["side_terms"]) or {}).items():
+        if isinstance(term, dict):
+            yield f"loss.side_terms.{name}", term

@@ -1,0 +1,40 @@
+"""Old names of keys and losses: they mean the new ones, are noted, and are refused beside the new ones."""
+
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.load import config_yaml, load_config
+from mtrain.config.renamed import KEYS, LOSS_FUNCTIONS, RenamedKeyWarning, with_current_names
+from mtrain.errors import ConfigError
+from tests.config.samples import config
+
+OLD_MLA = {"q_rank": 8, "kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 2, "value_head_dim": 4}
+
+
+def test_old_keys_mean_the_new_ones_and_are_noted() -> None:
+    with pytest.warns(RenamedKeyWarning) as caught:
+        current = with_current_names({"model": {"mla": OLD_MLA}, "checkpoint": {"rehearse": True}}, "a.yaml")
+    new_mla = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    assert current == {"model": {"mla": new_mla}, "checkpoint": {"self_test": True}}
+    assert "a.yaml: checkpoint.rehearse is called checkpoint.self_test now; version 0.2 is the last one" in str(
+        caught[-1].message
+    )
+    assert len(caught) == len(KEYS)
+
+
+@pytest.mark.parametrize(("old", "new"), LOSS_FUNCTIONS.items())
+def test_old_paths_of_losses_mean_their_names(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(config_yaml(config(loss__function=new, loss__side_terms={"more": {"function": new}})))
+    named = load_config([path], [])
+    path.write_text(path.read_text().replace(f"function: {new}", f"function: {old}"))
+    with pytest.warns(RenamedKeyWarning, match=rf"loss\.function={old} is called {new} now"):
+        assert load_config([path], []) == named
+    with pytest.warns(RenamedKeyWarning, match=r"loss\.side_terms\.more"):
+        assert load_config([path], [f"loss.function={old}"]) == named
+
+
+def test_a_key_under_both_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"are two names of one key; remove checkpoint\.rehearse"):
+        with_current_names({"checkpoint": {"rehearse": True, "self_test": True}}, "a.yaml")
