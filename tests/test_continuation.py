@@ -70,6 +70,7 @@ def test_a_named_convention_does_not_turn_a_run_around(notice: Notice) -> None:
 def test_keys_that_an_old_version_did_not_have_stand_at_their_default() -> None:
     old = yaml.safe_load(config_yaml(config()))
     del old["model"]["qk_norm"], old["optimizer"]["decay_norms_and_biases"], old["data"]["split"]
+    del old["optimizer"]["kind"]  # 0.1.0 had AdamW only
     assert continued(config(), yaml.safe_dump(old), FOLDER, 3) == config()
     with pytest.raises(RunFolderError, match=r"model.qk_norm had other"):
         continued(config(model__qk_norm=True), yaml.safe_dump(old), FOLDER, 3)

@@ -19,20 +19,20 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 from mtrain.lr import learning_rate
 
 ULP = 2.0**-52
 
 
 def rates(num_steps: int, **section: Any) -> list[float]:
-    optimizer = OptimizerSection(**section)
+    optimizer = AdamWSection(**section)
     return [learning_rate(step, optimizer, num_steps) for step in range(num_steps)]
 
 
 def megatron_rates(num_steps: int, batch_size: int = 1, **section: Any) -> list[float]:
     """As Megatron-LM's loop sees them: update, then step the scheduler by the samples of the batch."""
-    wanted = OptimizerSection(**section)
+    wanted = AdamWSection(**section)
     is_wsd = wanted.schedule == "wsd"
     length = wanted.decay_steps or (max(1, num_steps // 10) if is_wsd else num_steps)
     group: dict[str, Any] = {}

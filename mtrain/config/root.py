@@ -9,7 +9,7 @@ from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
 from mtrain.config.run import CheckpointSection, MetricsSection, RunSection
 from mtrain.config.section import Section, rule
-from mtrain.config.train import OptimizerSection, TrainSection, ValidSection
+from mtrain.config.train import AdamWSection, TrainSection, ValidSection
 
 
 class Config(Section):
@@ -19,7 +19,7 @@ class Config(Section):
     model: ModelSection
     layout: LayoutSection = LayoutSection()
     train: TrainSection
-    optimizer: OptimizerSection
+    optimizer: AdamWSection
     loss: LossSection = LossSection()
     data: DataSection
     valid: ValidSection = ValidSection()

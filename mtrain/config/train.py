@@ -44,13 +44,12 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW with decoupled weight decay, and the learning rate as a pure function of the step."""
+    """What all optimizers have: decoupled weight decay, and the learning rate as a pure function of the step."""
 
+    kind: str
+    """Which optimizer; each kind is a section of its own with the keys that only it has."""
     lr: float = Field(gt=0)
     min_lr: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     decay_norms_and_biases: bool = False
     clip_grad: float = Field(1.0, ge=0)
@@ -63,16 +62,6 @@ class OptimizerSection(Section):
     schedule_convention: Literal["megatron", "one_ahead"] = "megatron"
     """megatron: an update's rate follows from the updates completed before it, as in Megatron-LM and transformers.
     one_ahead: from those completed with it, as runs begun before this key was there keep it."""
-
-    @rule
-    def updates_are_in_float32(self) -> str | None:
-        """AdamW hands torch lr / (1 - beta1), in the first step, and lr x weight_decay as float32."""
-        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
-            return None
-        return (
-            f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
-            f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower it"
-        )
 
     @rule
     def the_rate_falls(self) -> str | None:
@@ -89,6 +78,25 @@ class OptimizerSection(Section):
         return (
             f"decay_steps={self.decay_steps} is the step at which min_lr is reached and must be above "
             f"warmup_steps={self.warmup_steps}; raise it or shorten the warm-up"
+        )
+
+
+class AdamWSection(OptimizerSection):
+    """AdamW with decoupled weight decay for all parameters; what a configuration without `kind` means."""
+
+    kind: Literal["adamw"] = "adamw"
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+
+    @rule
+    def updates_are_in_float32(self) -> str | None:
+        """AdamW hands torch lr / (1 - beta1), in the first step, and lr x weight_decay as float32."""
+        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
+            return None
+        return (
+            f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
+            f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower it"
         )
 
 

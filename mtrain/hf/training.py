@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 from mtrain.hf.logits import open_model
 
 
@@ -44,7 +44,7 @@ class StepFound(NamedTuple):
     """Global L2 norm before clipping; 0 where there was nothing to learn."""
 
 
-def transformers_steps(folder: Path, section: OptimizerSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
+def transformers_steps(folder: Path, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
     """AdamW steps from the weights of a folder, one after the other. Gradients of a step are added row by row.
 
     Args:
@@ -71,7 +71,7 @@ def transformers_steps(folder: Path, section: OptimizerSection, steps: Iterable[
         yield StepFound(numerator, norm)
 
 
-def _groups(parameters: dict[str, Any], section: OptimizerSection) -> Iterator[dict[str, Any]]:
+def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[str, Any]]:
     """Matrices decay; norms and biases, of experts too, as the section says."""
     small = {name for name, value in parameters.items() if value.dim() < 2 or name.endswith("bias")}
     decay = section.weight_decay

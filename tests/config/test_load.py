@@ -54,6 +54,11 @@ def test_override_values_are_yaml(base: Path, override: str, section: str, key: 
     assert type(read) is type(value)
 
 
+def test_an_optimizer_without_a_kind_is_adamw(base: Path) -> None:
+    assert load_config([base], []) == load_config([base], ["optimizer.kind=adamw"])
+    assert load_config([base], []).optimizer.kind == "adamw"
+
+
 def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
     sources = write(tmp_path / "a.yaml", {"data": {"train": [{"path": "a"}, {"path": "b"}]}})
     read = load_config([base, sources], ["data.train=[{path: c, weight: 2}]"])
@@ -76,6 +81,7 @@ def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
         ("train.num_steps=0", "train.num_steps: input should be greater than 0, but 0 was given"),
         ("train.num_steps=yes", "train.num_steps: a number is needed, but true was given"),
         ("train.num_steps=null", "train.num_steps: input should be a valid integer, but nothing was given"),
+        ("optimizer.kind=adam", "optimizer.kind: input should be 'adamw', but 'adam' was given; change it"),
         ("optimizer.lr=.nan", "optimizer.lr: input should be a finite number"),
         ("train.precision=fp8", "train.precision: input should be 'fp32', 'bf16' or 'fp16', but 'fp8' was given"),
         ("model=3", "model: a section with keys is needed, but 3 was given"),

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 from tests.oracle.model import Parameters
 
 
@@ -15,7 +15,7 @@ class AdamW:
     Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
     """
 
-    def __init__(self, section: OptimizerSection) -> None:
+    def __init__(self, section: AdamWSection) -> None:
         self.section = section
         self.num_updates = 0
         self.first: Parameters = {}

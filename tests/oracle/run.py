@@ -8,7 +8,7 @@ import torch
 
 from mtrain.config.loss import LossSection
 from mtrain.config.model import ModelSection
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 from tests.oracle import loss as definitions
 from tests.oracle.experts import is_buffer
 from tests.oracle.model import Parameters
@@ -40,7 +40,7 @@ def oracle_steps(
     parameters: Parameters,
     model: ModelSection,
     loss: LossSection,
-    optimizer: OptimizerSection,
+    optimizer: AdamWSection,
     learning_rates: Sequence[float],
     batches: Iterable[Sequence[definitions.Sequence]],
     teacher: definitions.Teacher | None = None,

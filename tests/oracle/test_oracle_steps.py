@@ -9,7 +9,7 @@ import torch
 
 from mtrain.config.loss import LossSection, SideTermSection, TermSection
 from mtrain.config.model import ModelSection
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 from mtrain.data.sample import Sample
 from tests.oracle.loss import Sequence, aggregate, objective, term_values
 from tests.oracle.model import logits_of, random_parameters
@@ -81,7 +81,7 @@ def test_documents_of_a_sequence_do_not_see_each_other() -> None:
 
 def test_gradients_are_finite_differences_of_the_objective() -> None:
     parameters, batch = random_parameters(MODEL, seed=1, padded_vocab_size=32), random_batch(seed=2)
-    (result,) = oracle_steps(parameters, MODEL, LOSS, OptimizerSection(lr=0.1), [0.1], [batch])
+    (result,) = oracle_steps(parameters, MODEL, LOSS, AdamWSection(lr=0.1), [0.1], [batch])
     generator = torch.Generator().manual_seed(3)
     direction = {
         name: torch.randn(value.shape, dtype=torch.float64, generator=generator) for name, value in parameters.items()
@@ -115,7 +115,7 @@ def test_a_sample_loses_its_padding() -> None:
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05, 1e6])
 def test_steps_are_those_of_torch_adamw(clip_grad: float) -> None:
-    section = OptimizerSection(lr=1.0, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6, clip_grad=clip_grad)
+    section = AdamWSection(lr=1.0, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6, clip_grad=clip_grad)
     model = MODEL.model_copy(update={"qkv_bias": True, "tied_embeddings": True})
     parameters, rates = random_parameters(model, seed=1), [0.01, 0.02, 0.005]
     batches = [random_batch(seed) for seed in (4, 5, 6)]
@@ -145,8 +145,8 @@ def test_an_empty_batch_changes_nothing() -> None:
     parameters = random_parameters(MODEL, seed=1)
     empty = [sequence([0.0, 0.0, 0.0]), sequence([0.0] * 5)]
     batches = [random_batch(4), empty, random_batch(5)]
-    with_empty = oracle_steps(parameters, MODEL, LOSS, OptimizerSection(lr=1.0), [0.1, 0.2, 0.3], batches)
-    without = oracle_steps(parameters, MODEL, LOSS, OptimizerSection(lr=1.0), [0.1, 0.3], [batches[0], batches[2]])
+    with_empty = oracle_steps(parameters, MODEL, LOSS, AdamWSection(lr=1.0), [0.1, 0.2, 0.3], batches)
+    without = oracle_steps(parameters, MODEL, LOSS, AdamWSection(lr=1.0), [0.1, 0.3], [batches[0], batches[2]])
     assert (with_empty[1].loss, with_empty[1].grad_norm, with_empty[1].denominators["main"]) == (0.0, 0.0, 0.0)
     assert with_empty[1].parameters is with_empty[0].parameters
     torch.testing.assert_close(with_empty[2].parameters, without[1].parameters, rtol=0, atol=0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -38,7 +38,7 @@ class AdamW:
     Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
     """
 
-    def __init__(self, section: OptimizerSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
+    def __init__(self, section: AdamWSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
         self._section = section
         self._num_updates = start.num_updates
         self._first = {name: np.asarray(value, np.float64) for name, value in start.first.items()}

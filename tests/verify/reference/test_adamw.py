@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.config.train import OptimizerSection
+from mtrain.config.train import AdamWSection
 from mtrain.verify.reference.adamw import AdamW
 from mtrain.verify.tolerances import update_tolerance
 
@@ -12,8 +12,8 @@ SHAPES = {"matrix": (5, 7), "bias": (7,)}
 LR = 3e-3
 
 
-def section(**changes: float | bool) -> OptimizerSection:
-    return OptimizerSection(lr=LR, **changes)
+def section(**changes: float | bool) -> AdamWSection:
+    return AdamWSection(lr=LR, **changes)
 
 
 def drawn(seed: int, scale: float) -> dict[str, np.ndarray]:
