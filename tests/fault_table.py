@@ -30,7 +30,8 @@ from typing import Self
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.paths import ROOT
+
 PAGE = ROOT / "docs" / "faults.md"
 COMMAND = "python -m tests.fault_table"
 TIMES_VARIABLE = "MTRAIN_FAULT_TIMES"

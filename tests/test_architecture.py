@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.paths import ROOT
 
 _HF_WITHOUT_TORCH = """axes config description exportable families family files header known registry rope sameness
 table values"""

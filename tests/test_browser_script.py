@@ -4,7 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "launch" / "browser.sh"
+from tests.paths import ROOT
+
+SCRIPT = ROOT / "launch" / "browser.sh"
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -11,9 +11,9 @@ from mtrain.cli import split_arguments
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
+from tests.paths import ROOT
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "FORCE_COLOR")
-ROOT = Path(__file__).parents[1]
 
 
 def mtrain(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.fault_table import COMMAND, PAGE, ROOT, Row, page
+from tests.fault_table import COMMAND, PAGE, Row, page
+from tests.paths import ROOT
 
 
 def test_every_injected_fault_has_its_row(request: pytest.FixtureRequest) -> None:

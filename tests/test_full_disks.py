@@ -18,7 +18,8 @@ from mtrain.checkpoint.directory import newest_good
 from mtrain.checkpoint.verification import verify_files
 from mtrain.metrics.jsonl import read_records
 from tests.fault_table import Notice
-from tests.test_trainer import DEADLINE_S, ROOT, command, numbers
+from tests.paths import ROOT
+from tests.test_trainer import DEADLINE_S, command, numbers
 
 __all__ = ["command"]
 

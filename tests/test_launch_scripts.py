@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.fault_table import Notice
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = [*ROOT.glob("launch/*"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
 
 SRUN = """#!/bin/bash

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault_table import ROOT, Notice
+from tests.fault_table import Notice
+from tests.paths import ROOT
 from tests.test_trainer import command, finished, numbers, start_cold, wait_for_step
 
 __all__ = ["command", "start_cold"]

@@ -1,12 +1,11 @@
 """The page on naive normalisation says what the data beside its picture say."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+from tests.paths import DOCS
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ import pytest
 from mtrain import faultpoints
 from mtrain.launch import free_port
 from tests.fault_table import Notice
-from tests.test_trainer import DEADLINE_S, ROOT, command, finished, records, start_cold
+from tests.paths import ROOT
+from tests.test_trainer import DEADLINE_S, command, finished, records, start_cold
 
 __all__ = ["command", "start_cold"]
 pytestmark = pytest.mark.usefixtures("hangup")

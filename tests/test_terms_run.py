@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
 from tests.pool import Pool
 from tests.warm import Command
 
-ROOT = Path(__file__).parents[1]
 MODEL = "num_layers: 2, hidden_size: {hidden}, ffn_hidden_size: 48, num_attention_heads: 4, vocab_multiple: 8"
 BASE = """
 train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 3, precision: fp32}

@@ -19,10 +19,10 @@ import pytest
 
 from mtrain.health.heartbeat import read_beat
 from tests.fault_table import Notice
+from tests.paths import ROOT
 from tests.pool import Pool
 from tests.warm import Command
 
-ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
 BASE = """
 model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 48, num_attention_heads: 4, vocab_size: 64, vocab_multiple: 8}

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
+
 ARCHIVE = Path(__file__).with_name("runs_of_0.1.0.tar.xz")
-ROOT = Path(__file__).parents[2]
 
 
 def steps(run: Path) -> dict[int, dict[str, Any]]:

@@ -10,8 +10,8 @@ from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.errors import ConfigError
 from mtrain.layout import Layout
+from tests.paths import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS = {
     "llama3_8b": 8_030_261_248,
     "qwen2.5_7b": 7_615_616_512,

@@ -14,8 +14,7 @@ from mtrain.data.documents import documents, find_files
 from mtrain.data.index import Corpus
 from mtrain.errors import DataError
 from mtrain.tokenizer import load_tokenizer
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 @pytest.fixture
@@ -121,8 +120,8 @@ def test_the_tool_tells_what_it_wrote_and_leaves_with_the_errors_code(
     command += ["--output-prefix", str(tmp_path / "c")]
 
     def run() -> subprocess.CompletedProcess[str]:
-        environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
-        return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+        environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
     first, second = run(), run()
     assert (first.returncode, second.returncode) == (0, 3)

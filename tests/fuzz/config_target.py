@@ -20,8 +20,8 @@ from mtrain.config.load import config_yaml, load_config
 from tests.config.samples import content
 from tests.fuzz.mutations import FLOATS, HUGE, TEXTS, TOKENS, mutated_bytes, mutated_tree
 from tests.fuzz.target import Target
+from tests.paths import CONFIGS
 
-_CONFIGS = Path(__file__).parents[2] / "configs"
 _FILE, _ARGUMENTS = "config.yaml", "arguments.json"
 
 
@@ -90,7 +90,7 @@ def _write(folder: Path, random: Random) -> None:
         case "override":
             arguments += [_override(base, random) for _ in range(random.choice((1, 1, 2, 20)))]
         case "fragment":  # a file of the repository under a changed one
-            arguments.insert(0, str(random.choice(sorted(_CONFIGS.glob("*/*.yaml")))))
+            arguments.insert(0, str(random.choice(sorted(CONFIGS.glob("*/*.yaml")))))
             written = _dumped(mutated_tree(base, random))
         case "world":
             world_size = random.choice((1, 3, 16, 64, 2**31, 2**63, 10**30))

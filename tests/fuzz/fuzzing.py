@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tests.fuzz.target import Outcome, load_target, write_input
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 WALL_SECONDS = 150.0
 """Of one input, the start of the process included: for what waits and uses no processor time."""
 

@@ -11,9 +11,9 @@ from tests.fuzz import fuzzing
 from tests.fuzz.fuzzing import fuzz, keep_input
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.target import target_names
+from tests.paths import ROOT
 
 EXAMPLES = 100
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", target_names())

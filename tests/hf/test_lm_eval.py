@@ -14,7 +14,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.hf.folders import save
-from tests.hf.test_start import ROOT, command, configured
+from tests.hf.test_start import command, configured
+from tests.paths import ROOT
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
 

@@ -22,9 +22,9 @@ from mtrain.convert.verifying import verify_hf
 from mtrain.errors import DataError
 from tests.fault_table import Notice
 from tests.hf.folders import save
+from tests.paths import ROOT
 from tools.convert_checkpoint import app
 
-ROOT = Path(__file__).parents[2]
 FIRST = "model-00001-of-00003.safetensors"
 
 

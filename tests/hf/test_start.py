@@ -19,9 +19,9 @@ from mtrain.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import save
 from tests.hf.test_round_trips import names
+from tests.paths import ROOT
 from tests.pool import Pool
 
-ROOT = Path(__file__).parents[2]
 RUN = """
 run: {dir: RUN}
 model: {hf: HF}

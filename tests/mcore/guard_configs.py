@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from mtrain.config import Config
 from tests.config.samples import config
 
-ROOT = Path(__file__).parent.parent.parent
 SMALL = {
     "model": {
         "num_layers": 2,

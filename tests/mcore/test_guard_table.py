@@ -14,8 +14,9 @@ from mtrain.config import guards
 from mtrain.layout import Layout
 from mtrain.mcore.guards import TABLE, VERSION, Guard, applicable
 from mtrain.mcore.guards.page import page
-from tests.mcore.guard_configs import ROOT, SMALL, assert_refused, megatron_core, small
+from tests.mcore.guard_configs import SMALL, assert_refused, megatron_core, small
 from tests.mcore.guard_state_ranks import said_at_the_start
+from tests.paths import ROOT
 from tests.pool import Pool
 
 

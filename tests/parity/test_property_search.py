@@ -9,7 +9,6 @@ database of the examples that failed:
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -22,13 +21,14 @@ from tests.parity.compare import TOLERANCE
 from tests.parity.draws import AXES, trials
 from tests.parity.draws_of_models import PLAIN
 from tests.parity.search import TieError, Trial, judge
+from tests.paths import ROOT
 from tests.pool import Pool
 
 NUM_EXAMPLES, NUM_RANKS = 3, 4
 """Along each axis, in the suite."""
 NUM_AT_A_TIME = 10
 """Later examples of one search would be variants of earlier ones."""
-DATABASE = Path(__file__).parents[2] / ".hypothesis" / "parity"
+DATABASE = ROOT / ".hypothesis" / "parity"
 _SLOW_IS_FINE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _FIXED = settings(_SLOW_IS_FINE, derandomize=True, database=None, phases=[Phase.generate])
 

@@ -21,10 +21,10 @@ from mtrain.verify.compare_runs import Comparison, compare_runs, relative_differ
 from tests.metrics.records import step_record, valid_record
 from tests.metrics.test_plot import BLUE, ORANGE, colours
 from tests.metrics.test_plot import run_folder as metrics_folder
+from tests.paths import ROOT
 from tests.verify.browser import Browser
 from tests.verify.elements import assert_is_accessible, assert_is_self_contained, read_html, rows
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "model: {num_layers: 2}\nlayout: {tp: 1}\nrun: {dir: a}\n"
 ENVIRONMENT = {"torch": "2.9", "device": "cpu"}
 

@@ -28,9 +28,8 @@ from mtrain.verify.worker import Job, pieces_of, run_layout
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
+from tests.paths import ROOT
 from tests.verify.checks import check, expert_config, rich_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:

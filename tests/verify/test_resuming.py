@@ -21,10 +21,10 @@ from mtrain.verify.resume_inject import CRASH, RESUME_FAULTS, RESUME_NAMES
 from mtrain.verify.resuming import ResumeCheck, ResumeRequest, planned, verify_resume
 from mtrain.verify.wording import RESUME, TITLES
 from tests.config.samples import config, content
+from tests.paths import ROOT
 from tests.pool import Pool
 from tests.verify.elements import assert_is_accessible, assert_is_self_contained, read_html
 
-ROOT = Path(__file__).parents[2]
 EMBEDDING = "embedding.word_embeddings.weight"
 
 EXPECTED: dict[str, tuple[str, int, str, str]] = {

@@ -10,9 +10,9 @@ from mtrain.layout import broken_rules
 from mtrain.verify.layouts import Trial, derived_trials, prepared
 from mtrain.verify.shrink import shrink
 from tests.config.samples import config
+from tests.paths import ROOT
 from tests.verify.checks import expert_config
 
-ROOT = Path(__file__).parents[2]
 ONE = [Trial()]
 
 
