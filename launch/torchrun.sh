@@ -13,7 +13,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # communica
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGUSR1,SIGHUP} # passed on to the ranks,
 export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-300}                             # which get so many seconds to save
 
-exec python -m mtrain.torchrun \
+exec python -m mtrain.launch.torchrun \
   --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
   --nnodes "${NNODES:-1}" \
   --node-rank "${NODE_RANK:-0}" \

@@ -4,9 +4,9 @@ import os
 import signal
 import sys
 
-from mtrain.checkpoint.background import is_anything_running
-from mtrain.health.signals import hold_stop_signals, ignore_stop_signals
-from mtrain.output import survive_full_disks
+from mtrain.base.background import is_anything_running
+from mtrain.base.output import survive_full_disks
+from mtrain.base.signals import hold_stop_signals, ignore_stop_signals
 
 _VERBS_THAT_SAVE = ("train", "launch")
 """Neither a stop signal, while they start, nor a full disk below their log must end these, as it ends any program."""
@@ -19,7 +19,7 @@ def main() -> None:
         hold_stop_signals()
         survive_full_disks()
     try:
-        from mtrain.cli import app  # half a second, and the trainer behind it ten: signals must be held by now
+        from mtrain.cli.main import app  # half a second, and the trainer behind it ten: signals must be held by now
 
         app(prog_name="mtrain")
     except KeyboardInterrupt:  # the second Ctrl-C, outside of what a verb does

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.checkpoint.directory import checkpoint_at
-from mtrain.config import Config, guards
+from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet
 from mtrain.hf.description import notes_on_folder
@@ -20,7 +20,7 @@ from mtrain.mcore.teacher import Teacher, teacher_config
 from mtrain.mcore.verified import opened_checkpoint
 from mtrain.mcore.world import on_first_rank
 from mtrain.resume import announced, resume_or_initialize, say
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from mtrain.step import TrainingStep
 
 
@@ -81,7 +81,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
     if groups.rank == 0:
-        for note in (*guards.notes(config), *notes_on_folder(config.model.hf)):
+        for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
             print(f"note: {note}", flush=True)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     chunks = build_model(config, groups)

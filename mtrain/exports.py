@@ -19,14 +19,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.checkpoint.background import started
+from mtrain.base.background import started
+from mtrain.base.errors import MachineError, MtrainError
+from mtrain.base.fault_points import fault_point
+from mtrain.base.files import disk_faults, remove
 from mtrain.checkpoint.directory import load_entry, published_steps, reading, step_name
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.work import staging_folder, staging_folders
-from mtrain.errors import MachineError, MtrainError
-from mtrain.faultpoints import fault_point
-from mtrain.files import disk_faults, remove
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 
 _NUM_WORKERS = 1
 """Files in work at once: training goes first. The exporter's own thread does it, which the end need not wait for."""

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.directory import checkpoint_at
 from mtrain.config import Config
-from mtrain.config.layout import LayoutSection
-from mtrain.environment import RankEnvironment
-from mtrain.errors import ConfigError
-from mtrain.layout import Layout
+from mtrain.config.schema.layout import LayoutSection
 from mtrain.mcore.checkpoint import load_weights
 from mtrain.mcore.groups import opened_groups
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.world import open_world
+from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mtrain.base.errors import DataError, RunFolderError
 from mtrain.checkpoint.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
 from mtrain.checkpoint.foreign import foreign_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.errors import DataError, RunFolderError
 from mtrain.mcore.checkpoint import load_checkpoint, load_weights
 from mtrain.mcore.foreign import load_foreign_weights
 from mtrain.mcore.groups import Groups
@@ -23,7 +23,7 @@ from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.parts import non_finite_state
 from mtrain.mcore.verified import opened_checkpoint
 from mtrain.mcore.world import on_first_rank
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 
 
 def resume_or_initialize(

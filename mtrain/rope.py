@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.latent_attention import LatentAttentionSection
-from mtrain.config.model import RopeSection
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import RopeSection
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:

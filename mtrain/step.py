@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.base.errors import NumericError
 from mtrain.config import Config
-from mtrain.config.loss import depth_term
+from mtrain.config.schema.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
-from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
 from mtrain.loss.scaling import check_denominator, check_factors

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from mtrain.errors import DataError
-from mtrain.plain_files import parsed_json, read_plain_file
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import parsed_json, read_plain_file
 
 Result = TypeVar("Result")
 

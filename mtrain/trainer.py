@@ -11,23 +11,20 @@ from typing import NamedTuple
 
 import torch
 
+from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
+from mtrain.base.errors import NumericError
+from mtrain.base.heartbeat import Heartbeat, Phase
+from mtrain.base.signals import StopSignal
 from mtrain.build import Run, build_run
 from mtrain.checkpoint.directory import clean_leftovers, load_entry, published_steps, step_name
 from mtrain.checkpoint.manifest import GitState
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
-from mtrain.continuation import continued, kept_lines
 from mtrain.data.batch import Microbatch
-from mtrain.environment import RankEnvironment, git_checkout, program_versions
-from mtrain.errors import NumericError
 from mtrain.evaluate import evaluate, term_records
 from mtrain.exports import Exporter, clean_staging
-from mtrain.health.heartbeat import Heartbeat, Phase
-from mtrain.health.signals import StopSignal
 from mtrain.hf.exportable import refuse_unexportable
-from mtrain.layout import Layout
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.lr import learning_rate
 from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.optimizer import Update
 from mtrain.mcore.parts import spoil_point
@@ -35,11 +32,14 @@ from mtrain.mcore.saving import Origin, Saver
 from mtrain.mcore.world import any_rank, naming_lost_ranks, on_first_rank, open_world
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
-from mtrain.planning import flops_per_token, mfu, peak_flops
+from mtrain.plan import flops_per_token, mfu, peak_flops
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
 from mtrain.rehearsal import run_self_test
 from mtrain.resume import say
-from mtrain.run_folder import RunFolder
-from mtrain.run_lock import RunLock
+from mtrain.runs.continuation import continued, kept_lines
+from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import RunLock
 from mtrain.step import StepTotals
 
 
@@ -51,7 +51,7 @@ def train(config: Config) -> None:
     sees the signals where the main thread holds a StopSignal.
 
     Raises:
-        MtrainError: As each part says; see mtrain/errors.py for exit codes.
+        MtrainError: As each part says; see mtrain/base/errors.py for exit codes.
     """
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)

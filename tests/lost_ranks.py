@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mtrain import faultpoints
+from mtrain.base import fault_points
+from mtrain.base.signals import StopSignal
 from mtrain.config import Config
-from mtrain.health.signals import StopSignal
 from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.trainer import train_on
 
@@ -31,9 +31,9 @@ def with_short_timeouts(groups: Groups, store: str, timeout_s: float, action: Ca
         action(again)
 
 
-def train_with_fault(groups: Groups, config: Config, fault: faultpoints.Fault) -> None:
+def train_with_fault(groups: Groups, config: Config, fault: fault_points.Fault) -> None:
     """A whole run in which one rank fails."""
-    os.environ[faultpoints.VARIABLE] = str(fault)
+    os.environ[fault_points.VARIABLE] = str(fault)
     store, timeout_s = f"{config.run.dir}.store", config.train.process_group_timeout_s
     with_short_timeouts(groups, store, timeout_s, lambda again: train_on(again, config, StopSignal()))
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from mtrain import faultpoints
+from mtrain.base import fault_points
+from mtrain.base.errors import MtrainError
+from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.directory import begin_attempt, publish
 from mtrain.checkpoint.manifest import Facts
 from mtrain.checkpoint.tensor_file import write_list, write_parts
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config import Config
-from mtrain.errors import MtrainError
-from mtrain.health.signals import StopSignal
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.parts import parts_to_save
 from mtrain.trainer import train_on
@@ -36,9 +36,9 @@ class Ending(NamedTuple):
 
 def run(groups: Groups, config: Config, fault: str | None = None) -> Ending:
     """One start of the run; a fault strikes where it is named."""
-    os.environ.pop(faultpoints.VARIABLE, None)
+    os.environ.pop(fault_points.VARIABLE, None)
     if fault is not None:
-        os.environ[faultpoints.VARIABLE] = fault
+        os.environ[fault_points.VARIABLE] = fault
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:

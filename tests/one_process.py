@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mtrain.base.signals import StopSignal
 from mtrain.config import Config
-from mtrain.health.signals import StopSignal
 from mtrain.mcore.groups import Groups
 from mtrain.trainer import train, train_on
 

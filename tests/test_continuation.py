@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from mtrain.base.errors import RunFolderError
 from mtrain.config.load import config_yaml
-from mtrain.continuation import continued, kept_lines
-from mtrain.errors import RunFolderError
-from mtrain.lr import learning_rate
+from mtrain.plan.lr import learning_rate
+from mtrain.runs.continuation import continued, kept_lines
 from tests.config.samples import config
 from tests.fault_table import Notice
 

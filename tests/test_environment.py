@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from mtrain.environment import RankEnvironment, git_checkout, program_versions
-from mtrain.errors import MachineError
+from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
+from mtrain.base.errors import MachineError
 
 TORCHRUN = {
     "RANK": "5",
@@ -121,7 +121,7 @@ def test_versions_are_those_that_would_be_imported() -> None:
 
 
 def test_a_missing_package_is_left_out_of_the_versions() -> None:
-    program = "from mtrain.environment import program_versions; print(*program_versions())"
+    program = "from mtrain.base.environment import program_versions; print(*program_versions())"
     without_packages = [sys.executable, "-S", "-c", program]
     done = subprocess.run(without_packages, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["mtrain", "python"]

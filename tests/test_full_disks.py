@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mtrain import faultpoints
+from mtrain.base import fault_points
 from mtrain.checkpoint.directory import newest_good
 from mtrain.checkpoint.verification import verify_files
 from mtrain.metrics.jsonl import read_records
@@ -177,7 +177,7 @@ unset MTRAIN_TEST_FAULT
 def test_a_start_makes_room_before_it_needs_some(
     command: Callable[..., list[str]], tmp_path: Path, notice: Notice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(faultpoints.VARIABLE, "kill rank=0 step=2 phase=write.3")
+    monkeypatch.setenv(fault_points.VARIABLE, "kill rank=0 step=2 phase=write.3")
     arguments = command("checkpoint.interval_steps=1", "checkpoint.async_save=false", "train.num_steps=3")
     with notice:
         outcome = on_a_small_disk(LEFTOVERS_FILL_THE_DISK, "2m", arguments, tmp_path)

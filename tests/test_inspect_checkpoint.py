@@ -14,7 +14,7 @@ from mtrain.checkpoint.boxes import boxes_of_run
 from mtrain.checkpoint.contents import contents_of
 from mtrain.checkpoint.differences import differences
 from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.checkpoint_ranks import save
 from tests.pool import Pool

@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.health.signals import STOP_SIGNALS
-from mtrain.launch import run_ranks
+from mtrain.base.signals import STOP_SIGNALS
+from mtrain.launch.local import run_ranks
 from tests.fault_table import Notice
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from mtrain.launch import run_ranks
+from mtrain.launch.local import run_ranks
 sys.exit(run_ranks([sys.executable, sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3]), grace_s=float(sys.argv[4])))
 """
 UNBLOCK = "signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())"

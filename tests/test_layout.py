@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.errors import ConfigError
-from mtrain.layout import Coordinate, Layout, broken_rules
+from mtrain.base.errors import ConfigError
+from mtrain.plan.layout import Coordinate, Layout, broken_rules
 from tests.config.samples import config
 
 degrees = st.integers(1, 5)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import RankLostError
+from mtrain.base.fault_points import Fault
+from mtrain.base.heartbeat import Beat, Phase, verdict
 from mtrain.config import Config
-from mtrain.errors import RankLostError
-from mtrain.faultpoints import Fault
-from mtrain.health.heartbeat import Beat, Phase, verdict
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests import lost_ranks
 from tests.config.samples import config
 from tests.fault_table import Notice

@@ -10,7 +10,7 @@ import pytest
 from mtrain.checkpoint.directory import load_entry, published_steps, step_name
 from mtrain.checkpoint.verification import verify_files
 from mtrain.config import Config
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests import numeric_fault_ranks as ranks
 from tests.fault_table import Notice
 from tests.mcore.test_checkpoint import configured

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config import Config
-from mtrain.launch import free_port
-from mtrain.layout import Layout
+from mtrain.launch.local import free_port
+from mtrain.plan.layout import Layout
 from tests import one_process
 from tests.config.samples import config
 from tests.pool import Pool

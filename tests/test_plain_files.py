@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.plain_files import NOT_A_PLAIN_FILE, parsed_json, parsed_yaml, read_plain_file
+from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, parsed_yaml, read_plain_file
 
 
 def test_a_file_is_read_whole_up_to_the_limit(tmp_path: Path) -> None:

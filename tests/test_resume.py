@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from mtrain import faultpoints
+from mtrain.base import fault_points
+from mtrain.base.environment import git_checkout
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.directory import begin_attempt, newest_good, publish
 from mtrain.checkpoint.manifest import Facts
 from mtrain.checkpoint.verification import verify_files
 from mtrain.data.loader import StepLoader
-from mtrain.environment import git_checkout
-from mtrain.errors import DataError
 from mtrain.resume import check_dataset
 from tests.fault_table import Notice
 from tests.mcore.test_checkpoint import configured
@@ -43,7 +43,7 @@ def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_
 ) -> None:
     run = tmp_path / "run"
     arguments = command("checkpoint.interval_steps=2", "train.num_steps=8", "checkpoint.self_test=true", ranks=2)
-    monkeypatch.setenv(faultpoints.VARIABLE, "kill rank=1 step=6 phase=write.3")
+    monkeypatch.setenv(fault_points.VARIABLE, "kill rank=1 step=6 phase=write.3")
     with notice:
         code, output, errors = finished(start(arguments))
     assert code == notice.exit_code, errors
@@ -54,7 +54,7 @@ def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_
     before = numbers(run)
     assert len(before) >= 6
 
-    monkeypatch.delenv(faultpoints.VARIABLE)
+    monkeypatch.delenv(fault_points.VARIABLE)
     code, output, errors = finished(start(arguments))
     assert code == 0, errors
     assert f"loading {run / 'checkpoints' / 'step_00000004'}" in output
@@ -73,7 +73,7 @@ STUCK = """
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mtrain.checkpoint.background import started
+from mtrain.base.background import started
 from mtrain.loss.next_token import next_token_loss as loss
 
 # as a writer of checkpoints or exports whose disk never answers: a pool of a thread of the program
@@ -148,11 +148,11 @@ def test_a_damaged_file_of_the_run_folder_is_one_message(
 
 
 def test_the_test_hook_does_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(faultpoints.VARIABLE, raising=False)
-    faultpoints.fault_point("write.0", 0, 1)
-    fault = faultpoints.Fault("full", 0, 1, "write.0")
-    assert faultpoints.Fault.parsed(str(fault)) == fault
-    monkeypatch.setenv(faultpoints.VARIABLE, str(fault))
-    faultpoints.fault_point("write.0", 1, 1)
+    monkeypatch.delenv(fault_points.VARIABLE, raising=False)
+    fault_points.fault_point("write.0", 0, 1)
+    fault = fault_points.Fault("full", 0, 1, "write.0")
+    assert fault_points.Fault.parsed(str(fault)) == fault
+    monkeypatch.setenv(fault_points.VARIABLE, str(fault))
+    fault_points.fault_point("write.0", 1, 1)
     with pytest.raises(OSError, match="No space left"):
-        faultpoints.fault_point("write.0", 0, 1)
+        fault_points.fault_point("write.0", 0, 1)

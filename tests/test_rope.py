@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtrain.config.model import RopeSection
+from mtrain.config.schema.model import RopeSection
 from mtrain.rope import inverse_frequencies
 
 SECTIONS = {

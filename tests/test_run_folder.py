@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.config import Config
-from mtrain.errors import DataError, MachineError, RunFolderError
-from mtrain.run_folder import NEUTRAL_KEYS, Change, RunFolder, changes
+from mtrain.runs.folder import NEUTRAL_KEYS, Change, RunFolder, changes
 from tests.crash import killed_at_every_file_operation
 
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).locked():
     print("locked", flush=True)
     time.sleep(60)
@@ -30,7 +30,7 @@ with RunFolder(Path(sys.argv[1])).locked():
 HOLD_LOCK_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).locked():
     if os.fork() == 0:
         print("child begins", flush=True)

@@ -22,9 +22,9 @@ __all__ = ["command", "start_cold"]
 HOLD = """
 import sys, time
 from pathlib import Path
-from mtrain.errors import MtrainError
-from mtrain.run_folder import RunFolder
-from mtrain.run_lock import Patience
+from mtrain.base.errors import MtrainError
+from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import Patience
 try:
     with RunFolder(Path(sys.argv[1])).locked(Patience(beat_s=0.1, watch_s=5.0, settle_s=float(sys.argv[2]))) as lock:
         print("locked", flush=True)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mtrain import faultpoints
-from mtrain.launch import free_port
+from mtrain.base import fault_points
+from mtrain.launch.local import free_port
 from tests.fault_table import Notice
 from tests.paths import ROOT
 from tests.test_trainer import DEADLINE_S, command, finished, records, start_cold
@@ -85,7 +85,7 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
 ) -> None:
     """To the launcher, or to one rank of two only."""
     if at == DATA_OPENS:
-        monkeypatch.setenv(faultpoints.VARIABLE, "usr1 rank=1 step=0 phase=build")
+        monkeypatch.setenv(fault_points.VARIABLE, "usr1 rank=1 step=0 phase=build")
     process = start_cold(command("layout.cp=2", ranks=2))
     with notice:
         if at == LAUNCHER_LOADS:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mtrain.health.heartbeat import read_beat
+from mtrain.base.heartbeat import read_beat
 from tests.fault_table import Notice
 from tests.paths import ROOT
 from tests.pool import Pool

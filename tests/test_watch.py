@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.launch import run_ranks
-from mtrain.watch import Heartbeats
+from mtrain.launch.local import run_ranks
+from mtrain.launch.watch import Heartbeats
 from tests.fault_table import Notice
 from tests.test_launch import launcher, program, wait_for_both
 
@@ -23,7 +23,7 @@ tell(f'ready{rank}', os.getpid())
 while not received: time.sleep(0.01)
 """
 BEATING = """
-from mtrain.health.heartbeat import Heartbeat, Phase
+from mtrain.base.heartbeat import Heartbeat, Phase
 with Heartbeat(here / 'heartbeats', rank, 1, 1.0) as heartbeat:
     heartbeat.enter(Phase.SAVE, 7)
     time.sleep(0.5)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-PRELOADED = ("mtrain.cli", "mtrain.trainer", "tests.warm")
+PRELOADED = ("mtrain.cli.main", "mtrain.trainer", "tests.warm")
 _PROGRAM = [sys.executable, "-m", "mtrain"]
 _POLL_S = 0.01
 
@@ -135,12 +135,12 @@ class ForkedRank:
 
 def _run(arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str) -> None:
     """In the forked process: all that an interpreter would have found at its start."""
-    import mtrain.launch
+    import mtrain.launch.local
 
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)
-    mtrain.launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+    mtrain.launch.local.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
     os._exit(_main(arguments, environment))
 
 

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from mtrain.cli import one_message
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.cli.main import one_message
 
 app = typer.Typer(
     help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",

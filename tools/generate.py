@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from mtrain.cli import one_message
+from mtrain.cli.main import one_message
 from mtrain.config.load import load_config
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 
 
 def main(

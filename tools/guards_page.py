@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from mtrain.cli import one_message
-from mtrain.files import write_atomically
+from mtrain.base.files import write_atomically
+from mtrain.cli.main import one_message
 from mtrain.mcore.guards.page import page
 
 

@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mtrain.cli import one_message
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.cli.main import one_message
 
 if TYPE_CHECKING:
     from mtrain.checkpoint.safe_load import GlobalTensor

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain.cli import one_message
+from mtrain.cli.main import one_message
 from mtrain.metrics.plot import plot_losses
 
 

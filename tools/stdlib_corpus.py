@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain.cli import one_message
+from mtrain.cli.main import one_message
 from mtrain.data.stdlib import build_stdlib_corpus
 
 

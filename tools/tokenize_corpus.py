@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from mtrain.cli import one_message
+from mtrain.cli.main import one_message
 from mtrain.data.corpus import tokenize_corpus
 from mtrain.data.documents import find_files
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain.cli import one_message
+from mtrain.cli.main import one_message
 from mtrain.data.tokenizer_training import train_tokenizer
 
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mtrain.base.errors import DataError, MachineError, RunFolderError
+from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 from mtrain.checkpoint.hashed_file import read_facts
 from mtrain.checkpoint.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest, write_manifest
-from mtrain.errors import DataError, MachineError, RunFolderError
-from mtrain.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 
 LATEST_NAME = "latest"
 _ATTEMPT, _TRASH, _DAMAGED = ".tmp-", ".trash-", ".damaged-"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.model import ModelSection
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import parsed_yaml, read_plain_file
 from mtrain.config.renamed import current_names
-from mtrain.errors import DataError
-from mtrain.plain_files import parsed_yaml, read_plain_file
+from mtrain.config.schema.model import ModelSection
 
 MODEL_NAME = "model.yaml"
 """The part of a configuration that starts from the checkpoint."""

@@ -15,9 +15,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from mtrain.errors import DataError
-from mtrain.files import write_atomically
-from mtrain.plain_files import NOT_A_PLAIN_FILE, read_plain_file
+from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
+from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
 
 MANIFEST_NAME = "mtrain.json"
 CONFIG_NAME = "config.yaml"

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.checkpoint.background import started
+from mtrain.base.background import started
+from mtrain.base.errors import DataError, MtrainError
+from mtrain.base.fault_points import fault_point
 from mtrain.checkpoint.directory import delete_checkpoint, load_entry, published_steps, step_name
-from mtrain.errors import DataError, MtrainError
-from mtrain.faultpoints import fault_point
 
 
 class Keep(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import read_plain_file
 from mtrain.checkpoint.inert_pickle import Built, Named, read_inert
-from mtrain.errors import DataError
-from mtrain.plain_files import read_plain_file
 
 Sizes: TypeAlias = tuple[int, ...]
 _METADATA = ".metadata"

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.hashed_file import HashedFile, write_hashed
 from mtrain.checkpoint.manifest import FileFacts
-from mtrain.errors import DataError
 
 LIST_NAME = ".metadata"
 LIST_FILES = (LIST_NAME, "common.pt", "metadata.json")

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import open_plain_file
 from mtrain.checkpoint.record import FAULTS, mapped_tensor
 from mtrain.checkpoint.safe_load import Box, Sizes, read_tensor_list
-from mtrain.errors import DataError
-from mtrain.plain_files import open_plain_file
 
 
 class CheckpointTensors:

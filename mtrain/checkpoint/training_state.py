@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mtrain.errors import DataError
-from mtrain.plain_files import read_plain_file
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import read_plain_file
 
 STATE_NAME = "training_state.json"
 _MOST_BYTES = 1 << 20

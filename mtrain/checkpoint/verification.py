@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from mtrain.checkpoint.background import mapped
+from mtrain.base.background import mapped
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults
 from mtrain.checkpoint.directory import CheckpointEntry
 from mtrain.checkpoint.hashed_file import read_facts
 from mtrain.checkpoint.manifest import FileFacts
-from mtrain.errors import DataError
-from mtrain.files import disk_faults
 
 
 def share_of_files(files: Mapping[str, FileFacts], reader: int, num_readers: int) -> list[str]:

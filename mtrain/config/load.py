@@ -21,13 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
+from mtrain.base.errors import ConfigError
+from mtrain.base.files import write_atomically
 from mtrain.config.messages import dotted, joined, readable
 from mtrain.config.renamed import with_current_names
-from mtrain.config.root import Config
-from mtrain.config.section import BrokenRulesError
+from mtrain.config.schema.root import Config
+from mtrain.config.schema.section import BrokenRulesError
 from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, RefusedTextError, refuse
-from mtrain.errors import ConfigError
-from mtrain.files import write_atomically
 from mtrain.hf.description import with_architecture
 
 COMMAND_LINE = "the command line"

@@ -143,7 +143,7 @@ SILENT = (
     "qk_l2_norm",
     "rotary_interleaved",
 )
-"""Fields that megatron-core takes and silently gets wrong, refused in `mtrain/config/guards.py`."""
+"""Fields that megatron-core takes and silently gets wrong, refused in `mtrain/config/known_issues.py`."""
 
 _REFUSED_FOR = {
     "needs TransformerEngine, whose layers no parity test covers": (
@@ -317,7 +317,7 @@ PROVEN = {
     "overlap_p2p_comm": _SWITCH,
     "overlap_p2p_comm_warmup_flush": _SWITCH,
 }
-"""The fields that pass; which of them go together is in `mtrain/config/guards.py`."""
+"""The fields that pass; which of them go together is in `mtrain/config/known_issues.py`."""
 
 
 def broken_rules(given: Mapping[str, Any]) -> Iterator[str]:

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
 
-from mtrain.config.root import Config
-from mtrain.config.section import BrokenRulesError, Section
+from mtrain.config.schema.root import Config
+from mtrain.config.schema.section import BrokenRulesError, Section
 
 _LONGEST_VALUE = 80
 """Characters of a value that are shown."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
 
 LAST_VERSION = "0.2"
 """The last one that understands the old names."""

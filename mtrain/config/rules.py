@@ -1,4 +1,4 @@
-"""Rules that span sections and hold for every world size; what depends on the world size is in `mtrain/layout.py`.
+"""Rules that span sections and hold for every world size; what depends on the world size is in `mtrain/plan/layout.py`.
 
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
@@ -6,12 +6,12 @@ Each function yields a message for every broken rule: what was given, what is ne
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mtrain.config.data import DataSection
-from mtrain.config.layout import LayoutSection
-from mtrain.config.loss import LossSection
-from mtrain.config.model import ModelSection
-from mtrain.config.section import Section
-from mtrain.config.train import OptimizerSection, TrainSection, ValidSection
+from mtrain.config.schema.data import DataSection
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.section import Section
+from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:

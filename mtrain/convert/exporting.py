@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 import mtrain
+from mtrain.base.files import disk_faults, write_atomically
 from mtrain.checkpoint.directory import reading
 from mtrain.checkpoint.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import Target, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
-from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import plain_config
 from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files

@@ -14,6 +14,9 @@ import torch
 import yaml
 
 import mtrain
+from mtrain.base.environment import git_checkout, program_versions
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, write_atomically
 from mtrain.checkpoint.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.imported import MODEL_NAME
 from mtrain.checkpoint.manifest import FileFacts, GitState, Manifest, write_manifest
@@ -22,9 +25,6 @@ from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
-from mtrain.environment import git_checkout, program_versions
-from mtrain.errors import DataError
-from mtrain.files import disk_faults, write_atomically
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import plain_config
 from mtrain.hf.exportable import ORIGIN

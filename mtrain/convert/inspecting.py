@@ -13,7 +13,7 @@ from mtrain.convert.target import open_target
 from mtrain.hf.axes import Sizes
 from mtrain.hf.files import CONFIG_NAME
 from mtrain.hf.source import open_source
-from mtrain.planning import num_parameters
+from mtrain.plan import num_parameters
 
 _PLAIN_WIDTH = 200
 

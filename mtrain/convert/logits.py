@@ -7,20 +7,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import MachineError
 from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.convert.target import source_of
 from mtrain.data.batch import Microbatch
-from mtrain.environment import RankEnvironment
-from mtrain.errors import MachineError
 from mtrain.hf.logits import transformers_logits
 from mtrain.hf.source import open_source
-from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.model import build_frozen_model, run_chunk
 from mtrain.mcore.world import open_world
+from mtrain.plan.layout import Layout
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
 _SEED, _BATCH, _SEQ, _TIMEOUT_S = 1234, 2, 64, 60.0

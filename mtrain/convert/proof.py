@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mtrain.checkpoint.background import mapped
+from mtrain.base.background import mapped
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.progress import Meter
-from mtrain.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import Weights
 from mtrain.hf.matching import same_bits, told

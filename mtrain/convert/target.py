@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.foreign import foreign_folder
 from mtrain.checkpoint.imported import imported_model
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.config.load import load_config
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import plain_config
 from mtrain.hf.exportable import ORIGIN

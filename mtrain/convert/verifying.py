@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.verification import verify_files
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
-from mtrain.errors import DataError
 from mtrain.hf.description import disagreements
 from mtrain.hf.source import open_source
 

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from mtrain.base.errors import ConfigError, RunFolderError
+from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 from mtrain.convert.progress import Meter
-from mtrain.errors import ConfigError, RunFolderError
-from mtrain.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 
 _PLAN, _DONE, _LOCK, _PART = ".plan.json", ".done", ".lock", ".part"
 _STAGING_PREFIX, _STAGING_SUFFIX = ".", ".partial"

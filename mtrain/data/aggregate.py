@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.config.loss import TermSection
+from mtrain.config.schema.loss import TermSection
 
 
 class TokenTerms(NamedTuple):

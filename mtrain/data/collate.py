@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtrain.config.loss import LossSection, TermSection, depth_term
+from mtrain.config.schema.loss import LossSection, TermSection, depth_term
 from mtrain.data.aggregate import TokenTerms, aggregate
 from mtrain.data.ahead import ahead, moved
 from mtrain.data.batch import Ahead, Microbatch

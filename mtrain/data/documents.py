@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mtrain.base.errors import DataError
 from mtrain.data.jsonl import check_at, objects
-from mtrain.errors import DataError
 
 
 class Document(NamedTuple):

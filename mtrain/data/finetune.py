@@ -26,9 +26,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.base.errors import DataError
 from mtrain.data.jsonl import Lines, check_at
 from mtrain.data.sample import Sample, padded
-from mtrain.errors import DataError
 from mtrain.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.errors import DataError
-from mtrain.files import disk_faults, replacing
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 
 MAX_LINE_BYTES = 16 * 2**20
 """Longer lines are refused: they are nearly always a file of another kind, and would fill the memory."""

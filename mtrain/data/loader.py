@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
@@ -16,7 +17,6 @@ from mtrain.data.order import slots
 from mtrain.data.prefetch import Prefetch
 from mtrain.data.sample import Sample
 from mtrain.data.sources import HeldOut, MockHeldOut, Sources
-from mtrain.errors import ConfigError
 from mtrain.tokenizer import Tokenizer
 
 _SampleOfSlot = Callable[[int], Sample | None]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
 
 Word = TypeVar("Word", int, NDArray[Any])
 """An int below 2^64, or an array of uint64."""

@@ -14,10 +14,10 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.base.errors import DataError
 from mtrain.data.index import Corpus
 from mtrain.data.order import key_of, permutation
 from mtrain.data.sample import Sample, padded
-from mtrain.errors import DataError
 
 _DOCUMENT_ORDER = 1
 """Sets the permutation of documents apart from that of windows, which has the same seed."""

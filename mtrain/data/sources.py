@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Literal, Protocol
 
+from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.config.data import DataSection, SourceSection
+from mtrain.config.schema.data import DataSection, SourceSection
 from mtrain.data.finetune import Conversations, LineFormat
 from mtrain.data.index import Corpus, document_ranges
 from mtrain.data.jsonl import Lines
@@ -13,7 +14,6 @@ from mtrain.data.mock import MockSamples
 from mtrain.data.order import SampleOrder, key_of
 from mtrain.data.pretrain import Windows
 from mtrain.data.sample import Sample, SampleSource
-from mtrain.errors import DataError
 from mtrain.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 Part = Literal["train", "valid", "test"]

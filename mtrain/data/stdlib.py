@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtrain.errors import DataError
-from mtrain.files import disk_faults, write_atomically
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, write_atomically
 
 _LEFT_OUT = {
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "encodings"),

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
 from mtrain.data.documents import documents, find_files
-from mtrain.errors import DataError
-from mtrain.files import disk_faults, replacing
 
 _MAX_LINE_BYTES = 65536
 """Longer lines do not take part in the training."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.folder import HfFolder
 

@@ -14,10 +14,10 @@ from typing import Any, final, get_args
 
 from pydantic import ValidationError
 
+from mtrain.base.errors import DataError
 from mtrain.config.messages import readable
-from mtrain.config.model import ModelSection
-from mtrain.config.section import Section
-from mtrain.errors import DataError
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.section import Section
 from mtrain.hf.rope import ROPE_NAMES, read_rope, written_rope
 from mtrain.hf.sameness import differences, unsayable
 from mtrain.hf.values import needed_value, shown, value_of

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtrain.config.bounds import can_be_a_path
-from mtrain.config.model import ModelSection
-from mtrain.errors import ConfigError, DataError
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.config.schema.bounds import can_be_a_path
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import DEPTHS
 from mtrain.hf.family import Family
 from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json

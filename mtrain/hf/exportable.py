@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.errors import ConfigError, DataError
 from mtrain.hf.files import CONFIG_NAME, read_json
 from mtrain.hf.registry import family_of, fitting_family
 

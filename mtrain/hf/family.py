@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import DEPTHS, Entry, config_of, model_of
 from mtrain.hf.table import Rule, Table, build_table
 

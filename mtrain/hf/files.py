@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mtrain.errors import DataError
-from mtrain.plain_files import parsed_json, read_plain_file
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import parsed_json, read_plain_file
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"

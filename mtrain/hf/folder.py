@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.hf.axes import Sizes
 from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json, side_files
 from mtrain.hf.safetensors import SafetensorsFile

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import open_plain_file, parsed_json
 from mtrain.hf.files import is_tensor_name
-from mtrain.plain_files import open_plain_file, parsed_json
 
 PREFIX_BYTES = 8
 METADATA = "__metadata__"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.hf.values import shown
 
 _DESCRIPTION = """architectures model_type transformers_version _name_or_path name_or_path _commit_hash torch_dtype

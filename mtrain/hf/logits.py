@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.errors import MachineError
+from mtrain.base.errors import MachineError
 
 
 @torch.no_grad()

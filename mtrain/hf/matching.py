@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.hf.block_scaled import Weights
 from mtrain.hf.files import CONFIG_NAME
 from mtrain.hf.safetensors import raw_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import UnsayableError
 from mtrain.hf.families.deepseek import DEEPSEEK_V3
 from mtrain.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3

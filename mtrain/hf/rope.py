@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain.config.model import RopeSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import RopeSection
 from mtrain.hf.values import needed_value, shown, shown_name, wrong_type
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import open_plain_file
 from mtrain.hf.axes import Sizes
 from mtrain.hf.header import METADATA, PREFIX_BYTES, Header, read_header
-from mtrain.plain_files import open_plain_file
 
 _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.experts import ExpertsSection
 from mtrain.config.megatron_fields import PROVEN
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.rope import same_rope
 
 _NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}

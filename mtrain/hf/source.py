@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.axes import Sizes
 from mtrain.hf.block_scaled import Weights, plain_weights
 from mtrain.hf.description import read_model

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.axes import Arrangement, Block, Fixed, Sizes, shape
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.logits import open_model
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 
 T = TypeVar("T", int, float, bool, str)
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.config.loss import Aggregation
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
+from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.sequences import sum_over_ranks
 
 if TYPE_CHECKING:

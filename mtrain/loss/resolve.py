@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from mtrain.config.loss import LOSS_FUNCTIONS
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
+from mtrain.config.schema.loss import LOSS_FUNCTIONS
 from mtrain.loss.pair import LossFunction
 
 

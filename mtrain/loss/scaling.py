@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mtrain.errors import NumericError
+from mtrain.base.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM
 
 SMALLEST_DENOMINATOR = 2.0**-100

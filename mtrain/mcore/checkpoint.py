@@ -17,13 +17,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.directory import CheckpointEntry
 from mtrain.checkpoint.tensor_file import Part
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys
-from mtrain.errors import DataError
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups, seed_generators
 from mtrain.mcore.model import unwrap

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron.core.distributed import DistributedDataParallel
 
+from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.description import disagreements
 from mtrain.hf.source import FolderTensors, open_source
 from mtrain.mcore.checkpoint import read_weights, set_weights

@@ -26,8 +26,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.config.latent_attention import LatentAttentionSection
-from mtrain.config.model import RopeSection
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import RopeSection
 from mtrain.mcore.attention import RowAttention
 from mtrain.mcore.norm import Norm
 from mtrain.rope import inverse_frequencies, latent_softmax_scale

@@ -13,9 +13,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Ahead, Microbatch
-from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.initialize import draw_weights
 from mtrain.mcore.local_rotary import TwoBaseRotary, take_angles_by_layer
@@ -23,7 +22,8 @@ from mtrain.mcore.multi_token import Logits, depths_spec, drop_unused_table
 from mtrain.mcore.rotary import Rotary
 from mtrain.mcore.spec import block_spec, chosen_backend
 from mtrain.mcore.translate import ddp_config, transformer_config
-from mtrain.planning import padded_vocab_size
+from mtrain.plan import padded_vocab_size
+from mtrain.plan.layout import Layout
 from mtrain.rope import inverse_frequencies, local_frequencies
 
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.norm import Norm
 from mtrain.mcore.spec import layer_spec
 

@@ -14,8 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mtrain.base.errors import NumericError
 from mtrain.config import Config
-from mtrain.errors import NumericError
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.summed import SummedOverRanks
 from mtrain.mcore.translate import SMALLEST_LOSS_SCALE, optimizer_config

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.base.fault_points import wanted_fault
 from mtrain.checkpoint.boxes import boxes_of_run
 from mtrain.checkpoint.finite import Finding, described, non_finite
 from mtrain.checkpoint.tensor_file import Part
-from mtrain.faultpoints import wanted_fault
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap
@@ -68,7 +68,7 @@ def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, gr
 
 @torch.no_grad()
 def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, step: int) -> None:
-    """Spoils a number of the live state if a test asks for it, as broken memory would (`mtrain/faultpoints.py`)."""
+    """Spoils a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
     fault = wanted_fault(groups.rank, step)
     if fault is None or fault.kind not in _SPOILED:
         return

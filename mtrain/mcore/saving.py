@@ -21,7 +21,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from mtrain.checkpoint.background import started
+from mtrain.base.background import started
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError
+from mtrain.base.fault_points import fault_point
+from mtrain.base.files import disk_faults
 from mtrain.checkpoint.directory import (
     AfterPublishingError,
     Attempt,
@@ -39,10 +43,6 @@ from mtrain.checkpoint.tensor_file import Part, Written, write_list, write_parts
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
-from mtrain.environment import program_versions
-from mtrain.errors import MachineError, MtrainError, NumericError, RunFolderError
-from mtrain.faultpoints import fault_point
-from mtrain.files import disk_faults
 from mtrain.mcore import optimizer_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer

@@ -13,8 +13,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore import sandwich
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.experts.spec import experts_spec

@@ -10,20 +10,20 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.directory import CheckpointEntry
 from mtrain.checkpoint.imported import MODEL_NAME, imported_model
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.messages import readable
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
-from mtrain.errors import ConfigError
-from mtrain.layout import Layout
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_frozen_model, run_chunk
 from mtrain.mcore.multi_token import Logits
 from mtrain.mcore.schedule import run_forward
+from mtrain.plan.layout import Layout
 
 LogitsOf = Callable[[Microbatch], Tensor]
 """Sliced microbatch -> the teacher's logits [seq_local, batch, vocab_local], on the last stage; once a microbatch."""

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.tensor_file import Part
-from mtrain.errors import DataError
 from mtrain.mcore.world import on_all_ranks
 
 _NAMES_TOLD = 8

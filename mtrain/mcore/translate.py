@@ -14,11 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.model import ModelSection
-from mtrain.errors import ConfigError
-from mtrain.layout import Layout
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.experts.spec import experts_fields
+from mtrain.plan.layout import Layout
 from mtrain.rope import inverse_frequencies, latent_softmax_scale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +77,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
 def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The fields of `model.megatron`, but for those of transfers that `layout` does not make.
 
-    A run's own layout makes them all (mtrain/config/guards.py); a reference of one process, a teacher or a generator
+    A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator
     shares its model and not its layout.
     """
     overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mtrain.environment import RankEnvironment
-from mtrain.errors import MachineError, MtrainError, RankLostError
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import MachineError, MtrainError, RankLostError
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.errors import MachineError
-from mtrain.files import disk_faults
+from mtrain.base.errors import MachineError
+from mtrain.base.files import disk_faults
 
 MOST_WAITING_BYTES = 64_000_000
 """What waits beyond this is dropped, the oldest first, and counted: about 100,000 steps."""

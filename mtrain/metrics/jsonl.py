@@ -4,11 +4,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtrain.errors import DataError
-from mtrain.files import disk_faults, replacing
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
+from mtrain.base.plain_files import open_plain_file
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import Record, StepRecord, from_json_line, to_json_line
-from mtrain.plain_files import open_plain_file
 
 _LONGEST_LINE = 1 << 20
 """Characters; a record of a hundred terms has 20,000."""

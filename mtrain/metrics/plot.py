@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from mtrain.errors import DataError
-from mtrain.files import disk_faults, replacing
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
 from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import StepRecord, ValidRecord
 

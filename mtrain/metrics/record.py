@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 
 MAIN_TERM = "main"
 """The term whose mean is `loss`; all others are beside it."""

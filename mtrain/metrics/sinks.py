@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol
 
-from mtrain.errors import MachineError, MtrainError
+from mtrain.base.errors import MachineError, MtrainError
 from mtrain.metrics.console import ConsoleSink
 from mtrain.metrics.jsonl import JsonlSink
 from mtrain.metrics.record import Record

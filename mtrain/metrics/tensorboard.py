@@ -11,7 +11,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from mtrain.files import disk_faults
+from mtrain.base.files import disk_faults
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import Record, StepRecord, ValidRecord
 

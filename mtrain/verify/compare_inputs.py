@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.config.loss import TermSection
+from mtrain.config.schema.loss import TermSection
 from mtrain.data.batch import Microbatch
 from mtrain.verify.reference.aggregation import token_weights
 from mtrain.verify.reference.schedule import published_rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrain.run_folder import Change
+from mtrain.runs.folder import Change
 from mtrain.verify.compare_runs import Comparison, Quantity
 from mtrain.verify.drawing.chart import Curve, difference_chart, value_chart
 from mtrain.verify.drawing.document import (

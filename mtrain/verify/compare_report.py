@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mtrain.files import disk_faults, replacing, write_atomically
+from mtrain.base.files import disk_faults, replacing, write_atomically
 from mtrain.metrics.plot import draw_curve, finish_axes
-from mtrain.run_folder import Change
+from mtrain.runs.folder import Change
 from mtrain.verify.compare_page import comparison_page
 from mtrain.verify.compare_runs import Comparison, Quantity, compare_runs
 

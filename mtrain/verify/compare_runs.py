@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mtrain.errors import ConfigError, DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import MAIN_TERM, StepRecord
-from mtrain.run_folder import Change, RunFolder, changes, flat_keys
+from mtrain.runs.folder import Change, RunFolder, changes, flat_keys
 from mtrain.verify.compare_expectations import Allowed, allowed, expected_difference
 
 KINDS = ("denominator", "loss", "grad_norm", "lr")

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.loss import TermSection
-from mtrain.errors import ConfigError
+from mtrain.config.schema.loss import TermSection
 from mtrain.loss.pair import LossPair, TermInputs
 from mtrain.loss.resolve import load_loss_function
 from mtrain.loss.vocab_parallel import VocabParallelLogits

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
-from mtrain.config.loss import LossSection
-from mtrain.environment import program_versions
-from mtrain.errors import ConfigError, DataError, MtrainError
+from mtrain.config.schema.loss import LossSection
 from mtrain.hf.training import Rows as HfRows
 from mtrain.hf.training import StepInput, transformers_steps
 from mtrain.loss.pair import MAIN_TERM

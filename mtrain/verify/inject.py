@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.errors import ConfigError
-from mtrain.planning import padded_vocab_size
+from mtrain.plan import padded_vocab_size
 from mtrain.verify.fault import Fault, isolates_documents, side_terms_differ
 from mtrain.verify.shared_inject import SHARED_FAULTS
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.layout import LayoutSection
 from mtrain.config.messages import readable
-from mtrain.errors import ConfigError
-from mtrain.layout import Layout
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.plan.layout import Layout
 
 MAX_STAGES = 8
 """Pipeline stages, virtual ones counted, of a derived layout: each needs a layer."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mtrain.files import disk_faults, write_atomically
+from mtrain.base.files import disk_faults, write_atomically
 from mtrain.verify.drawing.chart import Curve, difference_chart, value_chart
 from mtrain.verify.drawing.document import (
     axis_name,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError, MachineError, MtrainError
 from mtrain.config import Config
-from mtrain.config.loss import own_functions
-from mtrain.environment import program_versions
-from mtrain.errors import ConfigError, MachineError, MtrainError
+from mtrain.config.schema.loss import own_functions
 from mtrain.verify.activations import module_order, put_together
 from mtrain.verify.bisect import diagnosed, first_deviating, with_advice
 from mtrain.verify.compare import Expected, compared

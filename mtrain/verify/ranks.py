@@ -22,8 +22,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
-from mtrain.errors import MtrainError
-from mtrain.layout import Layout
+from mtrain.base.errors import MtrainError
+from mtrain.plan.layout import Layout
 
 TIMEOUT_S = 120
 _PRELOADED = ("numpy", "mtrain.mcore", "mtrain.step", "mtrain.data.loader", "torch._dynamo", "mtrain.verify.ranks")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mtrain.files import disk_faults, write_atomically
+from mtrain.base.files import disk_faults, write_atomically
 from mtrain.verify.result import Deviation, LayoutResult, Report
 
 _PLAIN_WIDTH = 260

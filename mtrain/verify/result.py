@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.verify.wording import HF, PARITY, RESUME, TENSOR_KINDS, TITLES, Wording
 
 FORMAT = 1

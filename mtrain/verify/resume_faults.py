@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain import build, lr, resume, trainer
+from mtrain import build, resume, trainer
 from mtrain.checkpoint.tensor_file import Part
-from mtrain.config.train import OptimizerSection
+from mtrain.config.schema.train import OptimizerSection
 from mtrain.data.loader import StepLoader
 from mtrain.mcore import checkpoint, optimizer_state, random_state, torch_dist
 from mtrain.mcore.optimizer_state import MAIN
 from mtrain.metrics.sinks import JsonlSink
+from mtrain.plan import lr
 from mtrain.verify.planting import Plant, replaced
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError, MtrainError, NumericError
 from mtrain.config import Config
 from mtrain.config.rules import layout_dependent_keys
-from mtrain.environment import program_versions
-from mtrain.errors import ConfigError, MtrainError, NumericError
 from mtrain.metrics.record import StepRecord
 from mtrain.verify.bisect import diagnosed
 from mtrain.verify.exact import ExactJob, exact_steps

@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtrain.base.signals import StopSignal
 from mtrain.build import Run, build_run
 from mtrain.checkpoint.directory import step_name
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.order import slots
-from mtrain.health.signals import StopSignal
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.gather import Shard, gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.held_state import WEIGHTS, Held, held_state
 from mtrain.mcore.optimizer import Update
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.trainer import train_on
 from mtrain.verify.planting import planted

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain import lr, step
-from mtrain.config.loss import NORM_AGGREGATIONS, TermSection
-from mtrain.config.model import RopeSection
-from mtrain.config.train import OptimizerSection
+from mtrain import step
+from mtrain.config.schema.loss import NORM_AGGREGATIONS, TermSection
+from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.train import OptimizerSection
 from mtrain.data import aggregate as aggregation
 from mtrain.data import collate, order
 from mtrain.data.ahead import ahead
@@ -29,6 +29,7 @@ from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore import attention, model, norm, optimizer
 from mtrain.mcore.experts import balance, router
 from mtrain.mcore.experts.choice import choose
+from mtrain.plan import lr
 from mtrain.rope import inverse_frequencies
 from mtrain.verify.planting import Plant, replaced
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtrain.config import Config
-from mtrain.config.loss import NORM_AGGREGATIONS
+from mtrain.config.schema.loss import NORM_AGGREGATIONS
 from mtrain.verify.fault import Fault, isolates_documents, side_terms_differ
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.data import DataSection
-from mtrain.config.experts import ExpertsSection
-from mtrain.config.latent_attention import LatentAttentionSection
-from mtrain.config.model import ModelSection
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
-from mtrain.errors import ConfigError
+from mtrain.config.schema.data import DataSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.verify.layouts import Trial, common_multiple
 
 HEAD_DIM = 8

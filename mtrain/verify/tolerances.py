@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 
 from mtrain.config import Config
-from mtrain.planning import num_parameters
+from mtrain.plan import num_parameters
 from mtrain.verify.result import Tolerance
 
 UNIT_ROUNDOFF = 2.0**-24

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrain import lr
+from mtrain.base.errors import NumericError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.errors import NumericError
 from mtrain.loss.terms import Objective
 from mtrain.mcore.gather import gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
@@ -17,6 +16,7 @@ from mtrain.mcore.model import build_frozen_model, build_model
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import TermTotals
 from mtrain.mcore.teacher import Teacher
+from mtrain.plan import lr
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.verify.activations import Piece, Watch
 from mtrain.verify.faults import PLANTS

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.checkpoint.directory import (
     abandon,
     begin_attempt,
@@ -21,7 +22,6 @@ from mtrain.checkpoint.directory import (
     set_aside,
 )
 from mtrain.checkpoint.hashed_file import read_facts
-from mtrain.errors import DataError, MachineError, RunFolderError
 from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
 from tests.fault_table import Notice
 

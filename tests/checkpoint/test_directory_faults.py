@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.directory import (
     begin_attempt,
     checkpoint_at,
@@ -18,7 +19,6 @@ from mtrain.checkpoint.directory import (
     reading,
 )
 from mtrain.checkpoint.retention import Keep, apply_retention
-from mtrain.errors import DataError
 from tests.checkpoint.checkpoints import FILES, damage, facts, save, write_files
 from tests.checkpoint.test_directory import newest_step
 from tests.crash import killed_at_every_file_operation

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.foreign import check_run_config, foreign_folder
-from mtrain.errors import DataError
 from tests.config.samples import config
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.directory import checkpoint_at, load_entry, newest_good
 from mtrain.checkpoint.manifest import FileFacts, Manifest, parsed_manifest, write_manifest
-from mtrain.errors import DataError
 from tests.checkpoint.checkpoints import change_manifest, facts, save
 from tests.fault_table import Notice
 

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.safe_load import Box, GlobalTensor, TensorList, read_tensor_list
 from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
 from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.errors import DataError
 from tests.fault_table import Notice
 
 
@@ -134,7 +134,7 @@ READ_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
 from mtrain.checkpoint.safe_load import read_tensor_list
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
 for folder in sys.argv[1:]:

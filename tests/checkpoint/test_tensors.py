@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
 from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.errors import DataError
 
 VALUES = torch.arange(24.0).view(4, 6)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mtrain import planning
+from mtrain import plan
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import load_config
-from mtrain.errors import ConfigError
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.paths import CONFIGS
 
 PARAMETERS = {
@@ -69,7 +69,7 @@ def test_models_with_experts_run_and_fit_an_h200(model: str) -> None:
     config = load_config(fragments(model, name, "pretrain"), ["train.recompute=full"])
     layout = Layout.from_config(config, num_ranks)
     assert layout.edp == 1
-    assert max(planning.memory_per_rank(config, layout, rank).total_bytes for rank in range(layout.pp)) < 141e9
+    assert max(plan.memory_per_rank(config, layout, rank).total_bytes for rank in range(layout.pp)) < 141e9
 
 
 @pytest.mark.parametrize(("model", "layout"), sorted(ILLEGAL))
@@ -80,17 +80,17 @@ def test_other_combinations_are_refused(model: str, layout: str) -> None:
 
 @pytest.mark.parametrize(("model", "expected"), PARAMETERS.items())
 def test_known_models_have_their_known_size(model: str, expected: int) -> None:
-    assert planning.num_parameters(load(model).model) == expected
+    assert plan.num_parameters(load(model).model) == expected
 
 
 @pytest.mark.parametrize(("model", "expected"), EXPERTS.items())
 def test_known_models_with_experts_have_their_known_sizes(model: str, expected: tuple[int, int]) -> None:
     section = load(model).model
-    assert planning.num_parameters(section.model_copy(update={"mtp_depths": 0})) == expected[0]
-    assert planning.num_active_parameters(section) == expected[1]
+    assert plan.num_parameters(section.model_copy(update={"mtp_depths": 0})) == expected[0]
+    assert plan.num_active_parameters(section) == expected[1]
 
 
 def test_deepseek_v3_has_a_layer_and_a_projection_more_that_predict_ahead() -> None:
     section = load("deepseek_v3").model
-    ahead = planning.num_parameters(section) - planning.num_parameters(section.model_copy(update={"mtp_depths": 0}))
+    ahead = plan.num_parameters(section) - plan.num_parameters(section.model_copy(update={"mtp_depths": 0}))
     assert ahead == 11_610_067_968

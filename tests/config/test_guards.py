@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mtrain.config import guards
+from mtrain.config import known_issues
 from tests.config.samples import config
 
 HALF_PIPELINE = {"layout": {"pp": 2, "vpp": 2}}
@@ -66,7 +66,9 @@ def test_a_field_that_lets_no_fault_in_passes(field: str, value: Any, others: di
 
 
 def test_every_refusal_is_tested() -> None:
-    reasons = [(field, refusal.reason + refusal.remedy) for refusal in guards.REFUSALS for field in refusal.fields]
+    reasons = [
+        (field, refusal.reason + refusal.remedy) for refusal in known_issues.REFUSALS for field in refusal.fields
+    ]
     assert [field for field, text in reasons if not any(row[0] == field and row[3] in text for row in REFUSED)] == []
 
 
@@ -79,29 +81,29 @@ def test_transformer_engine_is_refused_for_isolated_documents() -> None:
 DOCUMENTS = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "x"}]}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
 ALLOW = {"allow_layout_dependent": True}
-NOTED: list[tuple[guards.Note, dict[str, Any], dict[str, Any]]] = [
-    (guards.DROPOUT, {"model__hidden_dropout": 0.1}, {"model__hidden_dropout": 0.0}),
-    (guards.DROPOUT, {"model__attention_dropout": 0.1}, {"model__attention_dropout": 0.0}),
-    (guards.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 1e-3}),
-    (guards.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 0.0}),
+NOTED: list[tuple[known_issues.Note, dict[str, Any], dict[str, Any]]] = [
+    (known_issues.DROPOUT, {"model__hidden_dropout": 0.1}, {"model__hidden_dropout": 0.0}),
+    (known_issues.DROPOUT, {"model__attention_dropout": 0.1}, {"model__attention_dropout": 0.0}),
+    (known_issues.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 1e-3}),
+    (known_issues.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 0.0}),
     (
-        guards.LAYOUT_DEPENDENT,
+        known_issues.LAYOUT_DEPENDENT,
         {"model__experts": EXPERTS, "loss": {"router": {"global_balance_coefficient": 0.1}, **ALLOW}},
         {"model__experts": EXPERTS, "loss": {"router": {"sequence_balance_coefficient": 0.1}, **ALLOW}},
     ),
     (
-        guards.LAYOUT_DEPENDENT,
+        known_issues.LAYOUT_DEPENDENT,
         {"model__experts": {**EXPERTS, "capacity_factor": 1.0}, "loss": ALLOW},
         {"model__experts": EXPERTS, "loss": ALLOW},
     ),
-    (guards.TORCH_LAYERS, DOCUMENTS, {**DOCUMENTS, "model__backend": "torch"}),
-    (guards.OWN_LOSS, {"loss__function": "my:loss", "layout__cp": 2}, {"loss__function": "my:loss"}),
-    (guards.OWN_LOSS, {"loss__side_terms": {"own": {"function": "my:loss"}}, "layout__cp": 2}, {"layout__cp": 2}),
+    (known_issues.TORCH_LAYERS, DOCUMENTS, {**DOCUMENTS, "model__backend": "torch"}),
+    (known_issues.OWN_LOSS, {"loss__function": "my:loss", "layout__cp": 2}, {"loss__function": "my:loss"}),
+    (known_issues.OWN_LOSS, {"loss__side_terms": {"own": {"function": "my:loss"}}, "layout__cp": 2}, {"layout__cp": 2}),
 ]
 
 
 @pytest.mark.parametrize(("note", "given", "other"), NOTED)
-def test_what_cannot_be_mended_is_noted(note: guards.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
-    assert guards.notes(config(**given)) == [note.text]
-    assert guards.notes(config(**other)) == []
-    assert config(**given).is_layout_dependent == (note in (guards.LAYOUT_DEPENDENT, guards.DROPOUT))
+def test_what_cannot_be_mended_is_noted(note: known_issues.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
+    assert known_issues.notes(config(**given)) == [note.text]
+    assert known_issues.notes(config(**other)) == []
+    assert config(**given).is_layout_dependent == (note in (known_issues.LAYOUT_DEPENDENT, known_issues.DROPOUT))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mtrain.check import print_plan
-from mtrain.config import bounds
+from mtrain.base.errors import ConfigError
+from mtrain.cli.check import print_plan
 from mtrain.config.load import load_config
+from mtrain.config.schema import bounds
 from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES
-from mtrain.errors import ConfigError
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.bounds import FLOAT32_LARGEST, FLOAT32_SMALLEST
 from mtrain.config.load import load_config, save_config
-from mtrain.errors import ConfigError
+from mtrain.config.schema.bounds import FLOAT32_LARGEST, FLOAT32_SMALLEST
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 

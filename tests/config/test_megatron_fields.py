@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from mtrain.config import Config, guards, megatron_fields
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config, known_issues, megatron_fields
 from mtrain.config.load import load_config
 from mtrain.config.megatron_class import UNREADABLE, field_defaults
-from mtrain.errors import ConfigError
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -52,7 +52,7 @@ def test_every_field_of_the_installed_class_has_one_answer(installed: dict[str, 
 
 
 def test_what_is_silently_wrong_is_refused_by_the_guards() -> None:
-    refused = {name for refusal in guards.REFUSALS for name in refusal.fields}
+    refused = {name for refusal in known_issues.REFUSALS for name in refusal.fields}
     assert set(megatron_fields.SILENT) <= refused
     assert refused <= {*megatron_fields.SILENT, *megatron_fields.PROVEN}
 

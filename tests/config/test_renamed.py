@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import ConfigError
 from mtrain.config.load import config_yaml, load_config
 from mtrain.config.renamed import KEYS, LOSS_FUNCTIONS, RenamedKeyWarning, with_current_names
-from mtrain.errors import ConfigError
 from tests.config.samples import config
 
 OLD_MLA = {"q_rank": 8, "kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 2, "value_head_dim": 4}

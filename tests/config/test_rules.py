@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
-from mtrain.errors import ConfigError
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 

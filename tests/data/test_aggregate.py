@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.config.loss import NORM_AGGREGATIONS, Aggregation, TermSection
+from mtrain.config.schema.loss import NORM_AGGREGATIONS, Aggregation, TermSection
 from mtrain.data.aggregate import aggregate
 
 NAMES: list[Aggregation] = [

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.config.loss import LossSection, depth_term
+from mtrain.config.schema.loss import LossSection, depth_term
 from mtrain.data.ahead import ahead, moved
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.sample import Sample, padded

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.data import corpus as module
 from mtrain.data.corpus import tokenize_corpus
 from mtrain.data.documents import documents, find_files
 from mtrain.data.index import Corpus
-from mtrain.errors import DataError
 from mtrain.tokenizer import load_tokenizer
 from tests.paths import ROOT
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.data import jsonl
 from mtrain.data.jsonl import Lines, objects
-from mtrain.errors import DataError
 
 
 def accept(found: dict[str, object]) -> None:

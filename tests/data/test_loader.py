@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import MAIN, loss_terms
 from mtrain.data.index import writing_corpus
 from mtrain.data.loader import StepLoader
-from mtrain.errors import ConfigError, DataError
 from mtrain.loss.pair import MAIN_TERM
 
 MakeConfig = Callable[..., Config]

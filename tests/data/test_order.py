@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtrain.base.errors import ConfigError
 from mtrain.data.order import PERIOD_LIMIT, Blend, SampleOrder, key_of, permutation, permuted, slots, whole_weights
-from mtrain.errors import ConfigError
 
 SEEDS = st.integers(0, 2**63)
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)

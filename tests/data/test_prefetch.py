@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.data.prefetch import Prefetch
-from mtrain.errors import DataError
 
 
 def _threads() -> list[str]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.data.finetune import LineFormat
 from mtrain.data.stdlib import build_stdlib_corpus
-from mtrain.errors import DataError
 
 SOURCE = '''"""About the module."""
 import sys

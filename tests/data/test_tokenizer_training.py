@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.data.tokenizer_training import train_tokenizer
-from mtrain.errors import DataError
 from mtrain.tokenizer import load_tokenizer
 
 WORDS = ["value", "weight", "index", "length", "colour", "height", "parent", "child", "reader", "writer"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from mtrain.check import print_plan
-from mtrain.cli import split_arguments
+from mtrain.cli.check import print_plan
+from mtrain.cli.main import split_arguments
 from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
 from tests.config.samples import content

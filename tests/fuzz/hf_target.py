@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.description import described_model
 from mtrain.hf.files import CONFIG_NAME, INDEX_NAME
 from mtrain.hf.registry import FAMILIES, family_of

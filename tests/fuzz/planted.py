@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from mtrain.errors import ConfigError, DataError
+from mtrain.base.errors import ConfigError, DataError
 from tests.fuzz.target import Target
 
 _CONFIG_ONLY = frozenset({2})

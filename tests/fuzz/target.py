@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple
 
-from mtrain.errors import MtrainError
+from mtrain.base.errors import MtrainError
 
 _SUFFIX = "_target"
 _MIB = 2**20

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.layout import Layout
-from mtrain.lr import learning_rate
 from mtrain.mcore.groups import Groups
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
 from tests.config.samples import content
 from tests.parity.ranks import build
 from tests.pool import Pool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.health.heartbeat import Beat, Heartbeat, Phase, heartbeat_file, read_beat
+from mtrain.base.heartbeat import Beat, Heartbeat, Phase, heartbeat_file, read_beat
 from tests.fault_table import Notice
 
 

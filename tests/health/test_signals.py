@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from mtrain.health.signals import STOP_SIGNALS, StopSignal
+from mtrain.base.signals import STOP_SIGNALS, StopSignal
 
 pytestmark = pytest.mark.usefixtures("hangup")
 
@@ -82,7 +82,7 @@ def test_a_hangup_stays_ignored_under_nohup() -> None:
 
 BLOCKED = """
 import os, signal
-from mtrain.health.signals import STOP_SIGNALS, StopSignal
+from mtrain.base.signals import STOP_SIGNALS, StopSignal
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 os.kill(os.getpid(), signal.SIGUSR1)
 with StopSignal() as stop:
@@ -125,7 +125,7 @@ def test_a_thread_sees_what_the_main_thread_is_sent_and_installs_nothing() -> No
 
 def test_a_process_that_is_told_to_stop_finishes_its_step() -> None:
     program = (
-        "from mtrain.health.signals import StopSignal\n"
+        "from mtrain.base.signals import StopSignal\n"
         "with StopSignal() as stop:\n"
         "    print('ready', flush=True)\n"
         "    while stop.received is None: pass\n"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens
-from mtrain.errors import DataError
 from mtrain.hf.logits import transformers_logits
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.deepseek import save_published
 from tests.hf.folders import save

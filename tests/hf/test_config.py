@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.registry import FAMILIES, family_of, fitting_family
 from tests.hf.folders import CONFIGS
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mtrain import faultpoints
+from mtrain.base import fault_points
 from mtrain.checkpoint.directory import load_entry, published_steps, step_name
 from mtrain.exports import Exporter, clean_staging, due_steps
 from mtrain.hf.folder import HfFolder
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from tests.fault_table import Notice
 from tests.hf.test_exports import finished, run
 from tests.test_trainer import command, start_cold, wait_for_step
@@ -41,7 +41,7 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export.piece")
+    monkeypatch.setenv(fault_points.VARIABLE, "hang rank=0 step=2 phase=export.piece")
     process = start_cold(command(*SAVES, "train.num_steps=100000"))
     wait_for_step(run.path, 7)
     with notice:
@@ -54,7 +54,7 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     assert {2, 4, 6} <= set(due), "they are kept, though checkpoint.keep_last=1"
     assert f"exports left to the next start: {', '.join(map(step_name, due))}" in output
 
-    monkeypatch.delenv(faultpoints.VARIABLE)
+    monkeypatch.delenv(fault_points.VARIABLE)
     last = published_steps(run.checkpoints)[-1]
     code, output, errors = ended(start_cold(command(*SAVES, f"train.num_steps={last}", "checkpoint.async_save=false")))
     assert code == 0, errors
@@ -73,7 +73,7 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    monkeypatch.setenv(faultpoints.VARIABLE, "hang rank=0 step=2 phase=export.piece")
+    monkeypatch.setenv(fault_points.VARIABLE, "hang rank=0 step=2 phase=export.piece")
     process = start_cold(command(*SAVES, "train.num_steps=4"))
     lines: list[str] = []
     while "step_00000004 in " not in "".join(lines):
@@ -84,7 +84,7 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     assert code == notice.exit_code, errors
     assert run.requeue_marker.read_text() == "stopped by a signal before all checkpoints were exported\n"
 
-    monkeypatch.delenv(faultpoints.VARIABLE)
+    monkeypatch.delenv(fault_points.VARIABLE)
     code, _, errors = ended(start_cold(command(*SAVES, "train.num_steps=4")))
     assert code == 0, errors
     assert exported(run) == [2, 4]
@@ -124,7 +124,7 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
 def test_a_failed_export_at_the_end_is_an_error(
     command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
-    monkeypatch.setenv(faultpoints.VARIABLE, "full rank=0 step=2 phase=export.piece")
+    monkeypatch.setenv(fault_points.VARIABLE, "full rank=0 step=2 phase=export.piece")
     with notice:
         code, _, errors = ended(start_cold(command(*SAVES, "train.num_steps=2")))
     assert code == notice.exit_code, errors
@@ -136,7 +136,7 @@ def test_a_failed_export_at_the_end_is_an_error(
 def test_an_export_that_is_stopped_ends_between_two_pieces_and_the_next_goes_on(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(faultpoints.VARIABLE, "slow rank=0 step=2 phase=export.piece")
+    monkeypatch.setenv(fault_points.VARIABLE, "slow rank=0 step=2 phase=export.piece")
     exporter = Exporter(run, 2)
     exporter.poll()
     while not list(run.exports.glob(".step_00000002.partial/*.part")):
@@ -148,7 +148,7 @@ def test_an_export_that_is_stopped_ends_between_two_pieces_and_the_next_goes_on(
     assert "exports left to the next start: step_00000002" in capsys.readouterr().out
     assert [path.name for path in run.exports.iterdir()] == [".step_00000002.partial"]
 
-    monkeypatch.delenv(faultpoints.VARIABLE)
+    monkeypatch.delenv(fault_points.VARIABLE)
     clean_staging(run, 2)
     assert list(run.exports.iterdir()), "what is due goes on where it stopped"
     next_start = Exporter(run, 2)

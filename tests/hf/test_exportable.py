@@ -10,19 +10,19 @@ import torch
 import transformers
 import yaml
 
+from mtrain.base.errors import ConfigError, DataError, RunFolderError
 from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
-from mtrain.config.model import ModelSection
-from mtrain.continuation import continued
+from mtrain.config.schema.model import ModelSection
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens
 from mtrain.convert.verifying import verify_hf
-from mtrain.errors import ConfigError, DataError, RunFolderError
 from mtrain.hf.description import disagreements
 from mtrain.hf.exportable import refuse_unexportable
 from mtrain.hf.logits import transformers_logits
 from mtrain.hf.registry import FAMILIES
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
+from mtrain.runs.continuation import continued
 from tests.fault_table import Notice
 from tests.hf import hf_ranks
 from tests.hf.folders import save

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.directory import delete_checkpoint, load_entry
 from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.errors import ConfigError, DataError
 from mtrain.exports import Exporter
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from tests.hf.folders import save
 from tests.hf.test_start import command, configured
 

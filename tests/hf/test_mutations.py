@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.known import CHANGES_THE_FUNCTION, INERT
 from mtrain.hf.registry import FAMILIES, family_of, fields_nobody_knows
 from tests.fault_table import Notice

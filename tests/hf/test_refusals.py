@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf
-from mtrain.errors import DataError
 from tests.fault_table import Notice
 from tests.hf.folders import save
 from tests.paths import ROOT

@@ -18,7 +18,7 @@ from mtrain.convert.logits import random_tokens
 from mtrain.convert.verifying import verify_hf
 from mtrain.hf.folder import HfFolder
 from mtrain.hf.logits import transformers_logits
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import CONFIGS, save
 from tests.mcore import checkpoint_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.hf.header import read_header
 from mtrain.hf.safetensors import SafetensorsFile
 from tests.fault_table import Notice

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
-from mtrain.errors import ConfigError, DataError
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import save
 from tests.hf.test_round_trips import names

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.convert.importing import import_hf
 from mtrain.convert.work import Unit, run_units, working_folder
-from mtrain.errors import MachineError, RunFolderError
 from tests.hf.folders import save
 
 UNITS = [Unit(f"file{number}", 10) for number in range(5)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
 from mtrain.loss.next_token import next_token_loss
 from mtrain.loss.resolve import load_loss_function
 from tests.loss.microbatches import term_inputs

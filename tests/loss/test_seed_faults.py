@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.config.loss import Aggregation, LossSection
+from mtrain.config.schema.loss import Aggregation, LossSection
 from mtrain.data.aggregate import aggregate
 from mtrain.data.zigzag import zigzag_index
 from tests.oracle import loss as oracle

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.config.loss import LossSection, SideTermSection, TeacherSection
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
+from mtrain.config.schema.loss import LossSection, SideTermSection, TeacherSection
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
 from tests.loss.microbatches import term_inputs

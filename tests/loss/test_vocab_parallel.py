@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mtrain.layout import Layout
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from mtrain.mcore.groups import Groups
+from mtrain.plan.layout import Layout
 from tests.loss.counting import counted_all_reduces
 from tests.pool import Pool
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.config.experts import ExpertsSection
+from mtrain.config.schema.experts import ExpertsSection
 from mtrain.mcore.experts.experts import Experts
 from mtrain.mcore.experts.router import Router
 from mtrain.mcore.groups import Groups

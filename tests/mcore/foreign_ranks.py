@@ -23,7 +23,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.mcore.gather import gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.resume import resume_or_initialize
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from tests.mcore.checkpoint_ranks import build
 from tests.mcore.expert_fault_ranks import with_their_router
 from tests.mcore.plain import plain_config

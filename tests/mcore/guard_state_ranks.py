@@ -19,7 +19,7 @@ from mtrain.mcore import optimizer_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap
 from mtrain.mcore.optimizer_state import MAIN, STATES
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from tests.mcore.checkpoint_ranks import Parts, build
 from tests.mcore.whole_states import whole_states
 

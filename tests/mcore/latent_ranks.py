@@ -16,8 +16,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from mtrain.config.latent_attention import LatentAttentionSection
-from mtrain.config.model import RopeSection
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import RopeSection
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.latent_attention import LatentAttention
 

@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.order import slots
 from mtrain.mcore.groups import Groups
 from tests.parity.batches import GlobalBatch

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtrain import faultpoints
+from mtrain.base import fault_points
+from mtrain.base.errors import MtrainError
 from mtrain.checkpoint.directory import newest_good, published_steps
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.errors import MtrainError
 from mtrain.mcore.checkpoint import load_checkpoint
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.saving import Saver
 from mtrain.mcore.verified import opened_checkpoint
-from mtrain.run_folder import RunFolder
+from mtrain.runs.folder import RunFolder
 from tests.mcore.checkpoint_ranks import Parts, build
 
 
@@ -40,7 +40,7 @@ def train_and_save(
 ) -> Ending:
     """Trains some steps and saves after those named, numbered as they are; a fault strikes once."""
     if fault is not None:
-        os.environ[faultpoints.VARIABLE] = fault
+        os.environ[fault_points.VARIABLE] = fault
     parts = build(groups, config)
     return _ending(lambda count: _train(groups, config, parts, Saver(folder, groups, config), saves, num_steps, count))
 

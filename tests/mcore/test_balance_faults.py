@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore import balance_fault_ranks as ranks
 from tests.pool import Pool
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.directory import begin_attempt, load_entry, newest_good, publish, published_steps, step_name
 from mtrain.checkpoint.manifest import Facts
 from mtrain.config import Config
-from mtrain.errors import DataError
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore import checkpoint_ranks as ranks
 from tests.mcore.checkpoint_ranks import Arrays, Outcome, Standing, Whole

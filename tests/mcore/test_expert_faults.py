@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore import expert_fault_ranks, expert_ranks
 from tests.mcore.test_checkpoint import FP16, configured
 from tests.pool import Pool

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtrain.config import Config
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore import checkpoint_ranks, expert_ranks
 from tests.mcore.checkpoint_ranks import Arrays, Outcome
 from tests.mcore.test_checkpoint import (

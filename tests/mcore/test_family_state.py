@@ -8,7 +8,7 @@ import pytest
 from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
 from mtrain.checkpoint.directory import step_name
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore import checkpoint_ranks
 from tests.mcore.checkpoint_ranks import Outcome
 from tests.mcore.test_checkpoint import assert_same_model, configured

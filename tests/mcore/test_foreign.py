@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.errors import DataError
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.foreign_ranks import loss_from_foreign_weights, save_like_megatron_lm
 from tests.parity.expert_models import MIXTRAL, QWEN

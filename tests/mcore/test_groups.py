@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
+from mtrain.plan.layout import Layout
 from tests.pool import Pool
 
 LAYOUTS = [

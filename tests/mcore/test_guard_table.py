@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mtrain.check import print_plan
-from mtrain.config import guards
-from mtrain.layout import Layout
+from mtrain.cli.check import print_plan
+from mtrain.config import known_issues
 from mtrain.mcore.guards import TABLE, VERSION, Guard, applicable
 from mtrain.mcore.guards.page import page
+from mtrain.plan.layout import Layout
 from tests.mcore.guard_configs import SMALL, assert_refused, megatron_core, small
 from tests.mcore.guard_state_ranks import said_at_the_start
 from tests.paths import ROOT
@@ -116,7 +116,7 @@ def test_notes_are_told_once_by_the_run_and_by_check(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dropping = small(model__hidden_dropout=0.1, optimizer__clip_grad=1e-6)
-    lines = [f"note: {note.text}" for note in (guards.DROPOUT, guards.CLIPPING)]
+    lines = [f"note: {note.text}" for note in (known_issues.DROPOUT, known_issues.CLIPPING)]
     first, second = pool.run(said_at_the_start, Layout(dp=2), dropping, tmp_path)
     assert (first.splitlines(), second) == (lines, "")
     print_plan(dropping, world_size=1)

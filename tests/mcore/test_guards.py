@@ -26,14 +26,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.safe_load import read_tensor_list
-from mtrain.config import guards
-from mtrain.config.model import RopeSection
-from mtrain.errors import DataError
-from mtrain.layout import Layout
+from mtrain.config import known_issues
+from mtrain.config.schema.model import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.norm import Norm
 from mtrain.mcore.pairs import PairAccumulator
+from mtrain.plan.layout import Layout
 from mtrain.rope import inverse_frequencies
 from tests.mcore import guard_ranks as ranks
 from tests.mcore import guard_state_ranks as state_ranks
@@ -234,7 +234,7 @@ def test_dropout_depends_on_the_layout_and_is_noted(pool: Pool) -> None:
     dropping = small(model__hidden_dropout=0.5)
     losses = [pool.run(state_ranks.first_loss, layout, dropping)[-1] for layout in (Layout(), Layout(tp=2, sp=True))]
     assert abs(losses[0] - losses[1]) > 1e-4
-    assert guards.notes(dropping) == [guards.DROPOUT.text]
+    assert known_issues.notes(dropping) == [known_issues.DROPOUT.text]
 
 
 def test_the_norm_is_told_without_clipping(pool: Pool) -> None:
@@ -249,7 +249,7 @@ def test_the_epsilon_in_clipping_is_noted() -> None:
     gradient.grad = torch.tensor([2e-6])
     clip_grad_by_total_norm_fp32([gradient], max_norm=1e-6, total_norm=2e-6)
     assert gradient.grad.item() == pytest.approx(2 / 3 * 1e-6), "a third below the limit"
-    assert guards.notes(small(optimizer__clip_grad=1e-6)) == [guards.CLIPPING.text]
+    assert known_issues.notes(small(optimizer__clip_grad=1e-6)) == [known_issues.CLIPPING.text]
 
 
 def test_adam_counts_updates_once_after_a_load(pool: Pool) -> None:

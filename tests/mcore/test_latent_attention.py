@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore.latent_ranks import HEADS, HIDDEN, SIZES, Gradients, error_of_plain, our_gradients, plain_gradients
 from tests.parity.compare import tensor_deviation
 from tests.pool import Pool

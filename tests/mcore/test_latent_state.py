@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
 from mtrain.checkpoint.directory import step_name
 from mtrain.config import Config
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore import checkpoint_ranks
 from tests.mcore.checkpoint_ranks import Outcome
 from tests.mcore.test_checkpoint import BF16, assert_same_bits, assert_same_model, configured

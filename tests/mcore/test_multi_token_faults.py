@@ -12,8 +12,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from mtrain.data.ahead import moved
-from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
+from mtrain.plan.layout import Layout
 from tests.mcore.guard_ranks import SEQ, fields
 from tests.mcore.plain import PlainStep, plain_step
 from tests.mcore.test_spec_faults import WHOLE_TABLE

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from mtrain import planning
+from mtrain import plan
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model
+from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.pool import Pool
 
@@ -80,7 +80,7 @@ def test_every_rank_holds_as_many_parameters_as_planned(
     experts = section.get("ep", 1) * section.get("etp", 1)
     layout = Layout.from_config(given, section.get("pp", 1) * max(section.get("tp", 1), experts))
     planned = [
-        planning.parameters_on_rank(given.model, layout, layout.coordinate(rank).pp).total
+        plan.parameters_on_rank(given.model, layout, layout.coordinate(rank).pp).total
         for rank in range(layout.world_size)
     ]
     assert pool.run(num_built_parameters, layout, given) == planned

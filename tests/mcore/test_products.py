@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
 from mtrain.mcore.experts.products import chosen_product, grouped, has_grouped, sequential
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrain.config.model import RopeSection
+from mtrain.config.schema.model import RopeSection
 from mtrain.mcore.rotary import Rotary
 from mtrain.rope import inverse_frequencies
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.checkpoint.directory import CheckpointEntry, clean_leftovers, newest_good, published_steps, step_name
 from mtrain.checkpoint.verification import verify_files
-from mtrain.errors import MachineError, RunFolderError
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore import save_fault_ranks as ranks
 from tests.mcore.test_checkpoint import configured

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.mcore.summed_ranks import sums
 from tests.pool import Pool
 

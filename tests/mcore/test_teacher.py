@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.load import config_yaml
-from mtrain.errors import ConfigError, DataError
 from mtrain.mcore.teacher import teacher_config
 from tests.config.samples import config
 

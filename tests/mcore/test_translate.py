@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.layout import Layout
 from mtrain.mcore.translate import transformer_config
+from mtrain.plan.layout import Layout
 from tests.config.samples import config
 
 FLUSH = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}

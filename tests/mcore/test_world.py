@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain.environment import RankEnvironment
-from mtrain.errors import MachineError, RankLostError
-from mtrain.layout import Layout
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import MachineError, RankLostError
 from mtrain.mcore.world import choose_device, open_world
+from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore import world_ranks
 from tests.pool import Pool

@@ -1,6 +1,6 @@
 """What ranks do in the tests of the world."""
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.world import on_first_rank
 

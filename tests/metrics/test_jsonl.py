@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.errors import DataError, MachineError
+from mtrain.base.errors import DataError, MachineError
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.jsonl import JsonlSink, read_records, rewind
 from mtrain.metrics.record import Record

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mtrain.errors import DataError, MachineError
+from mtrain.base.errors import DataError, MachineError
 from mtrain.metrics.jsonl import JsonlSink
 from mtrain.metrics.plot import load_curves, plot_losses, running_mean
 from mtrain.metrics.record import Record

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.metrics.record import StepRecord, TermRecord, ValidRecord, from_json_line, to_json_line
 from tests.metrics.records import step_record
 

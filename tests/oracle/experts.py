@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.experts import ExpertsSection
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
 from tests.oracle import routers
 from tests.oracle.activations import GATED, activate
 

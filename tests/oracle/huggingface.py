@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from tests.oracle.activations import GATED
 from tests.oracle.model import Parameters
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mtrain.config.latent_attention import LatentAttentionSection
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import ModelSection
 
 Parameters = dict[str, Tensor]
 Turn = Callable[[Tensor], Tensor]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.loss import LossSection, TermSection
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.loss import LossSection, TermSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.sample import Sample
 from tests.oracle import distributions, multi_token, routers
 from tests.oracle.model import Parameters, logits_of

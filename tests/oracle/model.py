@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection, RopeSection
+from mtrain.config.schema.model import ModelSection, RopeSection
 from tests.oracle import latent_attention
 from tests.oracle.activations import GATED, activate
 from tests.oracle.experts import expert_shapes, experts, has_experts

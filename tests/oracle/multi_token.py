@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from tests.oracle import routers
 from tests.oracle.model import Parameters, embed, head, hidden_of, norm, transformer_layer
 

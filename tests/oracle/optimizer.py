@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection
 from tests.oracle.model import Parameters
 
 

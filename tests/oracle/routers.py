@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.experts import ExpertsSection
-from mtrain.config.loss import RouterLossSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.loss import RouterLossSection
 
 
 class Seen(NamedTuple):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mtrain.config.loss import LossSection
-from mtrain.config.model import ModelSection
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import AdamWSection
 from tests.oracle import loss as definitions
 from tests.oracle.experts import is_buffer
 from tests.oracle.model import Parameters

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mtrain.config.experts import ExpertsSection
-from mtrain.config.model import ModelSection, RopeSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection, RopeSection
 from tests.oracle.huggingface import from_huggingface
 from tests.oracle.model import logits_of
 

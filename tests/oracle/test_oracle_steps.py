@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.config.loss import LossSection, SideTermSection, TermSection
-from mtrain.config.model import ModelSection
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.loss import LossSection, SideTermSection, TermSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import AdamWSection
 from mtrain.data.sample import Sample
 from tests.oracle.loss import Sequence, aggregate, objective, term_values
 from tests.oracle.model import logits_of, random_parameters

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtrain.base.errors import NumericError
 from mtrain.config import Config
-from mtrain.errors import NumericError
 from mtrain.mcore.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches

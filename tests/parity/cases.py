@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.config import Config
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.parity.batches import BATCH, SEQ, VOCAB
 

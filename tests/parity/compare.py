@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.lr import learning_rate
+from mtrain.plan.lr import learning_rate
 from tests.oracle.loss import Sequence, Teacher
 from tests.oracle.model import random_parameters
 from tests.oracle.run import StepResult, oracle_steps

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from mtrain.config.loss import NORM_AGGREGATIONS, Aggregation
+from mtrain.config.schema.loss import NORM_AGGREGATIONS, Aggregation
 from tests.parity.cases import Case
 from tests.parity.draws_of_models import Kind, architectures, every_kind
 from tests.parity.search import Place, Row, Trial

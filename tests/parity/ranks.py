@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.base.errors import NumericError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
-from mtrain.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.terms import Objective
-from mtrain.lr import learning_rate
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
@@ -28,6 +27,7 @@ from mtrain.mcore.pairs import PairAccumulator, TermTotals
 from mtrain.mcore.schedule import LossOfLogits, run_forward, run_schedule
 from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.mcore.spec import global_name
+from mtrain.plan.lr import learning_rate
 from mtrain.step import TrainingStep, term_inputs
 from tests.parity.batches import GlobalBatch
 

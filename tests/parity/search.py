@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.data.sample import Sample
-from mtrain.lr import learning_rate
+from mtrain.plan.lr import learning_rate
 from tests.oracle.loss import Sequence, routers_of
 from tests.oracle.run import StepResult, oracle_steps
 from tests.parity import balance_ranks

@@ -10,7 +10,6 @@ import torch
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.layout import Layout
 from mtrain.loss.terms import Objective
 from mtrain.mcore.gather import gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups
@@ -18,6 +17,7 @@ from mtrain.mcore.model import build_frozen_model, build_model
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.share import share_batches, slice_for_rank
 from mtrain.mcore.teacher import Teacher
+from mtrain.plan.layout import Layout
 from mtrain.step import TrainingStep
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, arrays, own_microbatches, run_step, set_parameters

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from mtrain.config.loss import NORM_AGGREGATIONS, Aggregation
+from mtrain.config.schema.loss import NORM_AGGREGATIONS, Aggregation
 from tests.parity.batches import three_steps, weighted_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, deviation, relative, run_case, run_oracle, worst

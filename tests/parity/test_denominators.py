@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.errors import NumericError
+from mtrain.base.errors import NumericError
 from mtrain.loss.scaling import check_denominator, check_factors
 from mtrain.mcore.optimizer import check_norm
 from tests.fault_table import Notice

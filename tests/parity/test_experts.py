@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from tests.parity import test_precision as precision
 from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.config.loss import Aggregation
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
+from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.pair import TermInputs, weigh_sequences
 from mtrain.loss.vocab_parallel import VocabParallelLogits
 from tests.fault_table import Notice

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain import planning
-from mtrain.config.model import ModelSection
-from mtrain.layout import Layout
+from mtrain import plan
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.layout import Layout
 from tests.config.samples import config
 
 MODEL = config().model
@@ -15,7 +15,7 @@ MODEL = config().model
 @given(st.integers(1, 40), st.none() | st.integers(1, 50))
 def test_attended_pairs_are_counted_one_by_one(seq_length: int, window: int | None) -> None:
     pairs = [(q, k) for q in range(seq_length) for k in range(q + 1) if window is None or q - k < window]
-    assert planning.num_attended_pairs(seq_length, window) == len(pairs)
+    assert plan.num_attended_pairs(seq_length, window) == len(pairs)
 
 
 def matrices(model: ModelSection) -> dict[str, tuple[int, ...]]:
@@ -63,15 +63,15 @@ def test_parameters_are_those_of_the_written_out_shapes(model: ModelSection) -> 
     layer = sum(size(shape) for shape in matrices(model).values())
     norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
     tables = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
-    assert planning.layer_parameters(model, 0).total == layer
-    assert planning.num_parameters(model) == model.num_layers * layer + norm + tables
+    assert plan.layer_parameters(model, 0).total == layer
+    assert plan.num_parameters(model) == model.num_layers * layer + norm + tables
 
 
 def test_padding_of_the_vocabulary_is_counted_apart() -> None:
-    assert [planning.padded_vocab_size(MODEL, tp) for tp in (1, 2, 4)] == [1024, 1024, 1024]
-    assert planning.padded_vocab_size(MODEL, 16) == 2048
+    assert [plan.padded_vocab_size(MODEL, tp) for tp in (1, 2, 4)] == [1024, 1024, 1024]
+    assert plan.padded_vocab_size(MODEL, 16) == 2048
     padding = 2 * 24 * MODEL.hidden_size
-    assert planning.num_padded_parameters(MODEL, 2) == planning.num_parameters(MODEL) + padding
+    assert plan.num_padded_parameters(MODEL, 2) == plan.num_parameters(MODEL) + padding
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -80,16 +80,16 @@ def test_padding_of_the_vocabulary_is_counted_apart() -> None:
 )
 def test_ranks_without_tp_hold_the_model_once(layout: Layout, tied: bool) -> None:
     model = MODEL.model_copy(update={"tied_embeddings": tied})
-    held = sum(planning.parameters_on_rank(model, layout, pp_rank).total for pp_rank in range(layout.pp))
-    copied = planning.padded_vocab_size(model, 1) * model.hidden_size if tied and layout.pp > 1 else 0
-    assert held == planning.num_padded_parameters(model, 1) + copied
+    held = sum(plan.parameters_on_rank(model, layout, pp_rank).total for pp_rank in range(layout.pp))
+    copied = plan.padded_vocab_size(model, 1) * model.hidden_size if tied and layout.pp > 1 else 0
+    assert held == plan.num_padded_parameters(model, 1) + copied
 
 
 def test_ranks_of_a_tp_group_repeat_norms_and_row_parallel_biases() -> None:
     model = MODEL.model_copy(update={"linear_bias": True, "qk_norm": True})
-    held = 2 * planning.parameters_on_rank(model, Layout(tp=2), 0).total
+    held = 2 * plan.parameters_on_rank(model, Layout(tp=2), 0).total
     per_layer = 4 * model.hidden_size + 2 * model.head_size
-    assert held == planning.num_padded_parameters(model, 2) + model.num_layers * per_layer + model.hidden_size
+    assert held == plan.num_padded_parameters(model, 2) + model.num_layers * per_layer + model.hidden_size
 
 
 def test_flops_are_those_of_every_multiply_add() -> None:
@@ -100,16 +100,16 @@ def test_flops_are_those_of_every_multiply_add() -> None:
     pairs = 2 * causal + 6 * windowed
     attention = 2 * 2 * model.num_attention_heads * model.head_size * pairs
     forward = seq_length * (2 * 8 * weights + 2 * model.vocab_size * model.hidden_size) + attention
-    assert planning.flops_per_token(model, seq_length) == pytest.approx(3 * forward / seq_length, rel=1e-15)
+    assert plan.flops_per_token(model, seq_length) == pytest.approx(3 * forward / seq_length, rel=1e-15)
 
 
 def test_a_window_over_the_whole_sequence_changes_nothing() -> None:
     windowed = MODEL.model_copy(update={"sliding_window": 64})
-    assert planning.flops_per_token(windowed, 64) == planning.flops_per_token(MODEL, 64)
+    assert plan.flops_per_token(windowed, 64) == plan.flops_per_token(MODEL, 64)
 
 
 def test_mfu_is_a_share_of_the_peak() -> None:
-    assert planning.mfu(tokens_per_second=1000, flops_per_token=5e9, peak_flops=1e13) == 0.5
+    assert plan.mfu(tokens_per_second=1000, flops_per_token=5e9, peak_flops=1e13) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_memory_follows_precision_and_distribution(
         layout__cp=2,
     )
     layout = Layout.from_config(given, 4)
-    num = planning.parameters_on_rank(given.model, layout, 0).total
-    found = planning.memory_per_rank(given, layout, 0)
+    num = plan.parameters_on_rank(given.model, layout, 0).total
+    found = plan.memory_per_rank(given, layout, 0)
     assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == (
         weights * num,
         4 * num,
@@ -136,7 +136,7 @@ def test_memory_follows_precision_and_distribution(
 
 def activations(world_size: int, pp_rank: int = 0, recompute: str = "none", **layout: object) -> int:
     given = config(layout=layout, train={"global_batch_size": 16, "num_steps": 1, "recompute": recompute})
-    return planning.memory_per_rank(given, Layout.from_config(given, world_size), pp_rank).activations_bytes
+    return plan.memory_per_rank(given, Layout.from_config(given, world_size), pp_rank).activations_bytes
 
 
 def test_activations_shrink_where_the_work_is_divided() -> None:
@@ -153,6 +153,6 @@ def test_early_stages_keep_more_microbatches() -> None:
 
 
 def test_peaks_of_known_gpus_only() -> None:
-    assert planning.peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert planning.peak_flops("NVIDIA H200", "fp32") is None
-    assert planning.peak_flops("Some other card", "bf16") is None
+    assert plan.peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert plan.peak_flops("NVIDIA H200", "fp32") is None
+    assert plan.peak_flops("Some other card", "bf16") is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mtrain.errors import NumericError
+from mtrain.base.errors import NumericError
 from mtrain.mcore.groups import Groups
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from mtrain.errors import ConfigError, DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.metrics.record import StepRecord, TermRecord
-from mtrain.run_folder import Change, RunFolder
+from mtrain.runs.folder import Change, RunFolder
 from mtrain.verify.compare_page import comparison_page
 from mtrain.verify.compare_report import comparison_picture
 from mtrain.verify.compare_runs import Comparison, compare_runs, relative_difference

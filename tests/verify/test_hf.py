@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtrain.cli import app
+from mtrain.base.errors import ConfigError
+from mtrain.cli.main import app
 from mtrain.config import Config
 from mtrain.config.load import load_config
-from mtrain.errors import ConfigError
 from mtrain.verify.hf import comparable, verify_hf
 from mtrain.verify.parity import Request
 from mtrain.verify.result import HfReport

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
 from mtrain.verify.faults import PLANTS
 from mtrain.verify.inject import FAULTS, LAYOUT_FAULTS, NAMES, chosen
 from mtrain.verify.ranks import Pool

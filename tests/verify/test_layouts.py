@@ -2,8 +2,8 @@
 
 import pytest
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.errors import ConfigError
 from mtrain.verify.layouts import Trial, derived_trials, parse_trials, prepared, shared_layers
 from mtrain.verify.shrink import shrink
 from tests.config.samples import config

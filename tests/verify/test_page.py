@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mtrain.errors import MachineError
+from mtrain.base.errors import MachineError
 from mtrain.verify.page import report_page, write_page
 from mtrain.verify.result import KINDS, LayoutResult, ParityReport
 from tests.verify.browser import Browser

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.data.index import writing_corpus
-from mtrain.errors import ConfigError, DataError
-from mtrain.layout import Layout
+from mtrain.plan.layout import Layout
 from mtrain.verify.activations import module_order, put_together
 from mtrain.verify.bisect import first_deviating
 from mtrain.verify.exact import ExactJob, exact_steps, text_places

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mtrain.errors import NumericError
-from mtrain.layout import Layout
+from mtrain.base.errors import NumericError
+from mtrain.plan.layout import Layout
 from mtrain.verify.ranks import Pool, RankFailedError
 from tests.verify.rank_functions import coordinates, fail, tensor
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
 from mtrain.verify.result import Deviation, ParityReport
 from tests.verify.reports import TENSORS, layout_result, report
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.errors import ConfigError
 from mtrain.verify.bisect import diagnosed
 from mtrain.verify.report import write_report
 from mtrain.verify.result import ResumeReport

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.index import writing_corpus
-from mtrain.errors import ConfigError
 from mtrain.verify.inject import chosen
 from mtrain.verify.ranks import Pool
 from mtrain.verify.result import KINDS

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
-from mtrain.errors import ConfigError
-from mtrain.layout import broken_rules
+from mtrain.plan.layout import broken_rules
 from mtrain.verify.layouts import Trial, derived_trials, prepared
 from mtrain.verify.shrink import shrink
 from tests.config.samples import config

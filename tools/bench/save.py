@@ -37,12 +37,12 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model, unwrap
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.parts import parts_to_save
 from mtrain.mcore.saving import Saver
+from mtrain.plan.layout import Layout
 from mtrain.verify.ranks import Pool
 
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2, dp=2)]

@@ -22,17 +22,17 @@ from matplotlib.figure import Figure
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
-from mtrain.cli import one_message
+from mtrain.cli.main import one_message
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.stdlib import build_stdlib_corpus
 from mtrain.data.tokenizer_training import train_tokenizer
-from mtrain.layout import Layout
 from mtrain.loss.terms import Objective
-from mtrain.lr import learning_rate
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model
 from mtrain.mcore.optimizer import Optimizer
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
 from mtrain.step import TrainingStep
 from mtrain.verify.ranks import Pool
 

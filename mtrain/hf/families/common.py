@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import Entry, Field, Given, Needed
 from mtrain.hf.table import Part, Rule
 from mtrain.hf.values import needed_value, value_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import DEPTHS, Derived, Entry, Field, Given, Needed, Rope, lookup
 from mtrain.hf.families.common import (
     ACTIVATION,

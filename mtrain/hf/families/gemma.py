@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from mtrain.config.model import ModelSection
-from mtrain.errors import DataError
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import Entry, Field, Given, Needed, heads
 from mtrain.hf.families.common import (
     ATTENTION,

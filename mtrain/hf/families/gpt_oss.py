@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
 from mtrain.hf.families.common import (
     ATTENTION,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtrain.config import Config
-from mtrain.config.experts import ExpertsSection
+from mtrain.config.schema.experts import ExpertsSection
 from mtrain.loss import router as losses
 from mtrain.mcore.experts.router import Router
 from mtrain.mcore.groups import Groups

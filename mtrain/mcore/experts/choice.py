@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.experts import ExpertsSection
+from mtrain.config.schema.experts import ExpertsSection
 
 _EPSILON = 1e-20
 """Added to the sum that sigmoid scores are divided by, as megatron-core and DeepSeek do."""

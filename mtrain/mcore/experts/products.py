@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain.errors import ConfigError
+from mtrain.base.errors import ConfigError
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64 on the CPU) -> [count, out]."""

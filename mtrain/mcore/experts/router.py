@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.config.experts import ExpertsSection
+from mtrain.config.schema.experts import ExpertsSection
 from mtrain.mcore.experts.choice import Choice, choose
 
 

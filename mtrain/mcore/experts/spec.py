@@ -11,8 +11,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from mtrain.config.experts import ExpertsSection
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.experts.experts import Experts
 from mtrain.mcore.experts.router import Router
 

@@ -7,7 +7,6 @@ construction, refused, or noted in the log. docs/guards.md is written from this 
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.guards import (
     balance,
     checkpoint,
@@ -20,6 +19,7 @@ from mtrain.mcore.guards import (
     schedules,
 )
 from mtrain.mcore.guards.row import VERSION, Guard
+from mtrain.plan.layout import Layout
 
 __all__ = ["GROUPS", "TABLE", "VERSION", "Guard", "applicable"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.guards.row import Guard, Place
+from mtrain.plan.layout import Layout
 
 _ROUTER = "transformer/moe/router.py"
 _BALANCE = "mtrain/mcore/experts/balance.py"
@@ -66,7 +66,7 @@ ROWS = (
         "noted",
         "It is refused unless loss.allow_layout_dependent=true; then it is the mean over tokens, and every record says "
         "that it depends on the layout.",
-        (_BALANCE, "mtrain/config/rules.py", "mtrain/config/guards.py"),
+        (_BALANCE, "mtrain/config/rules.py", "mtrain/config/known_issues.py"),
         (
             f"{_FAULTS}running_losses_shrink_with_data_parallel_ranks_and_follow_the_order",
             f"{_OURS}what_follows_the_layout_is_what_its_name_says",

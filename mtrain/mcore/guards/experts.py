@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.guards.row import Guard, Place
+from mtrain.plan.layout import Layout
 
 _LINEARS = "tensor_parallel/layers.py"
 _UTILITIES = "transformer/moe/moe_utils.py"

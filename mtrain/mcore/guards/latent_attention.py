@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.guards.row import Guard, Place
+from mtrain.plan.layout import Layout
 
 _MODULE = "transformer/multi_latent_attention.py"
 _HERE = ("mtrain/mcore/latent_attention.py",)
@@ -73,7 +73,7 @@ ROWS = (
         _latents_are_copied,
         "fixed",
         "The field stays off beside latents (model.qk_norm is refused); they are always normalised.",
-        (*_HERE, "mtrain/config/model.py"),
+        (*_HERE, "mtrain/config/schema/model.py"),
         (f"{_TESTS}the_flag_of_normalised_queries_sums_their_gradient_twice", _OURS),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config import guards
+from mtrain.config import known_issues
 from mtrain.mcore.guards.row import Guard, Place, breaks, guard_test, spec_test
 
 _LAYERS = "tensor_parallel/layers.py"
@@ -56,7 +56,7 @@ ROWS = (
         lambda config, layout: layout.vpp > 1 and layout.pp == 2,
         "fixed",
         "Transfers are not batched where vpp > 1; model.megatron.batch_p2p_comm=true is refused there.",
-        ("mtrain/mcore/translate.py", "mtrain/config/guards.py"),
+        ("mtrain/mcore/translate.py", "mtrain/config/known_issues.py"),
         (
             spec_test("batched_transfers_pair_activations_with_gradients_at_pp_2"),
             "tests/config/test_guards.py::test_a_field_that_lets_a_fault_in_is_refused",
@@ -109,10 +109,10 @@ ROWS = (
         "documents of a row.",
         (Place("extensions/transformer_engine.py", 1405, 1411, "attention_mask"),),
         "model.backend=te and data.isolate_documents",
-        lambda config, layout: any(guards.documents_need_torch_layers(config)),
+        lambda config, layout: any(known_issues.documents_need_torch_layers(config)),
         "refused",
         "model.backend=auto takes torch layers for such data and says so; the fault itself needs a GPU to be shown.",
-        ("mtrain/config/guards.py", "mtrain/mcore/spec.py"),
+        ("mtrain/config/known_issues.py", "mtrain/mcore/spec.py"),
         (
             "tests/config/test_guards.py::test_transformer_engine_is_refused_for_isolated_documents",
             "tests/config/test_guards.py::test_what_cannot_be_mended_is_noted",
@@ -165,10 +165,10 @@ ROWS = (
             Place("pipeline_parallel/p2p_communication.py", 309, 323, "pipeline_dtype"),
         ),
         "fp32_residual_connection in half precision",
-        breaks(guards.RESIDUAL),
+        breaks(known_issues.RESIDUAL),
         "refused",
         "The field is refused where train.precision is not fp32.",
-        ("mtrain/config/guards.py",),
+        ("mtrain/config/known_issues.py",),
         (guard_test("float32_residuals_do_not_fit_the_next_stage"),),
         ({"fp32_residual_connection": True},),
     ),
@@ -180,10 +180,10 @@ ROWS = (
             Place("optimizer/qk_clip.py", 8, 37, "clip_qk"),
         ),
         "apply_residual_connection_post_layernorm, or qk_clip without a caller of clip_qk",
-        breaks(guards.UNREAD),
+        breaks(known_issues.UNREAD),
         "refused",
         "They are refused.",
-        ("mtrain/config/guards.py",),
+        ("mtrain/config/known_issues.py",),
         (guard_test("fields_that_nothing_reads_are_refused"),),
         ({"apply_residual_connection_post_layernorm": True}, {"qk_clip": True}),
     ),
@@ -192,12 +192,12 @@ ROWS = (
         "Fields of norms, attention and rope take effect in megatron-core's own layers only.",
         (Place(_DOT_PRODUCT, 89, 91, "apply_query_key_layer_scaling"),),
         "a field that a replaced layer would have read",
-        breaks(guards.REPLACED),
+        breaks(known_issues.REPLACED),
         "refused",
         "They are refused, since norms, attention and rope are our own.",
-        ("mtrain/config/guards.py",),
+        ("mtrain/config/known_issues.py",),
         (guard_test("fields_of_replaced_layers_are_refused"),),
-        tuple({field: True} for field in guards.REPLACED.fields),
+        tuple({field: True} for field in known_issues.REPLACED.fields),
     ),
     Guard(
         "fp8 and fp4 without TransformerEngine",
@@ -205,10 +205,10 @@ ROWS = (
         "layout.",
         (Place("fp8_utils.py", 660, 664, "nullcontext"),),
         "fp8 or fp4",
-        breaks(guards.LOW_PRECISION),
+        breaks(known_issues.LOW_PRECISION),
         "refused",
         "They are refused; train.precision names what is computed in.",
-        ("mtrain/config/guards.py",),
+        ("mtrain/config/known_issues.py",),
         (guard_test("fp8_is_passed_over_without_transformer_engine"),),
         ({"fp8": "hybrid"}, {"fp4": "e2m1"}),
     ),
@@ -217,11 +217,11 @@ ROWS = (
         "Which numbers dropout draws depends on tp, sp, cp, pp, dp and the micro-batch size.",
         (Place(_DOT_PRODUCT, 111, 116, "Dropout"), Place("tensor_parallel/random.py", 411, 426, "tp_rank")),
         "model.hidden_dropout or model.attention_dropout above 0",
-        lambda config, layout: guards.DROPOUT.applies(config),
+        lambda config, layout: known_issues.DROPOUT.applies(config),
         "noted",
         "Allowed; the log says that the run repeats on its own layout and micro-batch size only, and every record says "
         "that it depends on the layout.",
-        ("mtrain/config/guards.py",),
+        ("mtrain/config/known_issues.py",),
         (guard_test("dropout_depends_on_the_layout_and_is_noted"),),
     ),
 )

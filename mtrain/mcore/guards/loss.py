@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.mcore.guards.row import Guard, Place, always, guard_test, has_field, spec_test
-from mtrain.planning import padded_vocab_size
+from mtrain.plan import padded_vocab_size
 
 _SCHEDULES = "pipeline_parallel/schedules.py"
 _CROSS_ENTROPY = "tensor_parallel/cross_entropy.py"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.layout import Layout
 from mtrain.mcore.guards.row import Guard, Place
+from mtrain.plan.layout import Layout
 
 _MODEL = "models/gpt/gpt_model.py"
 _DEPTHS = "transformer/multi_token_prediction.py"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config import guards
+from mtrain.config import known_issues
 from mtrain.mcore.guards.row import Guard, Place, guard_test
 
 _OPTIMIZER = "optimizer/optimizer.py"
@@ -28,11 +28,11 @@ ROWS = (
         "Gradients are multiplied by clip_grad / (norm + 1e-6), as in torch: for a tiny limit that is far too little.",
         (Place("optimizer/clip_grads.py", 172, 172, "1.0e-6"),),
         "optimizer.clip_grad below 0.001",
-        lambda config, layout: guards.CLIPPING.applies(config),
+        lambda config, layout: known_issues.CLIPPING.applies(config),
         "noted",
         "Kept, since torch and transformers do the same; the log says so. It acts after the one division, so it does "
         "not depend on the layout.",
-        ("mtrain/mcore/optimizer.py", "mtrain/config/guards.py"),
+        ("mtrain/mcore/optimizer.py", "mtrain/config/known_issues.py"),
         (guard_test("the_epsilon_in_clipping_is_noted"),),
     ),
     Guard(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mtrain.config import Config
-from mtrain.config.guards import Refusal
-from mtrain.layout import Layout
+from mtrain.config.known_issues import Refusal
+from mtrain.plan.layout import Layout
 
 VERSION = "0.16.1"
 """Of megatron-core: what the table was read from."""

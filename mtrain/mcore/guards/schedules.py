@@ -8,7 +8,7 @@ from __future__ import annotations
 from mtrain.mcore.guards.row import Guard, Place, has_field
 
 _REFUSED = "Its fields are refused."
-_MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/layout.py")
+_MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/schema/layout.py")
 _TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",)
 
 

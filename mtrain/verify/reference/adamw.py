@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -23,7 +23,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from mtrain.config.loss import TermSection
+from mtrain.config.schema.loss import TermSection
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection, RopeSection
+from mtrain.config.schema.model import ModelSection, RopeSection
 from mtrain.verify.reference.modules import Module, linear, norm
 from mtrain.verify.reference.rotary import growth, rotated
 from mtrain.verify.reference.text import Rows

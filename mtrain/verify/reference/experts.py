@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrain.config.experts import ExpertsSection
-from mtrain.config.loss import RouterLossSection
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.loss import RouterLossSection
 from mtrain.verify.reference.modules import Module, linear, network
 
 Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"

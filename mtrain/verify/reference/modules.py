@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 
 _CLAMP, _SLOPE = 7.0, 1.702
 """GPT-OSS: bound of both projections, and the slope of its gate."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.loss import LossSection, TermSection
+from mtrain.config.schema.loss import LossSection, TermSection
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.experts import coefficients, moved_bias, router_numerator, router_shares
 from mtrain.verify.reference.losses import cross_entropy, known_losses

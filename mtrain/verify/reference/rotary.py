@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from mtrain.config.model import RopeSection
+from mtrain.config.schema.model import RopeSection
 
 
 def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from mtrain.config.train import OptimizerSection
+from mtrain.config.schema.train import OptimizerSection
 
 
 def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 
 Shape = tuple[int, ...]
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

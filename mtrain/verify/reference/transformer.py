@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mtrain.config.model import ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.attention import attention
 from mtrain.verify.reference.experts import Seen, experts
 from mtrain.verify.reference.modules import Module, network, norm

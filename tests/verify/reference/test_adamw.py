@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection
 from mtrain.verify.reference.adamw import AdamW
 from mtrain.verify.tolerances import update_tolerance
 

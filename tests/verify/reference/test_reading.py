@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.config.loss import TermSection
+from mtrain.config.schema.loss import TermSection
 from mtrain.data.index import writing_corpus
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.answers import num_lines, objects, text_of

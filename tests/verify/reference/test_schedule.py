@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection
 from mtrain.verify.reference.schedule import published_rate, telling_steps
 from tests.test_lr import megatron_rates
 

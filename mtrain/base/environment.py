@@ -1,0 +1,164 @@
+"""What surrounds this process: who it is among the ranks (told by torchrun, by srun, or alone), and what it runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain import __version__
+from mtrain.base.errors import MachineError
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
+"""Distributions whose versions can change the numbers of a run."""
+_GIT_TIMEOUT_S = 10
+
+
+def program_versions() -> dict[str, str]:
+    """Versions of this program, of Python and of PACKAGES, without importing any; those not installed are left out."""
+    found = {"mtrain": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        for distribution in importlib.metadata.distributions(name=name):
+            found[name] = distribution.version
+            break
+    return found
+
+
+class GitCheckout(NamedTuple):
+    """The source that this program runs from."""
+
+    commit: str
+    dirty: bool
+    """Whether tracked files differ from the commit."""
+
+
+def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
+    """The commit that this program's source lies in; None where git does not know it, as in an installed package."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source.parent), *arguments]
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=_GIT_TIMEOUT_S).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)
+        return GitCheckout(git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "-uno").strip()))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a launcher tells a rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    """0 where there is one rank and no launcher: any free port will do."""
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that contradict each other.
+
+        Raises:
+            MachineError: a rank is not below its world size.
+        """
+        if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise MachineError(
+                f"the launcher says rank {self.rank} of {self.world_size} and local rank {self.local_rank} of "
+                f"{self.local_world_size}, but a rank must be below its world size; fix the environment variables"
+            )
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> RankEnvironment:
+        """Reads torchrun's variables, else those of a step of srun; without either this process is alone.
+
+        Raises:
+            MachineError: a variable is missing or is no number.
+        """
+        if "RANK" in environ or "WORLD_SIZE" in environ:
+            return _from_torchrun(environ)
+        if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and not _is_batch_script(environ):
+            return _from_srun(environ)
+        return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
+    world_size = _number(environ, "WORLD_SIZE")
+    return RankEnvironment(
+        rank=_number(environ, "RANK"),
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK"),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size,
+        master_addr=_text(environ, "MASTER_ADDR"),
+        master_port=_number(environ, "MASTER_PORT"),
+    )
+
+
+def _from_srun(environ: Mapping[str, str]) -> RankEnvironment:
+    """The address is that of the step's first node, where rank 0 runs; MASTER_ADDR and MASTER_PORT take precedence."""
+    return RankEnvironment(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=_number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world_size=_tasks_on_this_node(environ),
+        master_addr=environ["MASTER_ADDR"] if "MASTER_ADDR" in environ else _first_node(environ),
+        master_port=_number(environ, "MASTER_PORT")
+        if "MASTER_PORT" in environ
+        else 20000 + _number(environ, "SLURM_JOB_ID") % 10000,
+    )
+
+
+def _is_batch_script(environ: Mapping[str, str]) -> bool:
+    """The script of sbatch has SLURM_PROCID=0 and the job's task count, but it is one process, not a step of srun."""
+    return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
+
+
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
+    """Reads Slurm's list of tasks for each node: `2(x3),1` means 2, 2, 2, 1."""
+    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
+    if name not in environ:
+        return _number(environ, "SLURM_NTASKS")
+    counts: list[int] = []
+    for item in environ[name].split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise MachineError(f"{name}={environ[name]!r} needs the form 2(x3),1; fix the variable")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
+    if node >= len(counts):
+        raise MachineError(
+            f"SLURM_NODEID={node}, but {name}={environ[name]!r} names {len(counts)} nodes; fix the variables"
+        )
+    return counts[node]
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    """The first of Slurm's list of nodes (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node that srun was called on."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ[name])
+            return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else environ[name])
+    return _text(environ, "SLURM_LAUNCH_NODE_IPADDR")
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    if not text.isdecimal():
+        raise MachineError(f"{name}={text!r} must be a whole number; fix the environment variable")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise MachineError(
+            f"the environment variable {name} is not set, but a launcher's other variables are; start the ranks with "
+            "torchrun, srun or `mtrain launch local`, or unset RANK and WORLD_SIZE to run alone"
+        )
+    return environ[name]

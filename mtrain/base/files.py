@@ -1,0 +1,113 @@
+"""Files that survive a crash: atomic writes, synced folders, locks, and disk faults as one readable error."""
+
+import enum
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtrain.base.errors import MachineError
+
+
+@contextmanager
+def disk_faults(doing: str) -> Iterator[None]:
+    """Turns what the operating system refuses inside the block into one message.
+
+    Args:
+        doing: What was attempted, as it follows "could not": "write the run folder /a/b".
+
+    Raises:
+        MachineError: for any OSError of the block.
+    """
+    try:
+        yield
+    except OSError as fault:
+        where = f" ({fault.filename})" if fault.filename else ""
+        cause = f"{fault.strerror or fault}{where}"
+        raise MachineError(
+            f"could not {doing}: {cause}; free space, fix the permissions or choose another place"
+        ) from fault
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the folder's list of names (not the files' content) is on disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until the file's content is on disk, whichever process wrote it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a new file to write; when the block ends it takes the place of `path` in one move.
+
+    After a crash at any point `path` is the old file or the new one, never a part. If the block raises, the old file
+    stays. A crash can leave a file named `.new-*` behind.
+    """
+    new = path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
+    try:
+        yield new
+        sync_file(new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a whole UTF-8 file in one move and waits until it is on disk."""
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, a folder with all that is in it, or a link: never what a link names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+class LockOutcome(enum.Enum):
+    """What came of asking for a file lock."""
+
+    TAKEN = enum.auto()
+    BUSY = enum.auto()
+    """Somebody else holds it."""
+    UNSUPPORTED = enum.auto()
+    """The file system has no such locks (some NFS and Lustre mounts): nobody is kept out."""
+
+
+def try_lock(descriptor: int, kind: int) -> LockOutcome:
+    """Asks for flock's lock on an open file, without waiting.
+
+    Args:
+        descriptor: Of the file; the lock ends when it is closed.
+        kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
+
+    Raises:
+        OSError: The disk refuses for another reason.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LockOutcome.BUSY
+    except OSError as fault:
+        if fault.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return LockOutcome.UNSUPPORTED
+    return LockOutcome.TAKEN

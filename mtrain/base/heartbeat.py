@@ -1,0 +1,192 @@
+"""Heartbeats: what each rank is doing, in a small file of its own in the run folder, for those that wait for it.
+
+A thread of each rank writes its file every few seconds and soon after a change of phase. Training waits for none of it,
+ranks send each other nothing, and a disk that is full costs the heartbeats alone. A rank whose file stands still is
+stopped or gone; a rank that beats but lies behind the others is the one that they wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+
+from mtrain.base.fault_points import fault_point
+
+_BEATS_PER_TIMEOUT = 20
+_INTERVALS_S = (0.2, 1.0)
+"""Shortest and longest time between two beats of a small run."""
+_MAX_BEATS_PER_S = 500
+"""Of all ranks together, so that a large run does not occupy a shared file system."""
+_CHANGES_PER_INTERVAL = 10
+"""How often a changed phase is written at most."""
+_INTERVALS_OF_SILENCE = 2.5
+"""A rank that misses two beats is silent."""
+_SHORTEST_SILENCE_S = 1.0
+_NUM_BYTES = 512
+"""Of every file from the first beat on, so that a later one needs no more room on the disk."""
+_MAX_NAMED = 8
+
+
+class Phase(StrEnum):
+    """What a rank does; in the order of a run and of a step."""
+
+    START = "start"
+    BUILD = "build"
+    """Model, data and what a checkpoint holds."""
+    DATA = "data"
+    FORWARD_BACKWARD = "forward_backward"
+    UPDATE = "update"
+    VALIDATION = "validation"
+    SAVE = "save"
+    EXPORT = "export"
+
+
+_ORDER = tuple(Phase)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat."""
+
+    rank: int
+    pid: int
+    step: int
+    """The step in work, counted from 1; 0 before the first."""
+    phase: Phase
+    since_s: float
+    """Unix time at which the phase began."""
+    written_s: float
+    """Unix time of the beat."""
+    left_with: str | None = None
+    """Once the rank has left: the error that ended it, or `done`."""
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Larger is later."""
+        return self.step, _ORDER.index(self.phase)
+
+
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    """Where the rank writes; `folder` is the run's `heartbeats`."""
+    return folder / f"rank_{rank:05d}.json"
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """The rank's latest beat; None where there is none or it is just being written."""
+    try:
+        content = json.loads(heartbeat_file(folder, rank).read_bytes())
+        return Beat(**(content | {"phase": Phase(content["phase"])}))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class Heartbeat:
+    """Inside the `with` block a thread writes this rank's beats."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int, timeout_s: float) -> None:
+        """
+        Args:
+            folder: The run's `heartbeats`.
+            rank: Of this process.
+            world_size: How many ranks beat there.
+            timeout_s: How long ranks wait for each other; beats are short against it.
+        """
+        self._folder, self._world_size = folder, world_size
+        shortest, longest = _INTERVALS_S
+        own_s = min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest), longest)
+        self._interval_s = max(own_s, world_size / _MAX_BEATS_PER_S)
+        now = time.time()
+        self._beat = Beat(rank, os.getpid(), 0, Phase.START, now, now)
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        fault_point(Phase.START, self._beat.rank, 0)
+        return self
+
+    @property
+    def step(self) -> int:
+        """The step in work, counted from 1."""
+        return self._beat.step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._beat = replace(self._beat, left_with="done" if kind is None else kind.__name__)
+        self._ended.set()
+        self._changed.set()
+        self._thread.join(self._interval_s)  # a disk that hangs must not keep the rank
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """This rank begins the phase; written by the thread, a moment later."""
+        self._beat = replace(self._beat, phase=phase, step=step, since_s=time.time())
+        self._changed.set()
+        fault_point(phase, self._beat.rank, step)
+
+    def missing(self) -> str:
+        """Names the ranks that the others have lost or wait for; empty where the heartbeats do not tell.
+
+        Takes as long as two beats, to see who still beats.
+        """
+        before = self._others()
+        time.sleep(max(_SHORTEST_SILENCE_S, _INTERVALS_OF_SILENCE * self._interval_s))
+        after = self._others()
+        silent = [new for old, new in zip(before, after) if old == new and new is not None and new.left_with is None]
+        return verdict(silent, [beat for beat in [*after, self._beat] if beat is not None])
+
+    def _others(self) -> list[Beat | None]:
+        ranks = [rank for rank in range(self._world_size) if rank != self._beat.rank]
+        return [read_beat(self._folder, rank) for rank in ranks]
+
+    def _run(self) -> None:
+        while True:
+            has_ended = self._ended.is_set()
+            self._changed.clear()
+            with contextlib.suppress(OSError):  # the next beat tries again; training matters more
+                self._write()
+            if has_ended:
+                return
+            self._ended.wait(self._interval_s / _CHANGES_PER_INTERVAL)
+            self._changed.wait(self._interval_s * (1 - 1 / _CHANGES_PER_INTERVAL))
+
+    def _write(self) -> None:
+        """Opened and closed each time, so that other nodes see it on a network file system."""
+        text = json.dumps(asdict(replace(self._beat, written_s=time.time())))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
+        finally:
+            os.close(file)
+
+
+def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:
+    """Who is missing, in words: who is silent, else who left by itself, else who lies behind; else empty."""
+    now = time.time()
+    if silent:
+        return _listed(silent, lambda beat: f"silent for {now - beat.written_s:.1f} s, in {beat.place}")
+    left = [beat for beat in everyone if beat.left_with not in (None, "done", "RankLostError")]
+    if left:
+        return _listed(left, lambda beat: f"left with {beat.left_with}, in {beat.place}")
+    progress = [beat.progress for beat in everyone]
+    behind = [beat for beat in everyone if beat.progress == min(progress)] if len(set(progress)) > 1 else []
+    return _listed(behind, lambda beat: f"behind the others, in {beat.place} for {now - beat.since_s:.1f} s")
+
+
+def _listed(beats: Sequence[Beat], state: Callable[[Beat], str]) -> str:
+    more = [f"{len(beats) - _MAX_NAMED} more ranks"] if len(beats) > _MAX_NAMED else []
+    return "; ".join([*(f"rank {beat.rank}: {state(beat)}" for beat in beats[:_MAX_NAMED]), *more])

@@ -1,0 +1,188 @@
+"""What megatron-core 0.16.1 accepts and silently gets wrong: the combinations that are refused, and what the run says.
+
+The table of all its faults, with those that are absent by construction, is `mtrain/mcore/guards`; it takes the
+conditions that need no torch from here, so that `mtrain check` reports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mtrain.config.rules import dropout_keys, layout_dependent_keys
+from mtrain.config.schema.loss import own_functions
+
+if TYPE_CHECKING:
+    from mtrain.config.schema.root import Config
+
+CLIP_EPSILON = 1e-6
+"""megatron-core and torch multiply gradients by clip_grad / (norm + CLIP_EPSILON)."""
+_SMALL_CLIP = 1e3 * CLIP_EPSILON
+"""Below this limit the epsilon can take more than 0.1 % off a clipped gradient."""
+
+
+def _is_on(value: Any, config: Config) -> bool:
+    return bool(value)
+
+
+def _overlaps(config: Config) -> bool:
+    """Whether an interleaved schedule computes while it transfers."""
+    return config.model.megatron.get("overlap_p2p_comm") is not False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A fault that fields of `model.megatron` would let in."""
+
+    fields: tuple[str, ...]
+    reason: str
+    """Completes "model.megatron.<field>=<value> ..."."""
+    remedy: str = "remove it"
+    breaks: Callable[[Any, Config], bool] = _is_on
+    """Whether a field of this value lets the fault in."""
+
+    def messages(self, config: Config) -> Iterator[str]:
+        """What was given, why it cannot be, what to change; one for each field."""
+        given = config.model.megatron
+        for field in self.fields:
+            if field in given and self.breaks(given[field], config):
+                shown = str(given[field]).lower() if isinstance(given[field], bool) else given[field]
+                yield f"model.megatron.{field}={shown} {self.reason}; {self.remedy}"
+
+
+REPLACED = Refusal(
+    (
+        "apply_query_key_layer_scaling",
+        "mrope_section",
+        "qk_l2_norm",
+        "rotary_interleaved",
+    ),
+    "is read by layers of megatron-core that are replaced here, so it would have no effect",
+)
+UNREAD = Refusal(
+    ("apply_residual_connection_post_layernorm", "qk_clip"),
+    "has no effect in megatron-core 0.16.1: no layer reads it, or nothing calls what it asks for",
+)
+LOW_PRECISION = Refusal(
+    ("fp4", "fp8"),
+    "is passed over without a word where TransformerEngine is absent, and its scales depend on the layout",
+    "remove it and choose train.precision",
+)
+RESIDUAL = Refusal(
+    ("fp32_residual_connection",),
+    "makes float32 activations, which pipeline stages receive as train.precision",
+    "remove it, or set train.precision=fp32",
+    lambda value, config: bool(value) and config.train.precision != "fp32",
+)
+BATCHED_TRANSFERS = Refusal(
+    ("batch_p2p_comm",),
+    "pairs activations with gradients where layout.pp=2 and layout.vpp > 1, since both neighbours are the same rank",
+    breaks=lambda value, config: bool(value) and config.layout.pp == 2 and config.layout.vpp > 1,
+)
+BATCHED_OVERLAP = Refusal(
+    ("batch_p2p_comm",),
+    "does not go with transfers that overlap with the computation, as they do where layout.vpp > 1",
+    "remove it, or set model.megatron.overlap_p2p_comm=false beside it",
+    lambda value, config: bool(value) and config.layout.vpp > 1 and _overlaps(config),
+)
+OVERLAP = Refusal(
+    ("overlap_p2p_comm",),
+    "needs an interleaved schedule, but layout.vpp=1",
+    "raise layout.vpp, or remove it",
+    lambda value, config: bool(value) and config.layout.pp > 1 and config.layout.vpp == 1,
+)
+WARM_UP_OVERLAP = Refusal(
+    ("overlap_p2p_comm_warmup_flush",),
+    "needs layout.vpp > 1 and transfers that overlap with the computation",
+    "raise layout.vpp and leave model.megatron.overlap_p2p_comm at true, or remove it",
+    lambda value, config: bool(value) and config.layout.pp > 1 and not (config.layout.vpp > 1 and _overlaps(config)),
+)
+FUSED_ACTIVATION = Refusal(
+    ("bias_activation_fusion",),
+    "computes other activations than swiglu in approximations of its own",
+    "remove it, or set model.activation=swiglu",
+    lambda value, config: bool(value) and config.model.activation != "swiglu",
+)
+UNTURNED_LATENTS = Refusal(
+    ("no_rope_freq",),
+    "is not read by latent attention (model.mla), and not settled for model.mtp_depths",
+    breaks=lambda value, config: config.model.mla is not None or config.model.mtp_depths > 0,
+)
+UNTURNED_LAYERS = Refusal(
+    ("no_rope_freq",),
+    "must divide model.num_layers, or list a 0 or 1 for each of them",
+    "change it",
+    lambda value, config: (
+        len(value) != config.model.num_layers if isinstance(value, list) else config.model.num_layers % value != 0
+    ),
+)
+REFUSALS = (
+    REPLACED,
+    UNREAD,
+    LOW_PRECISION,
+    RESIDUAL,
+    BATCHED_TRANSFERS,
+    BATCHED_OVERLAP,
+    OVERLAP,
+    WARM_UP_OVERLAP,
+    FUSED_ACTIVATION,
+    UNTURNED_LATENTS,
+    UNTURNED_LAYERS,
+)
+
+
+def refusals(config: Config) -> Iterator[str]:
+    """A message for every field that would let a silent fault in."""
+    for refusal in REFUSALS:
+        yield from refusal.messages(config)
+
+
+def documents_need_torch_layers(config: Config) -> Iterator[str]:
+    """TransformerEngine's attention does not see the documents of a row."""
+    if config.model.backend == "te" and config.data.isolate_documents:
+        yield (
+            "model.backend=te lets attention cross the documents of a row, but data.isolate_documents=true; use "
+            "model.backend=auto, or set data.isolate_documents to false"
+        )
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that cannot be fixed and is said once."""
+
+    applies: Callable[[Config], bool]
+    text: str
+
+
+DROPOUT = Note(
+    lambda config: bool(dropout_keys(config.model)),
+    "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
+)
+CLIPPING = Note(
+    lambda config: 0 < config.optimizer.clip_grad < _SMALL_CLIP,
+    f"optimizer.clip_grad is so small that clipping, by clip_grad / (norm + {CLIP_EPSILON}), takes more than 0.1 % off "
+    "a gradient whose norm is about clip_grad",
+)
+TORCH_LAYERS = Note(
+    lambda config: config.model.backend == "auto" and config.data.isolate_documents,
+    "model.backend=auto takes torch layers even where TransformerEngine is there, because its attention does not see "
+    "the documents of a row (data.isolate_documents=true)",
+)
+LAYOUT_DEPENDENT = Note(
+    lambda config: bool(layout_dependent_keys(config.model, config.loss)),
+    "loss.allow_layout_dependent=true, and a balancing loss or a capacity is in use that changes with the layout by "
+    "definition: losses, gradients and weights of this run are those of its own layout and micro batch size only",
+)
+OWN_LOSS = Note(
+    lambda config: config.layout.cp > 1 and bool(own_functions(config.loss)),
+    "a loss function of yours runs under context parallelism, where no rank holds a whole sequence: what is not linear "
+    "in its tokens needs TermInputs.sum_over_sequence (docs/losses.md); `mtrain verify parity` shows whether it is the "
+    "same on every layout",
+)
+NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
+
+
+def notes(config: Config) -> list[str]:
+    """What the run says once about itself."""
+    return [note.text for note in NOTES if note.applies(config)]

@@ -1,0 +1,78 @@
+"""`data.*`: where samples come from."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class SourceSection(Section):
+    """One corpus of a blend."""
+
+    path: Annotated[str, bounds.PATH] = Field(min_length=1)
+    """indexed: the prefix of the .bin/.idx pair. jsonl: the file."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the samples, relative to the other sources."""
+
+
+class DataSection(Section):
+    """Pretraining on Megatron's .bin/.idx corpora, finetuning on JSONL, or random tokens."""
+
+    kind: Literal["indexed", "jsonl", "mock"] = "indexed"
+    seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
+    """Tokens in a sample."""
+    train: tuple[SourceSection, ...] = ()
+    valid: tuple[SourceSection, ...] = ()
+    test: tuple[SourceSection, ...] = ()
+    split: tuple[float, float, float] | None = None
+    """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
+    [0.9, 0.1, 0]."""
+    tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
+    isolate_documents: bool = False
+    """indexed: attention and positions start again at each document, and no token is predicted across an edge."""
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    """jsonl: what happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
+    chat_format: Literal["auto", "plain"] = "auto"
+    """jsonl with `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages
+    where the tokenizer's folder has a chat template, which is not applied."""
+    ignore_keys: tuple[str, ...] = ()
+    """jsonl: keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are
+    refused."""
+    prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
+    """Global batches read ahead by a thread; 0 reads in the training loop."""
+
+    @rule
+    def training_needs_a_source(self) -> str | None:
+        if self.train or self.kind == "mock":
+            return None
+        return f"train is empty, but kind={self.kind} reads from files; name at least one source, or set kind to mock"
+
+    @rule
+    def split_replaces_valid_and_test(self) -> str | None:
+        if self.split is None or not (self.valid or self.test):
+            return None
+        return "split already divides the train sources, but valid or test are given too; remove one of the two"
+
+    @rule
+    def split_is_three_shares_of_one(self) -> str | None:
+        if self.split is None or (min(self.split) >= 0 and self.split[0] > 0 and abs(sum(self.split) - 1) < 1e-6):
+            return None
+        return (
+            f"split={list(self.split)} needs three shares that are not negative and add up to 1, the first above 0; "
+            "write for instance [0.9, 0.1, 0]"
+        )
+
+    @rule
+    def jsonl_needs_a_tokenizer(self) -> str | None:
+        if self.kind != "jsonl" or self.tokenizer is not None:
+            return None
+        return "tokenizer is not given, but kind=jsonl holds text; name the tokenizer that turns it into tokens"
+
+    @rule
+    def jsonl_samples_are_isolated_already(self) -> str | None:
+        if not self.isolate_documents or self.kind != "jsonl":
+            return None
+        return "isolate_documents=true is for kind=indexed; a sample of kind=jsonl is one document already; turn it off"

@@ -1,0 +1,129 @@
+"""`model.experts.*`: mixture-of-experts layers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class ExpertsSection(Section):
+    """Layers whose feed-forward part is a router and experts; names of megatron-core's fields in the descriptions."""
+
+    num_experts: Annotated[int, bounds.EXPERTS] = Field(gt=0)
+    top_k: int = Field(gt=0)
+    """Experts that each token goes to (moe_router_topk)."""
+    ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Of one expert (moe_ffn_hidden_size)."""
+    shared_ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(0, ge=0)
+    """Of all shared experts together, which every token passes (moe_shared_expert_intermediate_size); 0: none."""
+    first_dense_layers: int = Field(0, ge=0)
+    """So many layers at the start are dense."""
+    every: int = Field(1, gt=0)
+    """Behind them every n-th layer has experts: the first, the (n+1)-th and so on."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """sigmoid scores of the chosen experts are divided by their sum where top_k > 1."""
+    pre_softmax: bool = False
+    """Softmax over all experts before the choice, not over the chosen ones after it (moe_router_pre_softmax)."""
+    num_groups: int | None = Field(None, gt=0)
+    """Groups of experts for the group-limited choice (moe_router_num_groups)."""
+    group_top_k: int | None = Field(None, gt=0)
+    """Groups that a token may choose from (moe_router_group_topk)."""
+    group_score_top_k: int | None = Field(None, gt=0)
+    """A group is ranked by the sum of so many of its best experts; DeepSeek-V3: 2. By default top_k / group_top_k, as
+    in megatron-core."""
+    scaling_factor: float = Field(1.0, gt=0)
+    """Factor of the chosen scores (moe_router_topk_scaling_factor)."""
+    router_bias: bool = False
+    """A learned bias of the router's logits."""
+    bias_update_rate: float = Field(0.0, ge=0)
+    """Balancing without a loss: after each step an expert's bias for the choice moves by this much towards an even load
+    (moe_router_bias_update_rate); 0: no bias."""
+    expert_bias: bool = False
+    """Whether there is a bias for the choice at all; with bias_update_rate=0 it stays as it was loaded."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
+    implementation: Literal["auto", "grouped", "sequential"] = "auto"
+    """Experts of a rank in one grouped product or one after the other; auto: grouped where the device has it."""
+    capacity_factor: float | None = Field(None, gt=0)
+    """Drops tokens beyond this multiple of an even load. Which are dropped depends on the layout: needs
+    loss.allow_layout_dependent."""
+
+    @property
+    def num_scored(self) -> int:
+        """Experts of a group whose sum ranks it; there are groups."""
+        if self.group_score_top_k is not None:
+            return self.group_score_top_k
+        assert self.group_top_k is not None, "asked only where there are groups"
+        return self.top_k // self.group_top_k
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has experts."""
+        behind = layer - self.first_dense_layers
+        return behind >= 0 and behind % self.every == 0
+
+    @rule
+    def a_token_finds_its_experts(self) -> str | None:
+        if self.top_k <= self.num_experts:
+            return None
+        return f"top_k={self.top_k} must not be above num_experts={self.num_experts}; lower it"
+
+    @rule
+    def a_softmax_needs_a_choice(self) -> str | None:
+        if self.top_k > 1 or self.score != "softmax" or self.pre_softmax:
+            return None
+        return (
+            "top_k=1 with a softmax over the chosen experts gives the weight 1 always, and the router no gradient; set "
+            "pre_softmax=true or score=sigmoid, or raise top_k"
+        )
+
+    @rule
+    def groups_come_in_pairs(self) -> str | None:
+        if (self.num_groups is None) == (self.group_top_k is None):
+            return None
+        given, absent = (
+            (f"group_top_k={self.group_top_k}", "num_groups")
+            if self.num_groups is None
+            else (f"num_groups={self.num_groups}", "group_top_k")
+        )
+        return f"{given} needs {absent}, which is not given; set both or remove both"
+
+    @rule
+    def groups_hold_the_choice(self) -> str | None:
+        if self.num_groups is None or self.group_top_k is None:
+            return None
+        if self.num_experts % self.num_groups or not self.group_top_k <= self.num_groups:
+            return (
+                f"num_groups={self.num_groups} must divide num_experts={self.num_experts} and group_top_k="
+                f"{self.group_top_k} must not be above it; change them"
+            )
+        size = self.num_experts // self.num_groups
+        if self.group_top_k * size < self.top_k:
+            return (
+                f"group_top_k={self.group_top_k} groups of {size} experts must hold top_k={self.top_k} experts; change "
+                "them"
+            )
+        if self.group_score_top_k is None and self.top_k % self.group_top_k:
+            return (
+                f"group_top_k={self.group_top_k} must divide top_k={self.top_k} where group_score_top_k is not given; "
+                "change them, or set group_score_top_k (DeepSeek-V3: 2)"
+            )
+        if self.num_scored > size:
+            return (
+                f"group_score_top_k={self.group_score_top_k} experts cannot rank a group of {size}; lower it or "
+                "num_groups"
+            )
+        return None
+
+    @rule
+    def a_group_score_needs_groups(self) -> str | None:
+        if self.group_score_top_k is None or self.num_groups is not None:
+            return None
+        return f"group_score_top_k={self.group_score_top_k} needs num_groups, which is not given; set both or remove it"
+
+    @rule
+    def a_moving_bias_exists(self) -> str | None:
+        if self.bias_update_rate == 0 or self.expert_bias:
+            return None
+        return f"bias_update_rate={self.bias_update_rate} moves a bias that is not there; set expert_bias=true"

@@ -1,0 +1,72 @@
+"""`layout.*`: how ranks share the work. The layout does not change the run."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from mtrain.config.schema.section import Section, rule
+
+_SPLITS = ("first_stage_layers", "last_stage_layers", "stage_layers")
+
+
+class LayoutSection(Section):
+    """Degrees of parallelism; dp follows from the world size."""
+
+    tp: int = Field(1, gt=0)
+    sp: bool = False
+    """Sequence parallelism: norms and dropout of a TP group work on 1/tp of the sequence each."""
+    pp: int = Field(1, gt=0)
+    vpp: int = Field(1, gt=0)
+    """Virtual pipeline stages a rank; above 1 the interleaved schedule runs."""
+    cp: int = Field(1, gt=0)
+    cp_comm: Literal["allgather", "ulysses"] = "allgather"
+    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, or all-to-all from
+    sequence to heads."""
+    ep: int = Field(1, gt=0)
+    """Expert parallelism: ranks of tp x cp x dp that share the experts of a layer."""
+    etp: int = Field(1, gt=0)
+    """Tensor parallelism inside each expert, independent of tp."""
+    first_stage_layers: int | None = Field(None, gt=0)
+    """Layers of the first (virtual) stage where stages are uneven; the others share the rest evenly."""
+    last_stage_layers: int | None = Field(None, gt=0)
+    """Layers of the last (virtual) stage."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of every (virtual) stage in model order: pp x vpp numbers that add up to model.num_layers."""
+
+    @rule
+    def sequence_parallel_requires_tp(self) -> str | None:
+        if not self.sp or self.tp > 1:
+            return None
+        return "sp=true needs tp > 1, but tp=1; raise tp or turn sp off"
+
+    @rule
+    def virtual_stages_require_a_pipeline(self) -> str | None:
+        if self.vpp == 1 or self.pp > 1:
+            return None
+        return f"vpp={self.vpp} needs pp > 1, but pp=1; raise pp or set vpp to 1"
+
+    @rule
+    def uneven_stages_require_a_pipeline(self) -> str | None:
+        given = [name for name in _SPLITS if getattr(self, name) is not None]
+        if not given or self.pp > 1:
+            return None
+        return f"{given[0]} divides the layers over pipeline stages, but pp=1; raise pp or remove it"
+
+    @rule
+    def the_list_of_stages_stands_alone(self) -> str | None:
+        if self.stage_layers is None or (self.first_stage_layers is None and self.last_stage_layers is None):
+            return None
+        return (
+            "stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is given too; "
+            "keep one of the two ways"
+        )
+
+    @rule
+    def the_list_has_one_number_a_stage(self) -> str | None:
+        stages = self.pp * self.vpp
+        if self.stage_layers is None or (len(self.stage_layers) == stages and min(self.stage_layers) > 0):
+            return None
+        return (
+            f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one for each of the "
+            f"pp={self.pp} x vpp={self.vpp} stages; fix the list"
+        )

@@ -1,0 +1,196 @@
+"""`loss.*`: what is minimised and by what it is divided."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum-norm",
+    "seq-mean-token-sqrt",
+    "sum",
+]
+
+NORM_AGGREGATIONS = ("seq-mean-token-sum-norm", "token-sum-norm")
+"""The aggregations that divide by a constant length."""
+
+_OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
+    "label_smoothing": lambda value: _is_number(value) and 0 <= value < 1,
+    "temperature": lambda value: _is_number(value) and 0 < value < math.inf,
+    "direction": lambda value: value in ("forward", "reverse"),
+}
+_LEGAL_OPTIONS = {
+    "label_smoothing": "a number from 0 to below 1",
+    "temperature": "a number above 0",
+    "direction": "forward or reverse",
+}
+"""Options of this package's own loss functions; those of other functions are theirs to check."""
+
+LOSS_FUNCTIONS = {
+    "next_token": "mtrain.loss.next_token:next_token_loss",
+    "z_loss": "mtrain.loss.z_loss:z_loss",
+    "entropy": "mtrain.loss.entropy:entropy_loss",
+    "distillation": "mtrain.loss.distillation:distillation_loss",
+}
+"""This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
+so a function may move to another module without becoming another run."""
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def depth_term(depth: int) -> str:
+    """Name of the term of one depth of multi-token prediction, counted from 1."""
+    return f"mtp_{depth}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class TermSection(Section):
+    """One term of the objective: coefficient x numerator / denominator."""
+
+    function: str = "next_token"
+    """One of LOSS_FUNCTIONS, or `package.module:name` of your own function (TermInputs, **options) -> LossPair."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    aggregation: Aggregation = "token-mean"
+    norm_length: int | None = Field(None, gt=0)
+    """The constant L of the -norm aggregations, in tokens."""
+    empty_sequences: Literal["exclude", "include"] = "exclude"
+    """Whether a sequence without loss tokens counts in the denominator of the seq-mean aggregations."""
+
+    @rule
+    def functions_are_known_by_name_or_module(self) -> str | None:
+        is_ours = self.function.startswith("mtrain.")
+        if self.function in LOSS_FUNCTIONS or (_FUNCTION.fullmatch(self.function) and not is_ours):
+            return None
+        return (
+            f"function={self.function!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function of your "
+            "own as package.module:name"
+        )
+
+    @rule
+    def options_of_our_own_functions_are_legal(self) -> str | None:
+        if self.function not in LOSS_FUNCTIONS:
+            return None
+        wrong = [
+            f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
+            for name, value in self.options.items()
+            if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
+        ]
+        return "\n".join(wrong) or None
+
+    @rule
+    def norm_aggregations_need_a_length(self) -> str | None:
+        if self.norm_length is not None or self.aggregation not in NORM_AGGREGATIONS:
+            return None
+        return f"norm_length is not given, but aggregation={self.aggregation} divides by it; set it, in tokens"
+
+    @rule
+    def other_aggregations_have_no_length(self) -> str | None:
+        if self.norm_length is None or self.aggregation in NORM_AGGREGATIONS:
+            return None
+        return (
+            f"norm_length={self.norm_length} is not used by aggregation={self.aggregation}; remove it, or choose "
+            f"{' or '.join(NORM_AGGREGATIONS)}"
+        )
+
+
+class SideTermSection(TermSection):
+    """A term beside the main one."""
+
+    coefficient: float = 1.0
+
+
+class TeacherSection(Section):
+    """A frozen model whose distribution the terms that ask for one compare with.
+
+    It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its own run
+    folder, or model.yaml of an import, says what model it is; the vocabulary has to be the same. With layers that
+    divide unevenly (layout.stage_layers and the like) it needs as many as the model that is trained.
+
+    Without a pipeline nothing of it is kept: it sees each microbatch just before the model does. With layout.pp > 1 it
+    runs through the pipeline before the model, and the last stage holds its logits of all the step's microbatches until
+    they are used: num_microbatches x micro_batch_size x seq_length / cp x vocab_size / tp numbers of the run's
+    precision. Fewer microbatches a step (more data parallelism) or more tensor parallelism make that smaller.
+    """
+
+    checkpoint: Annotated[str, bounds.PATH] = Field(min_length=1)
+    """A run folder (its newest checkpoint), a checkpoint directory inside one, or an import from Hugging Face."""
+
+
+class RouterLossSection(Section):
+    """Losses on the routers of a model with experts, summed over its layers; 0 turns one off.
+
+    Padding never counts, and the loss mask plays no role.
+    """
+
+    z_coefficient: float = Field(0.0, ge=0)
+    """Mean over all tokens of the squared log-sum-exp of a router's logits."""
+    sequence_balance_coefficient: float = Field(0.0, ge=0)
+    """Mean over sequences of the balancing loss of each sequence."""
+    microbatch_balance_coefficient: float = Field(0.0, ge=0)
+    """Balancing loss of each microbatch: depends on the layout by definition, needs loss.allow_layout_dependent."""
+    global_balance_coefficient: float = Field(0.0, ge=0)
+    """Balancing loss on running counts: depends on the layout by definition, needs loss.allow_layout_dependent."""
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """By the name of the term (`router_z` and so on), of those that are on."""
+        found = {f"router_{name.removesuffix('_coefficient')}": value for name, value in self.model_dump().items()}
+        return {term: value for term, value in found.items() if value > 0}
+
+
+class LossSection(TermSection):
+    """The main term, and the side terms beside it by name."""
+
+    denominator: Literal["planned", "measured"] = "planned"
+    """planned: known from the masks before the forward pass, and checked against what was measured. measured: the loss
+    function decides it from model outputs; no side terms are possible then."""
+    side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
+    teacher: TeacherSection | None = None
+    router: RouterLossSection = RouterLossSection()
+    mtp_coefficient: float = Field(0.1, ge=0)
+    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross
+    entropies, aggregated as the main term, each divided by a denominator of its own."""
+    allow_layout_dependent: bool = False
+    """Permits what changes with the layout by its definition; every report of the run then says so."""
+
+    @rule
+    def side_terms_need_a_planned_denominator(self) -> str | None:
+        sides = [*self.side_terms, *self.router.coefficients]
+        if self.denominator == "planned" or not sides:
+            return None
+        return (
+            "denominator=measured is known only after the forward pass, but side terms are scaled before the backward "
+            f"pass ({', '.join(sides)}); set it to planned, or remove the side terms"
+        )
+
+    @rule
+    def side_terms_leave_the_main_name_free(self) -> str | None:
+        if "main" in self.side_terms:
+            return "side_terms.main takes the name of the main term; choose another name"
+        taken = [name for name in self.side_terms if name.startswith("router_")]
+        return f"side_terms.{taken[0]} takes a name of the losses of routers; choose another name" if taken else None
+
+    @rule
+    def side_terms_leave_the_names_of_depths_free(self) -> str | None:
+        taken = [name for name in self.side_terms if re.fullmatch(r"mtp_\d+", name)]
+        if not taken:
+            return None
+        return f"side_terms.{taken[0]} takes the name of a depth of multi-token prediction; choose another name"
+
+
+def own_functions(section: LossSection) -> list[str]:
+    """Loss functions of the user's own, by their names in the configuration."""
+    terms = [section, *section.side_terms.values()]
+    return list(dict.fromkeys(term.function for term in terms if term.function not in LOSS_FUNCTIONS))

@@ -1,0 +1,41 @@
+"""`model.mla.*`: multi-head latent attention."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class LatentAttentionSection(Section):
+    """Low-rank queries, keys and values, with a rotary part of each key that all heads share.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    q_lora_rank: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
+    """Rank of the queries; None: queries are projected directly."""
+    kv_lora_rank: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Rank that keys and values share."""
+    qk_nope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Dimensions of a query or key head without a position."""
+    qk_rope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Dimensions that are rotated."""
+    v_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Dimensions of a value head."""
+    norm_epsilon: float | None = Field(None, gt=0)
+    """Of the norms of both latents; by default model.norm_epsilon. DeepSeek's are always 1e-6."""
+
+    @property
+    def query_head_dim(self) -> int:
+        """Dimensions of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @rule
+    def the_rotary_part_is_even(self) -> str | None:
+        if self.qk_rope_head_dim % 2 == 0:
+            return None
+        return (
+            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; change it"
+        )

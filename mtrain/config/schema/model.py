@@ -1,0 +1,244 @@
+"""`model.*`: the architecture. Every knob here is read by our own code; a few other fields of Megatron-Core's
+TransformerConfig pass through `model.megatron`."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mtrain.config import megatron_fields
+from mtrain.config.schema import bounds
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.section import Section, rule
+
+
+class RopeSection(Section):
+    """Rotary position embedding; scaling as Hugging Face transformers defines it."""
+
+    base: float = Field(10000.0, gt=0)
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = Field(1.0, ge=1)
+    low_freq_factor: float = Field(1.0, gt=0)
+    """llama3 only."""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """llama3 only."""
+    original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
+    """llama3 and yarn: the context length of the unscaled model, in tokens."""
+    beta_fast: float = Field(32.0, gt=0)
+    """yarn only."""
+    beta_slow: float = Field(1.0, gt=0)
+    """yarn only."""
+    attention_factor: float | None = Field(None, gt=0)
+    """yarn only: multiplies cos and sin; by default 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn only: round the correction range to whole dimensions."""
+    mscale: float | None = Field(None, gt=0)
+    """yarn only: the attention factor becomes (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    mscale_all_dim: float | None = Field(None, gt=0)
+    """yarn only: see mscale; latent attention also multiplies its scores by (0.1 mscale_all_dim ln(factor) + 1)^2."""
+    interleaved: bool = False
+    """Latent attention only: pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2)."""
+    local_base: float | None = Field(None, gt=0)
+    """Base of layers with a sliding window, without scaling; by default they rotate as all others."""
+
+    @rule
+    def a_local_base_has_no_factor_of_its_own(self) -> str | None:
+        if self.local_base is None or self.scaling != "yarn":
+            return None
+        return (
+            f"local_base={self.local_base} cannot be combined with scaling=yarn, whose attention factor is one for all "
+            "layers; choose another scaling or remove local_base"
+        )
+
+    @rule
+    def a_factor_needs_a_scaling(self) -> str | None:
+        if self.factor == 1 or self.scaling != "none":
+            return None
+        return f"factor={self.factor} has no effect with scaling=none; choose a scaling or remove the factor"
+
+    @rule
+    def llama3_bands_are_ordered(self) -> str | None:
+        if self.scaling != "llama3" or self.low_freq_factor < self.high_freq_factor:
+            return None
+        return (
+            f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}; "
+            "lower the one or raise the other"
+        )
+
+    @rule
+    def yarn_bands_are_ordered(self) -> str | None:
+        if self.scaling != "yarn" or self.beta_slow < self.beta_fast:
+            return None
+        return f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}; lower the one or raise the other"
+
+    @rule
+    def yarn_needs_turns_that_differ(self) -> str | None:
+        if self.scaling != "yarn" or self.base > 1:
+            return None
+        return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
+
+    @rule
+    def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
+        if self.mscale is None and self.mscale_all_dim is None:
+            return None
+        if self.scaling == "yarn" and self.mscale is not None and self.mscale_all_dim is not None:
+            return None
+        return (
+            f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} have no settled meaning with scaling="
+            f"{self.scaling}; set both with scaling=yarn, or remove both"
+        )
+
+
+class ModelSection(Section):
+    """A decoder-only transformer."""
+
+    hf: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """A folder of Hugging Face that gives the architecture and the weights to start from; the keys below that say what
+    its weights mean may be left out and must agree with it otherwise. A checkpoint of the run's own goes first."""
+    num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
+    hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    num_attention_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    num_query_groups: int | None = Field(None, gt=0)
+    """Key/value heads; by default as many as query heads."""
+    head_dim: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
+    """By default hidden_size / num_attention_heads."""
+    vocab_size: Annotated[int, bounds.VOCABULARY] = Field(gt=0)
+    """Real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the softmax."""
+    vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float = Field(1e-5, gt=0)
+    zero_centered_norm: bool = False
+    """Norms multiply by 1 + weight, and weights start at 0."""
+    sandwich_norm: bool = False
+    """A norm behind attention and behind the feed-forward part as well, before the residual is added."""
+    activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
+    """swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and up within -7 and 7."""
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    """Bias of the output projection and of both MLP projections (and of qkv)."""
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    scale_embeddings: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    attention_sinks: bool = False
+    """Each head has a learned logit that takes part in the softmax and belongs to no token."""
+    query_scalar: float | None = Field(None, gt=0)
+    """Attention scores are multiplied by query_scalar ** -0.5; by default by head_dim ** -0.5."""
+    rope: RopeSection = RopeSection()
+    sliding_window: int | None = Field(None, gt=0)
+    """A token sees itself and the `sliding_window - 1` tokens before it."""
+    global_attention_every: int | None = Field(None, gt=1)
+    """With a sliding window: every n-th layer (layers n, 2n, ...) sees everything."""
+    mla: LatentAttentionSection | None = None
+    """Multi-head latent attention in the place of grouped-query attention."""
+    experts: ExpertsSection | None = None
+    """Mixture of experts in all or some layers."""
+    mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
+    """Extra tokens that are predicted ahead, each by a layer of its own behind the last one (mtp_num_layers)."""
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    hidden_dropout: float = Field(0.0, ge=0, lt=1)
+    init_std: float = Field(0.02, gt=0)
+    backend: Literal["auto", "torch", "te"] = "auto"
+    """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it is importable and a GPU
+    is present."""
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of megatron.core.transformer.TransformerConfig: those that a parity test covers are passed on
+    (mtrain/config/megatron_fields.py)."""
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads; in latent attention each head has its own."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions of a query and of a key head."""
+        if self.mla is not None:
+            return self.mla.query_head_dim
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_size if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward part multiplies two projections."""
+        return self.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has experts."""
+        return self.experts is not None and self.experts.has_experts(layer)
+
+    @rule
+    def heads_divide_the_hidden_size(self) -> str | None:
+        has_own_heads = self.head_dim is not None or self.mla is not None
+        if has_own_heads or self.hidden_size % self.num_attention_heads == 0:
+            return None
+        return (
+            f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+            "change one of them or set head_dim"
+        )
+
+    @rule
+    def rotary_heads_are_even(self) -> str | None:
+        if self.rotary_size % 2 == 0:
+            return None
+        return f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
+
+    @rule
+    def query_groups_divide_the_heads(self) -> str | None:
+        if self.num_attention_heads % self.query_groups == 0:
+            return None
+        return (
+            f"num_query_groups={self.query_groups} must divide num_attention_heads={self.num_attention_heads}; "
+            "change one of them"
+        )
+
+    @rule
+    def latent_attention_has_its_own_knobs(self) -> str | None:
+        if self.mla is None:
+            return "rope.interleaved=true needs model.mla; remove it" if self.rope.interleaved else None
+        return "\n".join(_refused_beside_latents(self)) or None
+
+    @rule
+    def global_layers_need_a_window(self) -> str | None:
+        if self.global_attention_every is None or self.sliding_window is not None:
+            return None
+        return (
+            f"global_attention_every={self.global_attention_every} has no effect without a window; set sliding_window "
+            "or remove it"
+        )
+
+    @rule
+    def a_local_base_needs_a_window(self) -> str | None:
+        if self.rope.local_base is None or self.sliding_window is not None:
+            return None
+        return f"rope.local_base={self.rope.local_base} has no effect without a window; set sliding_window or remove it"
+
+    @rule
+    def passed_fields_are_megatrons_and_not_ours(self) -> str | None:
+        return "\n".join(megatron_fields.broken_rules(self.megatron)) or None
+
+
+_NOT_LATENT = {
+    "num_query_groups": "keys and values of all heads come from one latent",
+    "head_dim": "mla.qk_nope_head_dim, mla.qk_rope_head_dim and mla.v_head_dim are its sizes",
+    "qkv_bias": "its projections have no bias",
+    "linear_bias": "its projections have no bias",
+    "qk_norm": "its latents are normalised instead",
+    "attention_sinks": "it has none",
+    "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
+    "sliding_window": "it sees the whole row",
+}
+"""Knobs of grouped-query attention -> why they are refused beside model.mla."""
+
+
+def _refused_beside_latents(model: ModelSection) -> Iterator[str]:
+    for name, reason in _NOT_LATENT.items():
+        value = getattr(model, name)
+        if value is not None and value is not False:
+            yield f"{name}={str(value).lower()} does not go with model.mla ({reason}); remove it"

@@ -1,0 +1,90 @@
+"""The whole configuration of a run."""
+
+from collections.abc import Iterable
+
+from mtrain.config import known_issues, rules
+from mtrain.config.schema.data import DataSection
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection
+from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.train import AdamWSection, TrainSection, ValidSection
+
+
+class Config(Section):
+    """Sufficient to repeat the run."""
+
+    run: RunSection
+    model: ModelSection
+    layout: LayoutSection = LayoutSection()
+    train: TrainSection
+    optimizer: AdamWSection
+    loss: LossSection = LossSection()
+    data: DataSection
+    valid: ValidSection = ValidSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @property
+    def is_layout_dependent(self) -> bool:
+        """Whether the run is that of its layout and micro-batch size only: by definition of something in use, or by the
+        draws of dropout."""
+        return bool(rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self.model))
+
+    @rule
+    def a_run_starts_from_one_place(self) -> str | None:
+        if self.model.hf is None or self.checkpoint.initialize_from is None:
+            return None
+        return (
+            f"checkpoint.initialize_from={self.checkpoint.initialize_from} and model.hf={self.model.hf} both give the "
+            "weights to start from; remove one of them"
+        )
+
+    @rule
+    def the_steps_fit_the_schedule(self) -> str | None:
+        return _lines(rules.steps(self.train, self.optimizer))
+
+    @rule
+    def validation_has_samples(self) -> str | None:
+        return _lines(rules.validation(self.valid, self.data))
+
+    @rule
+    def the_model_divides_over_tensor_ranks(self) -> str | None:
+        return _lines(rules.tensor_parallel(self.model, self.layout))
+
+    @rule
+    def the_layers_divide_over_stages(self) -> str | None:
+        return _lines(rules.pipeline(self.model, self.layout))
+
+    @rule
+    def the_experts_divide_over_ranks(self) -> str | None:
+        return _lines(rules.experts(self.model, self.layout))
+
+    @rule
+    def the_layout_decides_nothing_unasked(self) -> str | None:
+        return _lines(rules.layout_dependent(self.model, self.loss))
+
+    @rule
+    def router_losses_have_routers(self) -> str | None:
+        return _lines(rules.router_losses(self.model, self.loss))
+
+    @rule
+    def several_tokens_can_be_predicted(self) -> str | None:
+        return _lines(rules.multi_token(self.model, self.loss, self.data))
+
+    @rule
+    def the_sequence_divides_over_ranks(self) -> str | None:
+        return _lines(rules.sequence(self.layout, self.data))
+
+    @rule
+    def documents_are_seen_by_attention(self) -> str | None:
+        return _lines(known_issues.documents_need_torch_layers(self))
+
+    @rule
+    def passed_fields_let_no_fault_in(self) -> str | None:
+        return _lines(known_issues.refusals(self))
+
+
+def _lines(messages: Iterable[str]) -> str | None:
+    return "\n".join(messages) or None

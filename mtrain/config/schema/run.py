@@ -1,0 +1,61 @@
+"""`run.*`, `checkpoint.*` and `metrics.*`: what a run leaves behind."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class RunSection(Section):
+    """The run folder."""
+
+    dir: Annotated[str, bounds.PATH] = Field(min_length=1)
+    """Holds config.yaml, metrics.jsonl, checkpoints/ and logs/."""
+
+
+class CheckpointSection(Section):
+    """Saving, resuming and starting from other weights."""
+
+    interval_steps: int = Field(0, ge=0)
+    """0: only at the end and on a signal."""
+    at_end: bool = True
+    keep_last: int = Field(2, gt=0)
+    keep_every_steps: int | None = Field(None, gt=0)
+    """Checkpoints at multiples of this are never deleted."""
+    keep_best: int = Field(0, ge=0)
+    """So many with the lowest validation loss are not deleted either; those saved at a step that was validated."""
+    async_save: bool = True
+    """Training goes on from a copy in host memory, as large as a rank's state; false: it waits for the disk."""
+    save_timeout_s: Annotated[int, bounds.SECONDS] = Field(1800, gt=0)
+    """A save that is not finished by then has failed."""
+    on_save_failure: Literal["continue", "stop"] = "continue"
+    """continue: a line says so, and the next save tries again; the last one of a run must succeed in any case."""
+    export_hf_every_steps: int = Field(0, ge=0)
+    """Checkpoints at multiples of this become folders of Hugging Face, in exports/ of the run folder; 0: none. A
+    multiple of interval_steps, since exports are made from checkpoints."""
+    self_test: bool = False
+    """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""
+    initialize_from: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """A checkpoint directory, or a run folder (its newest one), whose weights this run starts from; optimizer, step
+    and data order start anew. Of Megatron-LM or Megatron-Bridge (torch_dist): an iteration, or its parent."""
+
+    @rule
+    def exports_are_made_from_checkpoints(self) -> str | None:
+        every, interval = self.export_hf_every_steps, self.interval_steps
+        if every == 0 or (interval > 0 and every % interval == 0):
+            return None
+        return (
+            f"export_hf_every_steps={every} must be a multiple of interval_steps={interval}, since exports are made "
+            "from checkpoints; change one of them"
+        )
+
+
+class MetricsSection(Section):
+    """Where step records go beside metrics.jsonl."""
+
+    console_interval_steps: int = Field(1, gt=0)
+    tensorboard: bool = True

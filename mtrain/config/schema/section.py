@@ -1,0 +1,64 @@
+"""The base of every configuration section, and how sections keep their rules."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+
+from mtrain.config.schema.bounds import fits_the_machine
+
+Rule = TypeVar("Rule", bound=Callable[[Any], str | None])
+
+
+class BrokenRulesError(ValueError):
+    """Every broken rule of one section; pydantic itself would stop at the first."""
+
+    def __init__(self, messages: tuple[str, ...]) -> None:
+        super().__init__("\n".join(messages))
+        self.messages = messages
+
+
+def rule(method: Rule) -> Rule:
+    """Marks a method of a section as a rule that its fields must keep.
+
+    The method's name is a sentence. It returns None where the rule is kept, else a message that starts with a key of
+    the section and says what was given, what is needed and what to change; several messages take a line each.
+    """
+    method.__dict__["is_rule"] = True
+    return method
+
+
+class Section(BaseModel):
+    """A frozen group of knobs; unknown keys are refused and all broken rules are reported together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def true_and_false_are_not_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses `layout.tp=yes`, which pydantic would read as 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise ValueError(f"a number is needed, but {str(value).lower()} was given")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def numbers_fit_the_machine(cls, value: object) -> object:
+        """Refuses numbers that the arithmetic of a run cannot hold."""
+        return fits_the_machine(value)
+
+    @model_validator(mode="after")
+    def every_rule_is_kept(self) -> Self:
+        """Raises BrokenRulesError with the message of every broken rule."""
+        messages = tuple(line for check in self._rules() for line in (check(self) or "").splitlines())
+        if messages:
+            raise BrokenRulesError(messages)
+        return self
+
+    @classmethod
+    def _rules(cls) -> Iterator[Callable[[Any], str | None]]:
+        for owner in reversed(cls.__mro__):
+            for member in vars(owner).values():
+                if getattr(member, "is_rule", False):
+                    yield member

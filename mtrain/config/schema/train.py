@@ -1,0 +1,111 @@
+"""`train.*`, `optimizer.*` and `valid.*`: how long, how large, how fast."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class TrainSection(Section):
+    """The run's length, batch, precision and schedule options."""
+
+    global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
+    """Samples in one optimizer step, over all data-parallel ranks."""
+    micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
+    """Samples in one forward pass of one data-parallel rank."""
+    num_steps: Annotated[int, bounds.STEPS] = Field(gt=0)
+    """Optimizer steps of the whole run, resumed ones included."""
+    seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """bf16 and fp16 keep fp32 main weights."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, the core attention, or every layer."""
+    distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    process_group_timeout_s: Annotated[int, bounds.SECONDS] = Field(600, gt=0)
+    initial_loss_scale: float = Field(2.0**16, ge=1)
+    """fp16 only; dynamic from there."""
+    max_skipped_steps: int = Field(100, gt=0)
+    """fp16 only: so many overflows in a row, or two at the smallest loss scale (1), end the run with exit code 4."""
+
+    @rule
+    def gathering_parameters_needs_its_conditions(self) -> str | None:
+        missing = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(self, name)]
+        if not self.overlap_param_gather or not missing:
+            return None
+        return (
+            f"overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; turn on what is missing"
+        )
+
+
+class OptimizerSection(Section):
+    """What all optimizers have: decoupled weight decay, and the learning rate as a pure function of the step."""
+
+    kind: str
+    """Which optimizer; each kind is a section of its own with the keys that only it has."""
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    decay_norms_and_biases: bool = False
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global norm of the normalised gradient; 0 turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, gt=0)
+    """linear, cosine: the step at which min_lr is reached (by default train.num_steps). wsd: length of the final decay
+    (by default a tenth of train.num_steps)."""
+    schedule_convention: Literal["megatron", "one_ahead"] = "megatron"
+    """megatron: an update's rate follows from the updates completed before it, as in Megatron-LM and transformers.
+    one_ahead: from those completed with it, as runs begun before this key was there keep it."""
+
+    @rule
+    def the_rate_falls(self) -> str | None:
+        if self.min_lr <= self.lr:
+            return None
+        return f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
+
+    @rule
+    def decay_follows_warmup(self) -> str | None:
+        if self.schedule not in ("linear", "cosine") or self.decay_steps is None:
+            return None
+        if self.decay_steps > self.warmup_steps:
+            return None
+        return (
+            f"decay_steps={self.decay_steps} is the step at which min_lr is reached and must be above "
+            f"warmup_steps={self.warmup_steps}; raise it or shorten the warm-up"
+        )
+
+
+class AdamWSection(OptimizerSection):
+    """AdamW with decoupled weight decay for all parameters; what a configuration without `kind` means."""
+
+    kind: Literal["adamw"] = "adamw"
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+
+    @rule
+    def updates_are_in_float32(self) -> str | None:
+        """AdamW hands torch lr / (1 - beta1), in the first step, and lr x weight_decay as float32."""
+        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
+            return None
+        return (
+            f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
+            f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower it"
+        )
+
+
+class ValidSection(Section):
+    """Validation over exactly the samples of the set."""
+
+    interval_steps: int = Field(0, ge=0)
+    """0: only as asked for by at_start and at_end."""
+    at_start: bool = False
+    at_end: bool = False
+    max_samples: Annotated[int | None, bounds.SAMPLES] = Field(None, gt=0)
+    """Only the first so many samples of the set."""

@@ -1,0 +1,184 @@
+"""Several ranks on this machine: started together, stopped together, none left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from mtrain.base.errors import MachineError, RankLostError
+from mtrain.base.files import disk_faults
+from mtrain.base.signals import STOP_SIGNALS, StopSignal
+from mtrain.config.load import load_config
+from mtrain.config.renamed import RenamedKeyWarning
+from mtrain.launch.watch import Failure, Heartbeats, Rank, Watch
+from mtrain.plan.layout import Layout
+
+MARK = "MTRAIN_LAUNCH"
+"""Environment variable by which a launch finds every process that comes from its ranks."""
+
+_PORTS = (15000, 32768)
+_LOG_LINES = 60
+"""Lines of a failing rank's log that are shown."""
+_INTERRUPTED = 128 + signal.SIGINT
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+"""Looked up here, since a forked child must not wait for the loader's lock."""
+
+
+def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]) -> int:
+    """Trains with `num_ranks` ranks on this machine and returns the exit code.
+
+    Raises:
+        ConfigError: before a rank starts.
+        MachineError: the log folder cannot be written.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 notes them
+        config = load_config(paths, overrides)
+    Layout.from_config(config, num_ranks)
+    command = [sys.executable, "-m", "mtrain", "train", *map(str, paths), *overrides]
+    folder = Path(config.run.dir)
+    heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s)
+    return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
+
+
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    grace_s: float = 10.0,
+    heartbeats: Heartbeats | None = None,
+) -> int:
+    """Runs `command` once for each rank, under torchrun's environment variables, and returns the exit code.
+
+    Rank 0 shares our output; what the others print is appended to `log_dir`/rank_<r>.log. Stop signals are passed on to
+    every rank, also one that came before the ranks were there; a second SIGINT kills them. Ranks start with these
+    signals blocked, so that none is lost before they can handle it, and have to let them through. Once a rank has
+    failed, the others have `grace_s` seconds to end, then they are killed; the failing rank's error is shown once.
+    Ranks that are stopped (SIGSTOP) for `grace_s` seconds after a stop signal are killed, as are all when none of them
+    gives a sign of life.
+
+    Args:
+        command: What every rank runs.
+        num_ranks: How many.
+        log_dir: Of the ranks' output.
+        grace_s: See above.
+        heartbeats: Where to look for signs of life.
+
+    Returns:
+        0; the exit code of the rank that failed first; 5 where a signal killed it or it was stopped; 130 after a second
+        SIGINT.
+
+    Raises:
+        MachineError: the log folder cannot be written.
+    """
+    try:
+        with StopSignal() as stop, _started(command, num_ranks, log_dir) as ranks:
+            failure = Watch(ranks, stop, grace_s, heartbeats).wait()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    if failure is None:
+        return 0
+    _show(failure, ranks[0], heartbeats)
+    return failure.exit_code
+
+
+@contextmanager
+def _started(command: Sequence[str], num_ranks: int, log_dir: Path) -> Iterator[list[Rank]]:
+    """Starts the ranks; afterwards nothing that came from them is running."""
+    mark = secrets.token_hex(8)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        MARK: mark,
+    }
+    with disk_faults(f"create the log folder {log_dir}"):
+        log_dir.mkdir(parents=True, exist_ok=True)
+    ranks: list[Rank] = []
+    try:
+        ranks.extend(_start(command, environment, number, log_dir) for number in range(num_ranks))
+        yield ranks
+    finally:
+        _kill(ranks, mark)
+
+
+def _start(command: Sequence[str], environment: dict[str, str], number: int, log_dir: Path) -> Rank:
+    log = log_dir / f"rank_{number}.log" if number else None
+    with ExitStack() as stack:
+        output = None
+        if log is not None:
+            with disk_faults(f"write the log {log}"):
+                output = stack.enter_context(log.open("ab"))
+        process = subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(number), "LOCAL_RANK": str(number)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,  # Ctrl-C reaches the ranks once, through us
+            preexec_fn=partial(_prepare, os.getpid()),
+        )
+        return Rank(number, process, log, output.tell() if output is not None else 0)
+
+
+def _prepare(parent: int) -> None:
+    """Runs in the child before the command: the kernel kills it when the launcher ends, however that ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # kept across exec; StopSignal lets them through
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(RankLostError.exit_code)
+
+
+def _kill(ranks: Sequence[Rank], mark: str) -> None:
+    """Ends the ranks, their process groups, and every process that carries our mark in its environment."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.process.wait()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                process.kill()
+
+
+def _show(failure: Failure, first: Rank, heartbeats: Heartbeats | None) -> None:
+    """Says which rank failed first, why and what it did, unless rank 0 has said so itself."""
+    failed, code = failure.rank, failure.rank.process.returncode
+    if failure.is_of_its_own and (failed.log is None or (code > 1 and first.process.returncode == code)):
+        return
+    place = None if heartbeats is None else heartbeats.place_of(failed)
+    where = f" (last seen in {place})" if place else ""
+    lines = [f"error: rank {failed.number} {failure.cause}{where}; the other ranks were stopped"]
+    if failed.log is not None:
+        with failed.log.open("rb") as log:
+            log.seek(failed.log_start_bytes)
+            tail = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        lines += [f"the end of {failed.log}:", *tail] if tail else []
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    """A port that nothing listens on now, below those that systems hand out, so that none is given away meanwhile."""
+    for port in random.sample(range(*_PORTS), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise MachineError(f"no free port among 100 between {_PORTS[0]} and {_PORTS[1]}; end what listens on this machine")

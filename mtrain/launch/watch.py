@@ -1,0 +1,187 @@
+"""Watching the ranks of a launch: who fails, who is stopped, and whether any still gives a sign of life."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from mtrain.base.errors import RankLostError
+from mtrain.base.heartbeat import Beat, read_beat
+from mtrain.base.signals import StopSignal
+
+_POLL_S = 0.02
+_LOOK_S = 0.5
+"""Between two looks at what costs more than a poll: states of processes, files."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A running rank."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+    """Where its output goes; None: it shares ours."""
+    log_start_bytes: int
+    """Size of the log before this launch."""
+
+    @property
+    def is_running(self) -> bool:
+        """Looks, so that the return code of one that has ended is known."""
+        return self.process.poll() is None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a launch ends."""
+
+    rank: Rank
+    cause: str
+    """As it follows "rank 3"."""
+    exit_code: int
+    is_of_its_own: bool
+    """The rank left with an exit code, and may have said why."""
+
+
+class Heartbeats:
+    """Signs of life of one launch's ranks: a heartbeat, or time of a processor where the disk takes no heartbeat."""
+
+    def __init__(self, folder: Path, limit_s: float) -> None:
+        """
+        Args:
+            folder: The run's `heartbeats`.
+            limit_s: A rank that gives no sign of life for so long is lost.
+        """
+        self._folder, self.limit_s = folder, limit_s
+        self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
+        """Rank -> its latest sign of life, and when it was seen."""
+
+    def place_of(self, rank: Rank) -> str | None:
+        """What the rank did last; None where it has not written it."""
+        beat = self._beat(rank)
+        return None if beat is None else beat.place
+
+    def is_lost(self, rank: Rank) -> bool:
+        """Whether a running rank is silent for too long; to be asked often."""
+        now, sign = time.monotonic(), (self._beat(rank), _processor_seconds(rank))
+        latest = self._latest.get(rank.number)
+        if latest is None or latest[0] != sign:
+            self._latest[rank.number] = sign, now
+            return False
+        return now - latest[1] > self.limit_s
+
+    def _beat(self, rank: Rank) -> Beat | None:
+        """None: not yet written, or by an earlier start of the run."""
+        beat = read_beat(self._folder, rank.number)
+        return beat if beat is not None and beat.pid == rank.process.pid else None
+
+
+class Watch:
+    """Waits for the ranks of one launch."""
+
+    def __init__(
+        self, ranks: Sequence[Rank], stop: StopSignal, grace_s: float, heartbeats: Heartbeats | None = None
+    ) -> None:
+        """
+        Args:
+            ranks: All of them, started.
+            stop: What this process is sent.
+            grace_s: How long ranks may take to end after one has failed, and stopped ones to answer a signal.
+            heartbeats: Where to look for signs of life.
+        """
+        self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
+        self._num_passed_on = 0
+        self._stopped_since_s: dict[int, float] = {}
+        self._looked_s = time.monotonic()
+
+    def wait(self) -> Failure | None:
+        """Until every rank has ended, or the grace after a failure is over; what failed first.
+
+        Raises:
+            KeyboardInterrupt: At the second Ctrl-C.
+        """
+        failure: Failure | None = None
+        deadline = float("inf")
+        while self._num_running() and time.monotonic() < deadline:
+            self._pass_on_signals()
+            if failure is None:
+                if (lost := self._lost()) is not None:
+                    return lost
+                if (failure := self._first_failed()) is not None:
+                    deadline = time.monotonic() + self._grace_s
+            time.sleep(_POLL_S)
+        return failure if failure is not None else self._first_failed()
+
+    def _num_running(self) -> int:
+        return sum([rank.is_running for rank in self._ranks])
+
+    def _pass_on_signals(self) -> None:
+        for number in list(self._stop.sent)[self._num_passed_on :]:
+            self._num_passed_on += 1
+            for rank in self._ranks:
+                rank.process.send_signal(number)
+
+    def _first_failed(self) -> Failure | None:
+        """Of the ranks seen to have failed at once: who was killed, then who left with a code of its own, not 1 or 5.
+
+        A rank whose peer is gone fails too, with 1 or 5; such followers must not hide the cause.
+        """
+        failed = [rank for rank in self._ranks if rank.process.returncode not in (None, 0)]
+        first = min(failed, key=_precedence, default=None)
+        if first is None:
+            return None
+        code = first.process.returncode
+        if code > 0:
+            return Failure(first, f"failed with exit code {code}", code, True)
+        return Failure(first, f"was killed by {signal.Signals(-code).name}", RankLostError.exit_code, False)
+
+    def _lost(self) -> Failure | None:
+        """A rank that will not end by itself; looked for now and then."""
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_S:
+            return None
+        self._looked_s = now
+        running = [rank for rank in self._ranks if rank.is_running]
+        if self._num_passed_on and (stopped := self._stopped_for_too_long(running, now)) is not None:
+            cause = f"is stopped and has not answered {self._stop.sent[0].name} within {self._grace_s:g} s"
+            return Failure(stopped, cause, RankLostError.exit_code, False)
+        beats = self._heartbeats
+        silent = [rank for rank in running if beats is not None and beats.is_lost(rank)]
+        if beats is not None and silent and silent == running:
+            cause = f"has given no sign of life for {beats.limit_s:g} s, nor has any other rank"
+            return Failure(running[0], cause, RankLostError.exit_code, False)
+        return None
+
+    def _stopped_for_too_long(self, running: Sequence[Rank], now: float) -> Rank | None:
+        for rank in running:
+            if not _is_stopped(rank):
+                self._stopped_since_s.pop(rank.number, None)
+            elif now - self._stopped_since_s.setdefault(rank.number, now) > self._grace_s:
+                return rank
+        return None
+
+
+def _precedence(rank: Rank) -> tuple[bool, bool, int]:
+    code = rank.process.returncode
+    return code > 0, code in (1, RankLostError.exit_code), rank.number
+
+
+def _is_stopped(rank: Rank) -> bool:
+    """By SIGSTOP; a debugger is another state."""
+    with suppress(psutil.Error):
+        return bool(psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def _processor_seconds(rank: Rank) -> float:
+    with suppress(psutil.Error):
+        times = psutil.Process(rank.process.pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0

@@ -1,0 +1,29 @@
+"""What a run costs, known before it starts: parameters, arithmetic and memory."""
+
+from mtrain.plan.flops import flops_per_token, mfu, num_attended_pairs, peak_flops
+from mtrain.plan.memory import MemoryEstimate, memory_per_rank
+from mtrain.plan.parameters import (
+    Parameters,
+    layer_parameters,
+    num_active_parameters,
+    num_padded_parameters,
+    num_parameters,
+    padded_vocab_size,
+    parameters_on_rank,
+)
+
+__all__ = [
+    "MemoryEstimate",
+    "Parameters",
+    "flops_per_token",
+    "layer_parameters",
+    "memory_per_rank",
+    "mfu",
+    "num_active_parameters",
+    "num_attended_pairs",
+    "num_padded_parameters",
+    "num_parameters",
+    "padded_vocab_size",
+    "parameters_on_rank",
+    "peak_flops",
+]

@@ -1,0 +1,221 @@
+"""Arithmetic of a layout: which rank does what.
+
+Ranks are numbered as Megatron does by default (order tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent, then
+context, then data, then pipeline. Pure integers; the process groups are opened elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config, rules
+from mtrain.config.schema.layout import LayoutSection
+
+
+class Coordinate(NamedTuple):
+    """Where a rank stands, by the axes of the dense model."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+class ExpertCoordinate(NamedTuple):
+    """Where a rank stands, by the axes of the experts; edp counts the replicas of an expert."""
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism of one run."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp_comm: Literal["allgather", "ulysses"] = "allgather"
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of every (virtual) stage in model order; None where they divide evenly."""
+
+    @classmethod
+    def from_config(cls, config: Config, world_size: int) -> Layout:
+        """The layout that `config` asks for on `world_size` ranks.
+
+        Raises:
+            ConfigError: with every rule that is broken.
+        """
+        if broken := broken_rules(config, world_size):
+            raise ConfigError("\n".join(broken))
+        section = config.layout
+        return cls(
+            tp=section.tp,
+            sp=section.sp,
+            pp=section.pp,
+            vpp=section.vpp,
+            cp=section.cp,
+            dp=world_size // model_parallel_size(section),
+            ep=section.ep,
+            etp=section.etp,
+            cp_comm=section.cp_comm,
+            stage_layers=_stage_layers(section, config.model.num_layers),
+        )
+
+    def __str__(self) -> str:
+        """Short name, such as `tp2sp-pp2vpp2-cp2-dp1`."""
+        names = [f"tp{self.tp}{'sp' if self.sp else ''}", f"pp{self.pp}"]
+        if self.vpp > 1:
+            names[1] += f"vpp{self.vpp}"
+        if self.stage_layers is not None:
+            names[1] += f"[{'+'.join(map(str, self.stage_layers))}]"
+        names.append(f"cp{self.cp}{'ulysses' if self.cp > 1 and self.cp_comm == 'ulysses' else ''}")
+        names.append(f"dp{self.dp}")
+        if self.ep > 1 or self.etp > 1:
+            names.append(f"ep{self.ep}etp{self.etp}")
+        return "-".join(names)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, virtual ones counted."""
+        return self.pp * self.vpp
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` stands."""
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Coordinate(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Who stands at `coordinate`."""
+        tp, cp, dp, pp = coordinate
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    @property
+    def edp(self) -> int:
+        """Replicas of an expert within a pipeline stage."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    def expert_coordinate(self, rank: int) -> ExpertCoordinate:
+        """Where `rank` stands among the experts, who have no context-parallel axis."""
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        rank, etp = divmod(rank, self.etp)
+        rank, ep = divmod(rank, self.ep)
+        pp, edp = divmod(rank, self.edp)
+        return ExpertCoordinate(etp=etp, ep=ep, edp=edp, pp=pp)
+
+    def num_microbatches(self, global_batch_size: int, micro_batch_size: int) -> int:
+        """Forward passes of a data-parallel rank in one step."""
+        num, rest = divmod(global_batch_size, self.dp * micro_batch_size)
+        assert not rest, "broken_rules refuses a global batch that does not divide"
+        return num
+
+    def stage(self, pp_rank: int, vpp_rank: int) -> int:
+        """Number of the stage that virtual chunk `vpp_rank` of pipeline rank `pp_rank` holds, in model order."""
+        return vpp_rank * self.pp + pp_rank
+
+    def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of every stage, in model order; adds up to `num_layers`."""
+        if self.stage_layers is not None:
+            return self.stage_layers
+        return (num_layers // self.num_stages,) * self.num_stages
+
+    def layers(self, num_layers: int, pp_rank: int, vpp_rank: int) -> range:
+        """Global numbers, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
+        counts = self.layers_per_stage(num_layers)
+        stage = self.stage(pp_rank, vpp_rank)
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
+
+
+def model_parallel_size(section: LayoutSection) -> int:
+    """Ranks that hold one copy of the model and of a batch's sequences."""
+    return section.tp * section.pp * section.cp
+
+
+def broken_rules(config: Config, world_size: int) -> list[str]:
+    """Says in words everything that keeps `config` from running on `world_size` ranks; empty where it runs."""
+    section = config.layout
+    return [
+        *rules.tensor_parallel(config.model, section),
+        *rules.pipeline(config.model, section),
+        *rules.sequence(section, config.data),
+        *_ranks(config, world_size),
+    ]
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[str]:
+    """Ranks divide into copies of the model, and the global batch into their microbatches."""
+    section, train = config.layout, config.train
+    dp, rest = divmod(world_size, model_parallel_size(section))
+    if world_size < 1 or rest:
+        yield (
+            f"world size {world_size} must be a multiple of {model_parallel_size(section)} = layout.tp={section.tp} x "
+            f"layout.pp={section.pp} x layout.cp={section.cp}; start more ranks or shrink the layout"
+        )
+        return
+    yield from _experts(section, world_size)
+    if train.global_batch_size % (dp * train.micro_batch_size):
+        yield (
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of {dp * train.micro_batch_size} = "
+            f"dp={dp} (world size {world_size}) x train.micro_batch_size={train.micro_batch_size}; change one of them"
+        )
+    else:
+        yield from _interleaved_schedule(config, train.global_batch_size // (dp * train.micro_batch_size))
+
+
+def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
+    """Each pipeline stage's ranks divide into copies of the experts."""
+    if (world_size // section.pp) % (section.ep * section.etp):
+        yield (
+            f"world size {world_size} / layout.pp={section.pp} must be a multiple of layout.ep={section.ep} x "
+            f"layout.etp={section.etp}; start more ranks or shrink the layout"
+        )
+
+
+def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str]:
+    """Groups of microbatches pass through a virtual stage together; no group may be smaller than the pipeline.
+
+    Source: megatron-core 0.16.1, pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving.
+    """
+    section = config.layout
+    if section.vpp == 1:
+        return
+    key = "microbatch_group_size_per_vp_stage"
+    given = config.model.megatron.get(key)
+    group = given if isinstance(given, int) else section.pp
+    last = num_microbatches % group if group > 0 else 0
+    if not section.pp <= group <= num_microbatches or 0 < last < section.pp:
+        name = f"model.megatron.{key}={group}" if isinstance(given, int) else f"layout.pp={group}"
+        yield (
+            f"layout.vpp={section.vpp} passes microbatches on in groups of {name}, but there are {num_microbatches} "
+            f"microbatches a step, and no group may be smaller than layout.pp={section.pp}; change "
+            "train.global_batch_size or train.micro_batch_size, or set layout.vpp to 1"
+        )
+
+
+def _stage_layers(section: LayoutSection, num_layers: int) -> tuple[int, ...] | None:
+    first, last = section.first_stage_layers, section.last_stage_layers
+    if section.stage_layers is not None or (first is None and last is None):
+        return section.stage_layers
+    ends = [count for count in (first, last) if count is not None]
+    num_middle = section.pp * section.vpp - len(ends)
+    each = (num_layers - sum(ends)) // num_middle if num_middle else 0
+    return (*([] if first is None else [first]), *[each] * num_middle, *([] if last is None else [last]))

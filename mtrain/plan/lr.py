@@ -1,0 +1,77 @@
+"""The learning rate, a pure function of the step."""
+
+import math
+from typing import assert_never
+
+from mtrain.config.schema.train import OptimizerSection
+
+
+def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> float:
+    """Learning rate of one update, by `optimizer.schedule_convention`.
+
+    megatron: with n = step, the updates completed before this one, the rate is lr x n / warmup_steps while
+    0 < warmup_steps and n <= warmup_steps (so the first update of a warm-up has rate 0), and from there:
+
+    - constant: stays.
+    - linear, cosine: falls to min_lr, which it has from n = decay_steps on (by default num_steps, where the last
+      update, n = num_steps - 1, is still one step above it).
+    - wsd: stays, then falls linearly from n = num_steps - decay_steps on (by default a tenth of num_steps, at least
+      one) towards min_lr at n = num_steps.
+
+    These are the numbers of Megatron-LM, bit for bit: of its scheduler that counts updates; counting samples, as
+    `--train-iters` does, gives the same quotients and rounds the product of the warm-up once more. transformers'
+    get_*_schedule_with_warmup has the same values to rounding, with two exceptions, where Megatron-LM is followed: its
+    get_wsd_schedule warms up from min_lr, not from 0, and its get_cosine_with_min_lr_schedule_with_warmup_lr_rate is
+    one update ahead.
+
+    one_ahead: n = step + 1 in place of step, as runs of the first version of this program have it, in their rounding.
+
+    Args:
+        step: Index of the update about to be made, from 0.
+        optimizer: The schedule.
+        num_steps: Updates of the whole run.
+
+    Source: megatron-core 0.16.1, optimizer_param_scheduler.py; transformers 5.23, optimization.py. wsd: MiniCPM
+        (arXiv 2404.06395), section 4; cosine: SGDR (arXiv 1608.03983), equation 5 without restarts.
+    """
+    lr, min_lr, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
+    match optimizer.schedule_convention:
+        case "megatron":
+            if warmup > 0 and step <= warmup:
+                return lr * step / warmup
+            height = _height(step, optimizer, num_steps)
+            return lr if height is None else min_lr + height * (lr - min_lr)
+        case "one_ahead":
+            if step + 1 <= warmup:
+                return lr * ((step + 1) / warmup)
+            height = _height(step + 1, optimizer, num_steps)
+            return lr if height is None else min_lr * (1 - height) + lr * height
+        case _ as never:
+            assert_never(never)
+
+
+def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
+    """`optimizer.decay_steps`, or what stands for it where it is not given; nothing asks for it of a constant rate."""
+    if optimizer.decay_steps is not None:
+        return optimizer.decay_steps
+    return max(1, num_steps // 10) if optimizer.schedule == "wsd" else num_steps
+
+
+def _height(n: int, optimizer: OptimizerSection, num_steps: int) -> float | None:
+    """How far the rate after the warm-up is above min_lr, as a share of lr - min_lr; None where it stays lr."""
+    given = decay_steps(optimizer, num_steps)
+    match optimizer.schedule:
+        case "constant":
+            return None
+        case "linear":
+            return 1 - _progress(n, optimizer.warmup_steps, given)
+        case "cosine":
+            return (1 + math.cos(math.pi * _progress(n, optimizer.warmup_steps, given))) / 2
+        case "wsd":
+            return 1 - _progress(n, num_steps - given, num_steps)
+        case _ as never:
+            assert_never(never)
+
+
+def _progress(n: int, start: int, end: int) -> float:
+    return min(1.0, max(0.0, (n - start) / (end - start)))

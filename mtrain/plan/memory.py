@@ -1,0 +1,129 @@
+"""Memory of a rank, by component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.layout import Layout
+from mtrain.plan.parameters import padded_vocab_size, parameters_on_rank
+
+_FP32_BYTES = 4
+_ADAM_BYTES = 2 * _FP32_BYTES
+"""Both moments of a parameter."""
+_SINK_WIDTH = 8
+"""Dimensions that attention sinks add to a head (mtrain/mcore/sinks.py)."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one rank; activations are a rough figure, the rest follows from the parameters."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All components; temporary buffers and fragmentation come on top."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+
+
+def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstimate:
+    """Bytes on a rank of pipeline rank `pp_rank`.
+
+    Gradients are summed in fp32. The optimizer keeps two fp32 moments, and fp32 main weights under bf16 and fp16,
+    divided by the distributed optimizer: over DP x CP, those of experts over the replicas of an expert.
+    """
+    held = parameters_on_rank(config.model, layout, pp_rank)
+    each = _ADAM_BYTES if config.train.precision == "fp32" else _ADAM_BYTES + _FP32_BYTES
+    if config.train.distributed_optimizer:
+        state_bytes = held.dense * each // (layout.dp * layout.cp) + held.experts * each // layout.edp
+    else:
+        state_bytes = held.total * each
+    return MemoryEstimate(
+        weights_bytes=held.total * _element_bytes(config),
+        gradients_bytes=held.total * _FP32_BYTES,
+        optimizer_bytes=state_bytes,
+        activations_bytes=_activations_bytes(config, layout, pp_rank),
+    )
+
+
+def _element_bytes(config: Config) -> int:
+    return _FP32_BYTES if config.train.precision == "fp32" else 2
+
+
+def _activations_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
+    """What backward keeps of all microbatches in flight, and the logits of one on the last stage."""
+    model, train = config.model, config.train
+    tokens = train.micro_batch_size * config.data.seq_length // layout.cp
+    is_last = pp_rank == layout.pp - 1
+    chunks = [_chunk_elements(config, layout, pp_rank, chunk) for chunk in range(layout.vpp)]
+    elements = _chunks_in_flight(config, layout, pp_rank) * max(chunks)
+    if train.recompute == "full":  # one layer at a time comes to life again
+        elements += max(_layer_elements(model, layout, layer) for layer in range(model.num_layers))
+    total = tokens * elements * _element_bytes(config)
+    if is_last:
+        vocab_local = padded_vocab_size(model, layout.tp) // layout.tp
+        total += (1 + model.mtp_depths) * tokens * vocab_local * (_element_bytes(config) + _FP32_BYTES)
+    return total
+
+
+def _chunk_elements(config: Config, layout: Layout, pp_rank: int, chunk: int) -> int:
+    """Elements a token that one forward pass of a virtual chunk keeps."""
+    model = config.model
+    layers = list(layout.layers(model.num_layers, pp_rank, chunk))
+    if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
+        layers += [model.num_layers - 1] * model.mtp_depths
+    if config.train.recompute == "full":
+        return len(layers) * _hidden(model, layout)
+    return sum(_layer_elements(model, layout, layer) for layer in layers)
+
+
+def _hidden(model: ModelSection, layout: Layout) -> int:
+    return model.hidden_size // layout.tp if layout.sp else model.hidden_size
+
+
+def _layer_elements(model: ModelSection, layout: Layout, layer: int) -> int:
+    """Elements a token that backward needs of a whole layer with fused attention.
+
+    Inputs and outputs of the norms and the residual (5 h, 7 h with norms behind both parts; divided by tp under
+    sequence parallelism), what attention and the feed-forward part keep.
+    """
+    outside = (7 if model.sandwich_norm else 5) * _hidden(model, layout)
+    return outside + _attention_elements(model, layout) + _feed_forward_elements(model, layout, layer)
+
+
+def _attention_elements(model: ModelSection, layout: Layout) -> int:
+    """Queries, keys, values and the attention's output (divided by tp); of latent attention, the latents as well."""
+    heads, mla = model.num_attention_heads, model.mla
+    if mla is None:
+        dim = model.head_size + (_SINK_WIDTH if model.attention_sinks else 0)
+        return 2 * (heads + model.query_groups) * dim // layout.tp
+    latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+    keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return 2 * latents + 2 * heads * (keys + mla.v_head_dim) // layout.tp
+
+
+def _feed_forward_elements(model: ModelSection, layout: Layout, layer: int) -> int:
+    """Hidden values before and after the activation (divided by tp).
+
+    A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed.
+    """
+    num_ffn = 3 if model.is_gated else 2
+    experts = model.experts if model.has_experts(layer) else None
+    if experts is None:
+        return num_ffn * model.ffn_hidden_size // layout.tp
+    routed = experts.top_k * (2 * layout.etp * model.hidden_size + num_ffn * experts.ffn_hidden_size)
+    return (routed + num_ffn * experts.shared_ffn_hidden_size) // layout.tp
+
+
+def _chunks_in_flight(config: Config, layout: Layout, pp_rank: int) -> int:
+    """Forward passes of a virtual chunk whose backward has not run, at most: the schedule's warm-up and one more."""
+    num = layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    if layout.vpp == 1:
+        return min(layout.pp - pp_rank, num)
+    warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
+    return min(warm_up + 1, num * layout.vpp)

@@ -1,0 +1,138 @@
+"""A run that goes on: what its earlier start decided, and what may not change under it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from mtrain.base.errors import RunFolderError
+from mtrain.config import Config
+from mtrain.config.load import config_yaml
+from mtrain.plan.lr import decay_steps, learning_rate
+from mtrain.runs.folder import Change, changes, flat_keys
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A key that keeps the earlier start's value where this start does not name it."""
+
+    before: str
+    """What it means where the earlier configuration lacks it: what the program did before the key was there."""
+    applies: Callable[[Config], bool]
+    """Whether the key has an effect, so that it is worth a line."""
+
+
+KEPT = {
+    "optimizer.schedule_convention": Kept("one_ahead", lambda config: True),
+    "data.chat_format": Kept("plain", lambda config: config.data.kind == "jsonl"),
+}
+
+_DECAY = "optimizer.decay_steps"
+"""Compared by what it stands for: left out, it follows train.num_steps."""
+
+
+def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Config:
+    """The configuration with which a run goes on from its checkpoints.
+
+    Args:
+        config: Of this start.
+        saved: The resolved configuration of the start before, as YAML.
+        folder: The run folder, for messages.
+        newest_step: Updates completed in the newest checkpoint.
+
+    Raises:
+        RunFolderError: This start describes another run; names the keys and says how to go on.
+    """
+    earlier = flat_keys(saved)
+    kept = _with_kept(config, earlier)
+    changed = [each.key for each in changes(saved, config_yaml(kept)) if each.key != _DECAY and _is_other_run(each)]
+    if changed:
+        raise _other_run(folder, changed)
+    _refuse_another_schedule(kept, earlier, folder, newest_step)
+    return kept
+
+
+def kept_lines(given: Config, kept: Config) -> Iterator[str]:
+    """A line for the user on each key of KEPT that the run does not take from this start."""
+    for key, rule in KEPT.items():
+        section, name = key.split(".")
+        value = getattr(getattr(kept, section), name)
+        if rule.applies(kept) and value != getattr(getattr(given, section), name):
+            yield f"{key}={value} stays, as this run began with it"
+
+
+def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
+    for key, kept in KEPT.items():
+        section, name = key.split(".")
+        own = getattr(config, section)
+        if name not in own.model_fields_set:
+            value = earlier.get(key, kept.before)
+            config = config.model_copy(update={section: own.model_copy(update={name: value})})
+    return config
+
+
+def _is_other_run(change: Change) -> bool:
+    """Whether a run with this change is another one; a key that an older version did not have may stand as it meant."""
+    if change.is_neutral:
+        return False
+    meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
+    return change.old is not None or change.new != json.dumps(meant, ensure_ascii=False, default=str)
+
+
+def _default(key: str) -> Any:
+    """The default of a dotted key; PydanticUndefined where there is none."""
+    place: Any = Config
+    default: Any = PydanticUndefined
+    for name in key.split("."):
+        fields = {} if place is None else place.model_fields
+        if name not in fields:
+            return PydanticUndefined
+        default, annotation = fields[name].get_default(call_default_factory=True), fields[name].annotation
+        kinds = (annotation, *get_args(annotation))
+        place = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return default
+
+
+def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder: Path, newest_step: int) -> None:
+    """Of a configuration that differs from the earlier one in train.num_steps and optimizer.decay_steps at most."""
+    optimizer, num_steps = config.optimizer, config.train.num_steps
+    if optimizer.schedule == "constant":
+        return
+    old_num_steps = _count(earlier, "train.num_steps", folder)
+    old = optimizer.model_copy(update={"decay_steps": earlier.get(_DECAY) and _count(earlier, _DECAY, folder)})
+    old_decay, lengths = decay_steps(old, old_num_steps), f"train.num_steps={num_steps} was {old_num_steps}"
+    if optimizer.decay_steps is None and num_steps != old_num_steps:
+        raise RunFolderError(
+            f"{lengths} at the earlier start in {folder}, and the {optimizer.schedule} schedule ends with it, so every "
+            f"learning rate would change; set {_DECAY}={old_decay} to keep the decay as it was, "
+            f"train.num_steps={old_num_steps}, or another run.dir"
+        )
+    if decay_steps(optimizer, num_steps) != old_decay:
+        raise _other_run(folder, [_DECAY])
+    last = newest_step - 1  # once two schedules part, they stay apart, so the last update stands for all
+    if learning_rate(last, old, old_num_steps) != learning_rate(last, optimizer, num_steps):
+        raise RunFolderError(
+            f"{lengths} at the earlier start in {folder}, whose checkpoint of step {newest_step} lies in the final "
+            f"decay: updates that were made would have had another learning rate; set train.num_steps={old_num_steps}, "
+            "or start a new run from an earlier checkpoint with checkpoint.initialize_from and another run.dir"
+        )
+
+
+def _count(earlier: Mapping[str, Any], key: str, folder: Path) -> int:
+    value = earlier.get(key)
+    if not isinstance(value, int):
+        raise RunFolderError(f"config.yaml in {folder} has {key}={value!r}, but a number is needed; repair the file")
+    return value
+
+
+def _other_run(folder: Path, keys: list[str]) -> RunFolderError:
+    return RunFolderError(
+        f"{folder} holds checkpoints of a run whose {', '.join(keys)} had other values; "
+        "set another run.dir, or the same values"
+    )

@@ -1,0 +1,279 @@
+"""The run folder: everything that a run leaves behind, and the lock that keeps a second run out of it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, remove, write_atomically
+from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
+from mtrain.config.renamed import current_names
+from mtrain.config.yaml_text import MAX_BYTES, refuse
+from mtrain.runs.lock import Patience, RunLock, locked
+
+NEUTRAL_KEYS = (
+    "run",
+    "layout",
+    "valid",
+    "checkpoint",
+    "metrics",
+    "train.num_steps",
+    "train.micro_batch_size",
+    "train.device",
+    "train.recompute",
+    "train.distributed_optimizer",
+    "train.overlap_grad_reduce",
+    "train.overlap_param_gather",
+    "train.process_group_timeout_s",
+    "train.max_skipped_steps",
+    "model.backend",
+    "model.hf",
+    "data.prefetch_steps",
+    "data.ignore_keys",
+)
+"""Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where each thing of a run lies; every rank may hold one, one rank writes."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, sufficient to repeat the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """What the latest start ran on: versions, device, layout; names no machine and no person."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, one line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        """One folder of Hugging Face for each exported step."""
+        return self.path / "exports"
+
+    @property
+    def logs(self) -> Path:
+        """Text of the ranks."""
+        return self.path / "logs"
+
+    @property
+    def heartbeats(self) -> Path:
+        """What each rank is doing, one file a rank."""
+        return self.path / "heartbeats"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def _written_to(self) -> tuple[Path, ...]:
+        return self.path, self.checkpoints, self.logs
+
+    @property
+    def requeue_marker(self) -> Path:
+        """Present when the run stopped early on a signal and wants to be started again."""
+        return self.path / "REQUEUE"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the run that works here; its text says who that is or was."""
+        return self.path / ".lock"
+
+    def create(self) -> None:
+        """Makes the folders.
+
+        Raises:
+            MachineError: the place cannot be created.
+        """
+        with disk_faults(f"write the run folder {self.path}"):
+            for folder in self._written_to:
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def probe(self) -> None:
+        """Proves that the folders can be written; when what a dead run left is gone, which may have filled the disk.
+
+        Raises:
+            MachineError: one cannot be written, or the disk is full.
+        """
+        with disk_faults(f"write the run folder {self.path}"):
+            for folder in self._written_to:
+                probe = folder / f".probe-{secrets.token_hex(4)}"
+                try:
+                    probe.write_bytes(b"probe")
+                finally:
+                    probe.unlink(missing_ok=True)
+
+    def write_config(self, text: str) -> None:
+        """Puts the resolved configuration in place, whole or not at all."""
+        with disk_faults(f"write {self.config}"):
+            write_atomically(self.config, text)
+
+    def saved_config(self) -> str | None:
+        """The configuration that an earlier start left here, as YAML of sections; None where there was none.
+
+        Raises:
+            DataError: the file is damaged.
+            MachineError: it cannot be read.
+        """
+        data = _content(self.config)
+        if data is None:
+            return None
+        try:
+            text = data.decode()
+            refuse(text)
+            if not isinstance(OmegaConf.to_container(OmegaConf.create(text)), dict):
+                raise ValueError("it holds no sections")
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:
+            raise _damaged(self.config, " ".join(str(fault).split())) from None
+        return text
+
+    def write_environment(self, environment: Mapping[str, str]) -> None:
+        """Puts down what this start runs on, whole or not at all."""
+        with disk_faults(f"write {self.environment}"):
+            write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
+
+    def saved_environment(self) -> dict[str, str] | None:
+        """What the latest start ran on; None where it did not say.
+
+        Raises:
+            DataError: the file is damaged.
+            MachineError: it cannot be read.
+        """
+        data = _content(self.environment)
+        if data is None:
+            return None
+        try:
+            return {str(name): str(value) for name, value in parsed_json(data).items()}
+        except (ValueError, AttributeError) as fault:
+            raise _damaged(self.environment, f"not a JSON object: {fault}") from None
+
+    def set_requeue(self, reason: str) -> None:
+        """Leaves the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
+        with disk_faults(f"write {self.requeue_marker}"):
+            write_atomically(self.requeue_marker, reason + "\n")
+
+    def clear_requeue(self) -> None:
+        """Removes the marker, if there is one."""
+        with disk_faults(f"remove {self.requeue_marker}"):
+            self.requeue_marker.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self, patience: Patience = Patience()) -> Iterator[RunLock]:  # noqa: B008
+        """Keeps other runs out inside the `with` block, as `mtrain.runs.lock` does; the folder must exist.
+
+        Raises:
+            RunFolderError: another process works here; names it.
+            MachineError: the lock file cannot be written.
+        """
+        with locked(self.lock_file, patience) as lock:
+            with disk_faults(f"clean {self.path}"):
+                self._clean()
+            yield lock
+
+    def _clean(self) -> None:
+        """Removes what a killed run was about to put in place."""
+        for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
+            remove(leftover)
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a small file; None where there is none.
+
+    Raises:
+        DataError: something else lies there.
+        MachineError: it cannot be read.
+    """
+    with disk_faults(f"read {path}"):
+        try:
+            return read_plain_file(path, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as fault:
+            if fault.errno not in NOT_A_PLAIN_FILE:
+                raise
+            raise _damaged(path, str(fault.strerror)) from None
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(f"{path}, which an earlier start wrote, is damaged ({why}); restore or remove it")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key whose value differs between two configurations."""
+
+    key: str
+    """Dotted."""
+    old: str | None
+    """As JSON, on one line; None where the key is missing."""
+    new: str | None
+    is_neutral: bool
+    """It leaves the run the same: one of NEUTRAL_KEYS, or below one."""
+
+
+def changes(old_yaml: str, new_yaml: str) -> list[Change]:
+    """What differs between two resolved configurations, sorted by key; neutral keys too."""
+    old, new = flat_keys(old_yaml), flat_keys(new_yaml)
+    missing = object()
+    return [
+        Change(key, _told(old, key), _told(new, key), _is_neutral(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, missing) != new.get(key, missing) and not _stands_for_a_section(key, old, new)
+    ]
+
+
+def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether a null says only that a section is absent whose keys the other configuration tells."""
+    return any(
+        key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
+        for one, other in ((old, new), (new, old))
+    )
+
+
+def _is_neutral(key: str) -> bool:
+    return any(key == neutral or key.startswith(f"{neutral}.") for neutral in NEUTRAL_KEYS)
+
+
+def _told(flat: dict[str, Any], key: str) -> str | None:
+    return json.dumps(flat[key], ensure_ascii=False, default=str) if key in flat else None
+
+
+def flat_keys(text: str) -> dict[str, Any]:
+    """Dotted key -> value of a resolved configuration; lists and empty sections are values. Old names have become
+    the new ones."""
+    flat: dict[str, Any] = {}
+    content = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
+    rest: list[tuple[str, Any]] = [("", current_names(content, "config.yaml")[0])]
+    while rest:
+        prefix, value = rest.pop()
+        if isinstance(value, dict) and value:
+            rest += [(f"{prefix}.{name}" if prefix else str(name), inner) for name, inner in value.items()]
+        else:
+            flat[prefix] = value
+    return flat
