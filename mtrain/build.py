@@ -11,7 +11,7 @@ from mtrain.checkpoint.directory import checkpoint_at
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet
-from mtrain.hf.description import notes_on_folder
+from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.terms import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model

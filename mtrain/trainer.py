@@ -23,7 +23,7 @@ from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
 from mtrain.evaluate import evaluate, term_records
 from mtrain.exports import Exporter, clean_staging
-from mtrain.hf.exportable import refuse_unexportable
+from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.optimizer import Update

@@ -60,7 +60,7 @@ def import_(
         from mtrain.checkpoint.imported import MODEL_NAME
         from mtrain.convert.importing import import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
-        from mtrain.hf.description import notes_on_folder
+        from mtrain.hf.schema.description import notes_on_folder
 
         proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)
         for note in notes_on_folder(str(hf)):

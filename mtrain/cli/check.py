@@ -6,8 +6,8 @@ from rich.table import Table
 
 from mtrain import plan
 from mtrain.config import Config, known_issues
-from mtrain.hf.description import notes_on_folder
-from mtrain.hf.exportable import refuse_unexportable
+from mtrain.hf.schema.description import notes_on_folder
+from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.plan.layout import Layout
 
 _GIB = 2**30

@@ -28,7 +28,7 @@ from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
 from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, RefusedTextError, refuse
-from mtrain.hf.description import with_architecture
+from mtrain.hf.schema.description import with_architecture
 
 COMMAND_LINE = "the command line"
 

@@ -19,14 +19,14 @@ from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import Target, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
-from mtrain.hf.axes import Sizes
-from mtrain.hf.block_scaled import plain_config
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files
-from mtrain.hf.folder import HfFolder
-from mtrain.hf.matching import check_names
-from mtrain.hf.safetensors import header_of, raw_bytes
-from mtrain.hf.source import EMBEDDINGS
-from mtrain.hf.table import HfTensor, stream_tensor
+from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.matching import check_names
+from mtrain.hf.io.safetensors import header_of, raw_bytes
+from mtrain.hf.io.source import EMBEDDINGS
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files
+from mtrain.hf.schema.table import HfTensor, stream_tensor
 
 _SHARD_BYTES = 5_000_000_000
 

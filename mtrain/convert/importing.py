@@ -25,12 +25,12 @@ from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.checkpoint.training_state import TrainingState, write_state
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
-from mtrain.hf.axes import Sizes
-from mtrain.hf.block_scaled import plain_config
-from mtrain.hf.exportable import ORIGIN
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME
-from mtrain.hf.source import Source, open_source
-from mtrain.hf.table import Piece, Table, boxes_to_write, cut, read_box
+from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.io.source import Source, open_source
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
+from mtrain.hf.schema.table import Piece, Table, boxes_to_write, cut, read_box
 
 SHARDS_NAME = "shards.json"
 _FILE_BYTES = 1 << 29

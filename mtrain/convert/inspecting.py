@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table as Listing
 
 from mtrain.convert.target import open_target
-from mtrain.hf.axes import Sizes
-from mtrain.hf.files import CONFIG_NAME
-from mtrain.hf.source import open_source
+from mtrain.hf.io.source import open_source
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.plan import num_parameters
 
 _PLAIN_WIDTH = 200

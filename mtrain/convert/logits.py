@@ -14,8 +14,8 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.target import source_of
 from mtrain.data.batch import Microbatch
-from mtrain.hf.logits import transformers_logits
-from mtrain.hf.source import open_source
+from mtrain.hf.io.logits import transformers_logits
+from mtrain.hf.io.source import open_source
 from mtrain.mcore.checkpoint import load_frozen_weights
 from mtrain.mcore.groups import Groups, opened_groups
 from mtrain.mcore.model import build_frozen_model, run_chunk

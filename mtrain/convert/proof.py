@@ -12,10 +12,10 @@ from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.convert.progress import Meter
-from mtrain.hf.axes import Sizes
-from mtrain.hf.block_scaled import Weights
-from mtrain.hf.matching import same_bits, told
-from mtrain.hf.table import HfTensor, Piece, Table, stream_tensor
+from mtrain.hf.io.block_scaled import Weights
+from mtrain.hf.io.matching import same_bits, told
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.table import HfTensor, Piece, Table, stream_tensor
 
 
 class Proof(NamedTuple):

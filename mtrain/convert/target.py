@@ -14,13 +14,13 @@ from mtrain.checkpoint.imported import imported_model
 from mtrain.checkpoint.tensors import CheckpointTensors
 from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.axes import Sizes
-from mtrain.hf.block_scaled import plain_config
-from mtrain.hf.exportable import ORIGIN
-from mtrain.hf.family import Family
-from mtrain.hf.files import CONFIG_NAME, read_json
-from mtrain.hf.registry import family_of, fitting_family
-from mtrain.hf.table import Piece, Table
+from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.registry import family_of, fitting_family
+from mtrain.hf.schema.table import Piece, Table
 
 _MAIN = "optimizer.state.param."
 _LEFT = ("optimizer.", "rng")

@@ -8,8 +8,8 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.verification import verify_files
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
-from mtrain.hf.description import disagreements
-from mtrain.hf.source import open_source
+from mtrain.hf.io.source import open_source
+from mtrain.hf.schema.description import disagreements
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:

@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallel
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.description import disagreements
-from mtrain.hf.source import FolderTensors, open_source
+from mtrain.hf.io.source import FolderTensors, open_source
+from mtrain.hf.schema.description import disagreements
 from mtrain.mcore.checkpoint import read_weights, set_weights
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer

@@ -1,6 +1,6 @@
 """`mtrain verify hf`: the first steps of the user's run from a folder of Hugging Face, against transformers.
 
-Nothing is made smaller. transformers, torch's AdamW, the sums of losses in mtrain/hf/training.py and the reference's
+Nothing is made smaller. transformers, torch's AdamW, the sums of losses in mtrain/hf/io/training.py and the reference's
 rows, weights and learning rates are one side; the trainer's step under the layouts is the other. Both read the same
 samples and start from the same weights, in float32.
 """
@@ -21,8 +21,8 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
-from mtrain.hf.training import Rows as HfRows
-from mtrain.hf.training import StepInput, transformers_steps
+from mtrain.hf.io.training import Rows as HfRows
+from mtrain.hf.io.training import StepInput, transformers_steps
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.verify.bisect import diagnosed
 from mtrain.verify.compare import relative

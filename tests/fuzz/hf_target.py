@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.description import described_model
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME
-from mtrain.hf.registry import FAMILIES, family_of
-from mtrain.hf.safetensors import header_of
-from mtrain.hf.source import FolderTensors, open_source
+from mtrain.hf.io.safetensors import header_of
+from mtrain.hf.io.source import FolderTensors, open_source
+from mtrain.hf.schema.description import described_model
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
+from mtrain.hf.schema.registry import FAMILIES, family_of
 from tests.fuzz.mutations import TEXTS, mutated_bytes, mutated_tree
 from tests.fuzz.target import Target
 

@@ -10,8 +10,8 @@ from random import Random
 import torch
 from safetensors.torch import load_file, save
 
-from mtrain.hf.header import read_header
-from mtrain.hf.safetensors import SafetensorsFile, raw_bytes
+from mtrain.hf.io.safetensors import SafetensorsFile, raw_bytes
+from mtrain.hf.schema.header import read_header
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.target import Target
 

@@ -8,7 +8,7 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.registry import FAMILIES, family_of, fitting_family
+from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family
 from tests.hf.folders import CONFIGS
 
 LLAMA: dict[str, Any] = {

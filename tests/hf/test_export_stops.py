@@ -11,7 +11,7 @@ import pytest
 from mtrain.base import fault_points
 from mtrain.checkpoint.directory import load_entry, published_steps, step_name
 from mtrain.exports import Exporter, clean_staging, due_steps
-from mtrain.hf.folder import HfFolder
+from mtrain.hf.io.folder import HfFolder
 from mtrain.runs.folder import RunFolder
 from tests.fault_table import Notice
 from tests.hf.test_exports import finished, run

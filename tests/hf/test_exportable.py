@@ -17,10 +17,10 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens
 from mtrain.convert.verifying import verify_hf
-from mtrain.hf.description import disagreements
-from mtrain.hf.exportable import refuse_unexportable
-from mtrain.hf.logits import transformers_logits
-from mtrain.hf.registry import FAMILIES
+from mtrain.hf.io.logits import transformers_logits
+from mtrain.hf.schema.description import disagreements
+from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.hf.schema.registry import FAMILIES
 from mtrain.plan.layout import Layout
 from mtrain.runs.continuation import continued
 from tests.fault_table import Notice

@@ -16,8 +16,8 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens
 from mtrain.convert.verifying import verify_hf
-from mtrain.hf.folder import HfFolder
-from mtrain.hf.logits import transformers_logits
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.logits import transformers_logits
 from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import CONFIGS, save

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from mtrain.base.errors import DataError
-from mtrain.hf.header import read_header
-from mtrain.hf.safetensors import SafetensorsFile
+from mtrain.hf.io.safetensors import SafetensorsFile
+from mtrain.hf.schema.header import read_header
 from tests.fault_table import Notice
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

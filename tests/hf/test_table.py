@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtrain.hf.registry import family_of
-from mtrain.hf.table import Table, narrowed, read_box, stream_tensor
+from mtrain.hf.schema.registry import family_of
+from mtrain.hf.schema.table import Table, narrowed, read_box, stream_tensor
 from tests.hf.folders import CONFIGS
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import transformers
 
-from mtrain.hf.registry import FAMILIES
+from mtrain.hf.schema.registry import FAMILIES
 from tests.parity import test_against_transformers as plain
 from tests.parity.cases import Case, case
 from tests.pool import Pool

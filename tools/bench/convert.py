@@ -34,8 +34,8 @@ if __name__ == "__main__":
 
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
-from mtrain.hf.registry import FAMILIES
-from mtrain.hf.safetensors import header_of, raw_bytes
+from mtrain.hf.io.safetensors import header_of, raw_bytes
+from mtrain.hf.schema.registry import FAMILIES
 
 _SAMPLE_S = 0.005
 _MB = 1e6

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import Entry, Field, Given, Needed, heads
-from mtrain.hf.families.common import (
+from mtrain.hf.schema.config import Entry, Field, Given, Needed, heads
+from mtrain.hf.schema.families.common import (
     ATTENTION,
     FEED_FORWARD,
     VOCABULARY,
@@ -18,9 +18,9 @@ from mtrain.hf.families.common import (
     layer_kinds,
     windows,
 )
-from mtrain.hf.family import Family
-from mtrain.hf.rope import ROPE_NAMES, read_rope, written_rope
-from mtrain.hf.values import needed_value, value_of
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain.config.schema.train import AdamWSection
-from mtrain.hf.logits import open_model
+from mtrain.hf.io.logits import open_model
 
 
 class Rows(NamedTuple):

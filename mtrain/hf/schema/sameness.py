@@ -7,7 +7,7 @@ from typing import Any
 from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.rope import same_rope
+from mtrain.hf.schema.rope import same_rope
 
 _NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
 """Fields of `model.*` that config.json has no word for, or that do not change what the weights mean."""

@@ -6,15 +6,15 @@ from typing import Any
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import UnsayableError
-from mtrain.hf.families.deepseek import DEEPSEEK_V3
-from mtrain.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from mtrain.hf.families.experts import MIXTRAL, QWEN3_MOE
-from mtrain.hf.families.gemma import GEMMA3
-from mtrain.hf.families.gpt_oss import GPT_OSS
-from mtrain.hf.family import Family
-from mtrain.hf.known import refuse_foreign, unknown_fields
-from mtrain.hf.values import shown
+from mtrain.hf.schema.config import UnsayableError
+from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3
+from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
+from mtrain.hf.schema.families.gemma import GEMMA3
+from mtrain.hf.schema.families.gpt_oss import GPT_OSS
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.known import refuse_foreign, unknown_fields
+from mtrain.hf.schema.values import shown
 
 FAMILIES = {
     family.model_type: family

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mtrain.base.errors import DataError
-from mtrain.hf.values import shown
+from mtrain.hf.schema.values import shown
 
 _DESCRIPTION = """architectures model_type transformers_version _name_or_path name_or_path _commit_hash torch_dtype
 dtype auto_map tokenizer_class model_max_length unsloth_version unsloth_fixed max_position_embeddings

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import DEPTHS, Entry, config_of, model_of
-from mtrain.hf.table import Rule, Table, build_table
+from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of
+from mtrain.hf.schema.table import Rule, Table, build_table
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads, lookup
-from mtrain.hf.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, common, experts, router
-from mtrain.hf.family import Family
-from mtrain.hf.values import needed_value, value_of
+from mtrain.hf.schema.config import Entry, Field, Given, Needed, Rope, heads, lookup
+from mtrain.hf.schema.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, common, experts, router
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.values import needed_value, value_of
 
 
 @final

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import DEPTHS, Derived, Entry, Field, Given, Needed, Rope, lookup
-from mtrain.hf.families.common import (
+from mtrain.hf.schema.config import DEPTHS, Derived, Entry, Field, Given, Needed, Rope, lookup
+from mtrain.hf.schema.families.common import (
     ACTIVATION,
     FEED_FORWARD,
     KEY,
@@ -22,9 +22,9 @@ from mtrain.hf.families.common import (
     router,
     same,
 )
-from mtrain.hf.family import Family
-from mtrain.hf.table import Rule
-from mtrain.hf.values import needed_value, value_of
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.table import Rule
+from mtrain.hf.schema.values import needed_value, value_of
 
 _SCORED = 2
 """Experts of a group whose sum ranks it."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file, parsed_json
-from mtrain.hf.files import is_tensor_name
+from mtrain.hf.schema.files import is_tensor_name
 
 PREFIX_BYTES = 8
 METADATA = "__metadata__"

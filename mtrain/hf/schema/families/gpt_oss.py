@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
-from mtrain.hf.families.common import (
+from mtrain.hf.schema.config import Entry, Field, Given, Needed, Rope, heads
+from mtrain.hf.schema.families.common import (
     ATTENTION,
     KEY,
     NORMS,
@@ -21,9 +21,9 @@ from mtrain.hf.families.common import (
     router,
     windows,
 )
-from mtrain.hf.family import Family
-from mtrain.hf.table import Part, Rule
-from mtrain.hf.values import value_of
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.table import Part, Rule
+from mtrain.hf.schema.values import value_of
 
 
 @final

@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.axes import Arrangement, Block, Fixed, Sizes, shape
+from mtrain.hf.schema.axes import Arrangement, Block, Fixed, Sizes, shape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import Entry, Field, Given, Needed, Rope, heads
-from mtrain.hf.families.common import (
+from mtrain.hf.schema.config import Entry, Field, Given, Needed, Rope, heads
+from mtrain.hf.schema.families.common import (
     ACTIVATION,
     ATTENTION,
     FEED_FORWARD,
@@ -17,8 +17,8 @@ from mtrain.hf.families.common import (
     LayerWindows,
     common,
 )
-from mtrain.hf.family import Family
-from mtrain.hf.values import needed_value
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.values import needed_value
 
 _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 

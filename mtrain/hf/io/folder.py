@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.hf.axes import Sizes
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json, side_files
-from mtrain.hf.safetensors import SafetensorsFile
+from mtrain.hf.io.safetensors import SafetensorsFile
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json, side_files
 
 
 class HfFolder:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.hf.block_scaled import Weights
-from mtrain.hf.files import CONFIG_NAME
-from mtrain.hf.safetensors import raw_bytes
-from mtrain.hf.table import Table
+from mtrain.hf.io.block_scaled import Weights
+from mtrain.hf.io.safetensors import raw_bytes
+from mtrain.hf.schema.files import CONFIG_NAME
+from mtrain.hf.schema.table import Table
 
 _NAMES_TOLD = 8
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

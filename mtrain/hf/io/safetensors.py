@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file
-from mtrain.hf.axes import Sizes
-from mtrain.hf.header import METADATA, PREFIX_BYTES, Header, read_header
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.header import METADATA, PREFIX_BYTES, Header, read_header
 
 _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.axes import Sizes
-from mtrain.hf.block_scaled import Weights, plain_weights
-from mtrain.hf.description import read_model
-from mtrain.hf.family import Family
-from mtrain.hf.files import CONFIG_NAME
-from mtrain.hf.folder import HfFolder
-from mtrain.hf.matching import check_names
-from mtrain.hf.table import Piece, Table, narrowed, read_box
+from mtrain.hf.io.block_scaled import Weights, plain_weights
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.matching import check_names
+from mtrain.hf.schema.axes import Sizes
+from mtrain.hf.schema.description import read_model
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.files import CONFIG_NAME
+from mtrain.hf.schema.table import Piece, Table, narrowed, read_box
 
 EMBEDDINGS = "embedding.word_embeddings.weight"
 

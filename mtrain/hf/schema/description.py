@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import DEPTHS
-from mtrain.hf.family import Family
-from mtrain.hf.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json
-from mtrain.hf.header import read_header
-from mtrain.hf.registry import family_of, fields_nobody_knows
-from mtrain.hf.sameness import differences
-from mtrain.hf.values import shown_name
+from mtrain.hf.schema.config import DEPTHS
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json
+from mtrain.hf.schema.header import read_header
+from mtrain.hf.schema.registry import family_of, fields_nobody_knows
+from mtrain.hf.schema.sameness import differences
+from mtrain.hf.schema.values import shown_name
 
 _TOLD_FIELDS = 8
 """Of those that are unknown."""

@@ -18,9 +18,9 @@ from mtrain.base.errors import DataError
 from mtrain.config.messages import readable
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
-from mtrain.hf.rope import ROPE_NAMES, read_rope, written_rope
-from mtrain.hf.sameness import differences, unsayable
-from mtrain.hf.values import needed_value, shown, value_of
+from mtrain.hf.schema.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.schema.sameness import differences, unsayable
+from mtrain.hf.schema.values import needed_value, shown, value_of
 
 
 class UnsayableError(DataError):
@@ -47,7 +47,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The fields of the file that are read; all others are judged by `mtrain/hf/known.py`."""
+        """The fields of the file that are read; all others are judged by `mtrain/hf/schema/known.py`."""
 
     @abstractmethod
     def read(self, config: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.hf.files import CONFIG_NAME, read_json
-from mtrain.hf.registry import family_of, fitting_family
+from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.registry import family_of, fitting_family
 
 ORIGIN = "hf"
 """Folder in an imported checkpoint with what came with the weights: config.json, index, tokenizer."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import RopeSection
-from mtrain.hf.values import needed_value, shown, shown_name, wrong_type
+from mtrain.hf.schema.values import needed_value, shown, shown_name, wrong_type
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _FIELDS = {

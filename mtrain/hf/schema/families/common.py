@@ -8,9 +8,9 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.config import Entry, Field, Given, Needed
-from mtrain.hf.table import Part, Rule
-from mtrain.hf.values import needed_value, value_of
+from mtrain.hf.schema.config import Entry, Field, Given, Needed
+from mtrain.hf.schema.table import Part, Rule
+from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 MAX_LISTED_LAYERS = 100_000

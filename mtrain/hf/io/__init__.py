@@ -1,0 +1,1 @@
+"""Hugging Face folders as bytes and tensors."""
