@@ -12,7 +12,7 @@ from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet
 from mtrain.hf.schema.description import notes_on_folder
-from mtrain.loss.terms import Objective
+from mtrain.loss.objective import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model
 from mtrain.mcore.optimizer import Optimizer

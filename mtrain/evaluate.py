@@ -10,8 +10,8 @@ from typing import Any
 
 from mtrain.config import Config
 from mtrain.data.loader import HeldOutBatches, StepLoader
+from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.loss.terms import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.optimizer import Optimizer
 from mtrain.mcore.pairs import TermTotals

@@ -16,11 +16,11 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
+from mtrain.loss.objective import Objective, power_of_two_near, side_term_factors, term_means
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
 from mtrain.loss.scaling import check_denominator, check_factors
-from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.experts.balance import RouterBalance
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.groups import Groups

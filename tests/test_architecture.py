@@ -238,7 +238,7 @@ CONFINED = (
     Confined(
         "megatron",
         _imports_of("megatron"),
-        r"mtrain/mcore/.*|mtrain/data/index\.py",
+        r"mtrain/mcore/.*|mtrain/data/formats/megatron_indexed\.py",
         "def f():\n    from megatron.core import tensor_parallel",
     ),
     Confined(
@@ -301,7 +301,7 @@ def test_what_is_confined_stays_in_its_place(rule: Confined) -> None:
 
 
 def test_data_index_takes_the_datasets_of_megatron_only() -> None:
-    (index,) = (module for module in modules() if module.name == "mtrain.data.index")
+    (index,) = (module for module in modules() if module.name == "mtrain.data.formats.megatron_indexed")
     found = [each.target for each in imports(index) if each.target.startswith("megatron")]
     assert found
     assert [name for name in found if not name.startswith("megatron.core.datasets")] == []

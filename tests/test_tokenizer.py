@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtrain.base.errors import DataError
-from mtrain.data.tokenizer_training import train_tokenizer
+from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from tests.fault_table import Notice
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mtrain.cli.main import one_message
-from mtrain.data.stdlib import build_stdlib_corpus
+from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
 
 
 def main(

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mtrain.cli.main import one_message
-from mtrain.data.corpus import tokenize_corpus
-from mtrain.data.documents import find_files
+from mtrain.data.formats.documents import find_files
+from mtrain.data.preparation.tokenize import tokenize_corpus
 
 
 def main(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtrain.cli.main import one_message
-from mtrain.data.tokenizer_training import train_tokenizer
+from mtrain.data.preparation.train_tokenizer import train_tokenizer
 
 
 class Algorithm(Enum):

@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.data.aggregate import TokenTerms, aggregate
-from mtrain.data.ahead import ahead, moved
 from mtrain.data.batch import Ahead, Microbatch
-from mtrain.data.sample import Sample
+from mtrain.data.samples.mtp import ahead, moved
+from mtrain.data.samples.sample import Sample
+from mtrain.loss.aggregation import TokenTerms, aggregate
 
 MAIN = "main"
 """The term that `loss.function` computes, beside the named side terms."""

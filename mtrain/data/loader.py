@@ -15,7 +15,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
 from mtrain.data.prefetch import Prefetch
-from mtrain.data.sample import Sample
+from mtrain.data.samples.sample import Sample
 from mtrain.data.sources import HeldOut, MockHeldOut, Sources
 from mtrain.tokenizer import Tokenizer
 

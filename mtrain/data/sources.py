@@ -7,13 +7,13 @@ from typing import Literal, Protocol
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import DataSection, SourceSection
-from mtrain.data.finetune import Conversations, LineFormat
-from mtrain.data.index import Corpus, document_ranges
-from mtrain.data.jsonl import Lines
-from mtrain.data.mock import MockSamples
+from mtrain.data.formats.jsonl import Lines
+from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
+from mtrain.data.formats.mock import MockSamples
 from mtrain.data.order import SampleOrder, key_of
-from mtrain.data.pretrain import Windows
-from mtrain.data.sample import Sample, SampleSource
+from mtrain.data.samples.pretrain import Windows
+from mtrain.data.samples.sample import Sample, SampleSource
+from mtrain.data.samples.sft import Conversations, LineFormat
 from mtrain.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 Part = Literal["train", "valid", "test"]

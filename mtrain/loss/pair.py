@@ -22,7 +22,7 @@ from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.sequences import sum_over_ranks
 
 if TYPE_CHECKING:
-    from mtrain.loss.vocab_parallel import VocabParallelLogits
+    from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 
 MAIN_TERM = "main"
 """Name of the term that `loss.function` computes; side terms carry the names of the config."""

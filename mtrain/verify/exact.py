@@ -14,9 +14,9 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.loss import TermSection
+from mtrain.loss.functions.load import load_loss_function
 from mtrain.loss.pair import LossPair, TermInputs
-from mtrain.loss.resolve import load_loss_function
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.groups import Groups
 from mtrain.verify.reference.adamw import AdamW
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated

@@ -14,9 +14,9 @@ from torch import Tensor
 from mtrain import step
 from mtrain.data.batch import Microbatch
 from mtrain.data.zigzag import slice_for_context_parallel
+from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.loss.terms import side_term_factors
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore import attention, finalize, norm, optimizer, pairs, share, translate
 from mtrain.mcore.experts import balance
 from mtrain.mcore.groups import Groups

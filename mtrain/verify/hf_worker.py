@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.loss.terms import Objective
+from mtrain.loss.objective import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.hf_weights import load_hf_weights
 from mtrain.mcore.model import build_model

@@ -13,7 +13,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.loader import StepLoader
 from mtrain.data.order import key_of, slots
-from mtrain.data.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, padded
 from mtrain.verify.reference.text import Text
 from mtrain.verify.shrink import SEQ_LENGTH, Shrunk
 

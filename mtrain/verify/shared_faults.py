@@ -19,13 +19,13 @@ from mtrain import step
 from mtrain.config.schema.loss import NORM_AGGREGATIONS, TermSection
 from mtrain.config.schema.model import RopeSection
 from mtrain.config.schema.train import OptimizerSection
-from mtrain.data import aggregate as aggregation
 from mtrain.data import collate, order
-from mtrain.data.ahead import ahead
 from mtrain.data.batch import Microbatch
-from mtrain.data.sample import Sample
+from mtrain.data.samples.mtp import ahead
+from mtrain.data.samples.sample import Sample
+from mtrain.loss import aggregation
 from mtrain.loss import router as losses
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore import attention, model, norm, optimizer
 from mtrain.mcore.experts import balance, router
 from mtrain.mcore.experts.choice import choose

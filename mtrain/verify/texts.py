@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from mtrain.config import Config
-from mtrain.data.mock import MockSamples
-from mtrain.data.pretrain import Windows
+from mtrain.data.formats.mock import MockSamples
+from mtrain.data.samples.pretrain import Windows
 from mtrain.data.sources import Blended, Sources
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import Corpus

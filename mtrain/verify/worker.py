@@ -9,7 +9,7 @@ from typing import Any
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.loss.terms import Objective
+from mtrain.loss.objective import Objective
 from mtrain.mcore.gather import gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_frozen_model, build_model

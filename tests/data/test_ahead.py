@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.schema.loss import LossSection, depth_term
-from mtrain.data.ahead import ahead, moved
 from mtrain.data.collate import collate, loss_terms
-from mtrain.data.sample import Sample, padded
+from mtrain.data.samples.mtp import ahead, moved
+from mtrain.data.samples.sample import Sample, padded
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 7))

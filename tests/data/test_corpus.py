@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data import corpus as module
-from mtrain.data.corpus import tokenize_corpus
-from mtrain.data.documents import documents, find_files
-from mtrain.data.index import Corpus
+from mtrain.data.formats.documents import documents, find_files
+from mtrain.data.formats.megatron_indexed import Corpus
+from mtrain.data.preparation import tokenize as module
+from mtrain.data.preparation.tokenize import tokenize_corpus
 from mtrain.tokenizer import load_tokenizer
 from tests.paths import ROOT
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.data.finetune import Conversations, LineFormat, Piece, tokenised
-from mtrain.data.jsonl import Lines
+from mtrain.data.formats.jsonl import Lines
+from mtrain.data.samples.sft import Conversations, LineFormat, Piece, tokenised
 from mtrain.data.sources import Sources
 from mtrain.tokenizer import chat_template, load_tokenizer
 from tests.fault_table import Notice

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data import jsonl
-from mtrain.data.jsonl import Lines, objects
+from mtrain.data.formats import jsonl
+from mtrain.data.formats.jsonl import Lines, objects
 
 
 def accept(found: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import MAIN, loss_terms
-from mtrain.data.index import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
 from mtrain.loss.pair import MAIN_TERM
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mtrain.data.mock import MockSamples
+from mtrain.data.formats.mock import MockSamples
 
 
 def test_a_sample_is_a_function_of_seed_and_number() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.index import Corpus
-from mtrain.data.pretrain import Windows
+from mtrain.data.formats.megatron_indexed import Corpus
+from mtrain.data.samples.pretrain import Windows
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[10, 11, 12], [], [20, 21], [30, 31, 32, 33, 34, 35], [40]]

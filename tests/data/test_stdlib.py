@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.finetune import LineFormat
-from mtrain.data.stdlib import build_stdlib_corpus
+from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
+from mtrain.data.samples.sft import LineFormat
 
 SOURCE = '''"""About the module."""
 import sys

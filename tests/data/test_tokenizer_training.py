@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.tokenizer_training import train_tokenizer
+from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.tokenizer import load_tokenizer
 
 WORDS = ["value", "weight", "index", "length", "colour", "height", "parent", "child", "reader", "writer"]

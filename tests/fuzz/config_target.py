@@ -67,7 +67,7 @@ def _bases() -> tuple[dict[str, Any], ...]:
                 "aggregation": "token-sum-norm",
                 "norm_length": 64,
                 "options": {"label_smoothing": 0.1},
-                "side_terms": {"z": {"function": "mtrain.loss.terms:z_loss", "coefficient": 0.1}},
+                "side_terms": {"z": {"function": "mtrain.loss.objective:z_loss", "coefficient": 0.1}},
                 "router": {"z_coefficient": 0.001, "sequence_balance_coefficient": 0.01},
             },
             checkpoint={"interval_steps": 5, "keep_every_steps": 10, "export_hf_every_steps": 10},

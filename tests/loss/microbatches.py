@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mtrain.loss.pair import TermInputs
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 
 VOCAB = 11
 

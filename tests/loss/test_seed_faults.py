@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.loss import Aggregation, LossSection
-from mtrain.data.aggregate import aggregate
 from mtrain.data.zigzag import zigzag_index
+from mtrain.loss.aggregation import aggregate
 from tests.oracle import loss as oracle
 
 NUM_SEQUENCES, LENGTH, HIDDEN, VOCAB = 16, 32, 6, 19

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, SideTermSection, TeacherSection
+from mtrain.loss.objective import Objective, power_of_two_near, side_term_factors, term_means
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
-from mtrain.loss.terms import Objective, power_of_two_near, side_term_factors, term_means
 from tests.loss.microbatches import term_inputs
 
 Z_LOSS = SideTermSection(function="z_loss", coefficient=0.25)

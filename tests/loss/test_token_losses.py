@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.loss.distillation import distillation_loss
-from mtrain.loss.entropy import entropy_loss
-from mtrain.loss.next_token import next_token_loss
+from mtrain.loss.functions.distillation import distillation_loss
+from mtrain.loss.functions.entropy import entropy_loss
+from mtrain.loss.functions.next_token import next_token_loss
+from mtrain.loss.functions.z_loss import z_loss
 from mtrain.loss.pair import LossPair, TermInputs, weigh
-from mtrain.loss.z_loss import z_loss
 from tests.loss.microbatches import VOCAB, term_inputs
 
 LOSSES = [

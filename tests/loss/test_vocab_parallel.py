@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.loss.counting import counted_all_reduces

@@ -18,7 +18,7 @@ from mtrain.checkpoint.directory import load_entry, step_name
 from mtrain.checkpoint.training_state import LossScaler
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.loss.terms import Objective
+from mtrain.loss.objective import Objective
 from mtrain.mcore.checkpoint import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.mcore.gather import Shard, gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mtrain.config import Config
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.attention import CoreAttention
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.gather import gather_whole, parameter_shards

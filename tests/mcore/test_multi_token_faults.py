@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from mtrain.data.ahead import moved
+from mtrain.data.samples.mtp import moved
 from mtrain.mcore.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.mcore.guard_ranks import SEQ, fields

@@ -139,7 +139,7 @@ def smoothed(groups: Groups, logits: Any, labels: Any) -> tuple[list[float], lis
 
 
 def test_label_smoothing_is_wrong_under_tensor_parallelism(pool: Pool) -> None:
-    """Absent here: losses come from mtrain/loss/vocab_parallel.py."""
+    """Absent here: losses come from mtrain/loss/vocab_parallel/logits.py."""
     rng = np.random.default_rng(0)
     logits, labels = (4 * rng.standard_normal((5, 3, 64))).astype(np.float32), rng.integers(0, 64, (5, 3))
     deviations = []

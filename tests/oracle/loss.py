@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtrain.config.schema.loss import LossSection, TermSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.sample import Sample
+from mtrain.data.samples.sample import Sample
 from tests.oracle import distributions, multi_token, routers
 from tests.oracle.model import Parameters, logits_of
 

@@ -10,7 +10,7 @@ import torch
 from mtrain.config.schema.loss import LossSection, SideTermSection, TermSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
-from mtrain.data.sample import Sample
+from mtrain.data.samples.sample import Sample
 from tests.oracle.loss import Sequence, aggregate, objective, term_values
 from tests.oracle.model import logits_of, random_parameters
 from tests.oracle.run import oracle_steps

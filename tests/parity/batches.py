@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, padded
 
 BATCH, SEQ, VOCAB = 16, 32, 61
 """Samples of a step, positions of a row, real tokens."""

@@ -14,8 +14,8 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
+from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.loss.terms import Objective
 from mtrain.mcore.finalize import Finalizer
 from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.mcore.groups import Groups

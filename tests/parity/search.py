@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.data.sample import Sample
+from mtrain.data.samples.sample import Sample
 from mtrain.plan.lr import learning_rate
 from tests.oracle.loss import Sequence, routers_of
 from tests.oracle.run import StepResult, oracle_steps

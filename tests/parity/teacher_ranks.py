@@ -10,7 +10,7 @@ import torch
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.loss.terms import Objective
+from mtrain.loss.objective import Objective
 from mtrain.mcore.gather import gather_whole, parameter_shards
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_frozen_model, build_model

@@ -9,7 +9,7 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.pair import TermInputs, weigh_sequences
-from mtrain.loss.vocab_parallel import VocabParallelLogits
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.fault_table import Notice
 from tests.oracle.loss import SEQUENCE_LOSSES, Sequence
 from tests.parity.batches import documents_steps, padded_steps, three_steps, weighted_steps

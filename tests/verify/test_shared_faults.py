@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.data.index import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.inject import chosen
 from mtrain.verify.ranks import Pool
 from mtrain.verify.result import KINDS

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mtrain.config import Config
-from mtrain.data import order, pretrain
-from mtrain.data.index import writing_corpus
+from mtrain.data import order
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
+from mtrain.data.samples import pretrain
 from mtrain.verify.compare_inputs import expected_fields, sample_deviations
 from mtrain.verify.planting import replaced
 from mtrain.verify.samples import Plan

@@ -40,8 +40,8 @@ from torch import Tensor
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
+from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import LossPair
-from mtrain.loss.terms import side_term_factors
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.pairs import GlobalTotals, PairAccumulator, PlannedTotals
 from mtrain.mcore.summed import SummedOverRanks

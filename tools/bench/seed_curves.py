@@ -25,9 +25,9 @@ if __name__ == "__main__":
 from mtrain.cli.main import one_message
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.data.stdlib import build_stdlib_corpus
-from mtrain.data.tokenizer_training import train_tokenizer
-from mtrain.loss.terms import Objective
+from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
+from mtrain.data.preparation.train_tokenizer import train_tokenizer
+from mtrain.loss.objective import Objective
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import build_model
 from mtrain.mcore.optimizer import Optimizer

@@ -36,10 +36,10 @@ _LEGAL_OPTIONS = {
 """Options of this package's own loss functions; those of other functions are theirs to check."""
 
 LOSS_FUNCTIONS = {
-    "next_token": "mtrain.loss.next_token:next_token_loss",
-    "z_loss": "mtrain.loss.z_loss:z_loss",
-    "entropy": "mtrain.loss.entropy:entropy_loss",
-    "distillation": "mtrain.loss.distillation:distillation_loss",
+    "next_token": "mtrain.loss.functions.next_token:next_token_loss",
+    "z_loss": "mtrain.loss.functions.z_loss:z_loss",
+    "entropy": "mtrain.loss.functions.entropy:entropy_loss",
+    "distillation": "mtrain.loss.functions.distillation:distillation_loss",
 }
 """This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
 so a function may move to another module without becoming another run."""

@@ -106,7 +106,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "Smoothing is over the whole real vocabulary, with the sum over ranks in the same all-reduce.",
-        ("mtrain/loss/vocab_parallel.py",),
+        ("mtrain/loss/vocab_parallel/logits.py",),
         (
             spec_test("label_smoothing_is_wrong_under_tensor_parallelism"),
             "tests/loss/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
@@ -134,7 +134,7 @@ ROWS = (
         has_field("cross_entropy"),
         "refused",
         "The field is not free; the loss here returns gradients in the precision of the logits.",
-        ("mtrain/config/megatron_fields.py", "mtrain/loss/vocab_parallel.py"),
+        ("mtrain/config/megatron_fields.py", "mtrain/loss/vocab_parallel/logits.py"),
         (guard_test("the_fused_cross_entropy_rounds_to_bf16"),),
         ({"cross_entropy_loss_fusion": True}, {"cross_entropy_fusion_impl": "native"}),
     ),
@@ -146,7 +146,7 @@ ROWS = (
         lambda config, layout: padded_vocab_size(config.model, layout.tp) != config.model.vocab_size,
         "fixed",
         "Padding takes part in no softmax, its gradient is exactly 0 and its rows start at 0.",
-        ("mtrain/loss/vocab_parallel.py", "mtrain/mcore/initialize.py"),
+        ("mtrain/loss/vocab_parallel/logits.py", "mtrain/mcore/initialize.py"),
         (guard_test("padding_of_the_vocabulary_changes_the_loss"),),
     ),
     Guard(
@@ -157,7 +157,7 @@ ROWS = (
         lambda config, layout: config.train.precision == "fp16",
         "fixed",
         "The objective is first multiplied by an exact power of two near 1 / D, which the one division takes out.",
-        ("mtrain/step.py", "mtrain/loss/terms.py"),
+        ("mtrain/step.py", "mtrain/loss/objective.py"),
         (
             "tests/parity/test_precision.py::test_plain_sums_would_overflow_in_fp16",
             "tests/parity/test_precision.py::test_the_premultiplier_changes_no_bit",

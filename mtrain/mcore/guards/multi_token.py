@@ -26,7 +26,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Each depth is a term of its own, scaled by its own planned denominator.",
-        ("mtrain/data/collate.py", "mtrain/loss/terms.py"),
+        ("mtrain/data/collate.py", "mtrain/loss/objective.py"),
         (
             f"{_FAULTS}::test_depths_are_divided_by_the_tokens_of_the_main_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -41,7 +41,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Sums are divided once for the step; a denominator of 0 makes the factor 0.",
-        ("mtrain/loss/terms.py",),
+        ("mtrain/loss/objective.py",),
         (
             f"{_FAULTS}::test_a_microbatch_without_loss_tokens_is_not_a_number",
             f"{_PARITY}::test_nothing_lies_so_far_ahead",
@@ -57,7 +57,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Tokens, labels and weights of every depth are cut from whole rows, inside each document.",
-        ("mtrain/data/ahead.py",),
+        ("mtrain/data/samples/mtp.py",),
         (
             f"{_FAULTS}::test_rolling_takes_tokens_of_other_places",
             f"{_PARITY}::test_depths_stop_at_the_edges_of_documents",
@@ -72,7 +72,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "The weights of the depths come with the batch, from the mask of the token that each predicts.",
-        ("mtrain/data/ahead.py",),
+        ("mtrain/data/samples/mtp.py",),
         (
             f"{_FAULTS}::test_without_a_mask_prompts_are_learnt",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",

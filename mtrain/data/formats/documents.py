@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.data.jsonl import check_at, objects
+from mtrain.data.formats.jsonl import check_at, objects
 
 
 class Document(NamedTuple):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mtrain.data.order import key_of, mix
-from mtrain.data.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, padded
 
 _TRAIN, _HELD_OUT = 0, 1
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.loss.next_token import next_token_loss
+from mtrain.loss.functions.load import asks_for_teacher, load_loss_function
+from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
-from mtrain.loss.resolve import asks_for_teacher, load_loss_function
 
 
 @dataclass(frozen=True)

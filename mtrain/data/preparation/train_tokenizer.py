@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
-from mtrain.data.documents import documents, find_files
+from mtrain.data.formats.documents import documents, find_files
 
 _MAX_LINE_BYTES = 65536
 """Longer lines do not take part in the training."""

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.data.jsonl import Lines, check_at
-from mtrain.data.sample import Sample, padded
+from mtrain.data.formats.jsonl import Lines, check_at
+from mtrain.data.samples.sample import Sample, padded
 from mtrain.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")

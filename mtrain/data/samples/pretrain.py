@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.data.index import Corpus
+from mtrain.data.formats.megatron_indexed import Corpus
 from mtrain.data.order import key_of, permutation
-from mtrain.data.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, padded
 
 _DOCUMENT_ORDER = 1
 """Sets the permutation of documents apart from that of windows, which has the same seed."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain.loss.exponentials import Exponentials, cleared, softmax_times
+from mtrain.loss.vocab_parallel.exponentials import Exponentials, cleared, softmax_times
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.loss.cross_entropy import CrossEntropy, Entropy, LogSumExp, Target
-from mtrain.loss.divergence import Divergence, Tempered, divergence_of_sums, local_sums
-from mtrain.loss.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
+from mtrain.loss.vocab_parallel.cross_entropy import CrossEntropy, Entropy, LogSumExp, Target
+from mtrain.loss.vocab_parallel.divergence import Divergence, Tempered, divergence_of_sums, local_sums
+from mtrain.loss.vocab_parallel.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
 
 
 class VocabParallelLogits:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.data.documents import Document, documents, find_files
-from mtrain.data.index import element_type, writing_corpus
+from mtrain.data.formats.documents import Document, documents, find_files
+from mtrain.data.formats.megatron_indexed import element_type, writing_corpus
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 _CHUNK_CHARACTERS = 500_000

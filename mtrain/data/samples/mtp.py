@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.sample import Sample
+from mtrain.data.samples.sample import Sample
 
 Value = TypeVar("Value", np.int64, np.float64, np.bool_)
 

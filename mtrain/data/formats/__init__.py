@@ -1,0 +1,1 @@
+"""Where text and tokens come from: one file a format."""

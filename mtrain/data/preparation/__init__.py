@@ -1,0 +1,1 @@
+"""Making tokenizers and tokenised corpora, before any run."""

@@ -1,0 +1,1 @@
+"""What a sample is: windows of running text, conversations."""

@@ -1,0 +1,1 @@
+"""The token losses, and how one is found by its name."""

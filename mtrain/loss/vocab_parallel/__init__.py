@@ -1,0 +1,1 @@
+"""Losses of logits whose vocabulary is split over tensor-parallel ranks."""
