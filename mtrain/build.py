@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.checkpoint.directory import checkpoint_at
+from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet

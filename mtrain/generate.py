@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError
-from mtrain.checkpoint.directory import checkpoint_at
+from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.mcore.checkpoint import load_weights

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError
 from mtrain.build import Run
-from mtrain.checkpoint.directory import checkpoint_at, clean_leftovers, step_name
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, step_name
 from mtrain.mcore.checkpoint import load_checkpoint
 from mtrain.mcore.parts import parts_to_save
 from mtrain.mcore.saving import Saver

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError, RunFolderError
-from mtrain.checkpoint.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
-from mtrain.checkpoint.foreign import foreign_folder
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
+from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.checkpoint import load_checkpoint, load_weights

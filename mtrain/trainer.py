@@ -16,8 +16,8 @@ from mtrain.base.errors import NumericError
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
 from mtrain.build import Run, build_run
-from mtrain.checkpoint.directory import clean_leftovers, load_entry, published_steps, step_name
-from mtrain.checkpoint.manifest import GitState
+from mtrain.checkpoint.store.directory import clean_leftovers, load_entry, published_steps, step_name
+from mtrain.checkpoint.store.manifest import GitState
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch

@@ -13,10 +13,10 @@ import torch
 from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
 from mtrain.base.signals import StopSignal
-from mtrain.checkpoint.directory import begin_attempt, publish
-from mtrain.checkpoint.manifest import Facts
-from mtrain.checkpoint.tensor_file import write_list, write_parts
-from mtrain.checkpoint.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.writer import write_list, write_parts
+from mtrain.checkpoint.store.directory import begin_attempt, publish
+from mtrain.checkpoint.store.manifest import Facts
 from mtrain.config import Config
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.parts import parts_to_save

@@ -14,8 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mtrain.base import fault_points
-from mtrain.checkpoint.directory import newest_good
-from mtrain.checkpoint.verification import verify_files
+from mtrain.checkpoint.store.directory import newest_good
+from mtrain.checkpoint.store.verification import verify_files
 from mtrain.metrics.jsonl import read_records
 from tests.fault_table import Notice
 from tests.paths import ROOT

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtrain.checkpoint.boxes import boxes_of_run
-from mtrain.checkpoint.contents import contents_of
-from mtrain.checkpoint.differences import differences
-from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
+from mtrain.checkpoint.format.slices import boxes_of_run
+from mtrain.checkpoint.format.writer import Part, write_list, write_parts
+from mtrain.checkpoint.store.contents import contents_of
+from mtrain.checkpoint.store.diff import differences
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.checkpoint_ranks import save

@@ -12,9 +12,9 @@ import pytest
 from mtrain.base import fault_points
 from mtrain.base.environment import git_checkout
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.directory import begin_attempt, newest_good, publish
-from mtrain.checkpoint.manifest import Facts
-from mtrain.checkpoint.verification import verify_files
+from mtrain.checkpoint.store.directory import begin_attempt, newest_good, publish
+from mtrain.checkpoint.store.manifest import Facts
+from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
 from mtrain.resume import check_dataset
 from tests.fault_table import Notice

@@ -57,7 +57,7 @@ def import_(
 ) -> None:
     """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes."""
     with one_message():
-        from mtrain.checkpoint.imported import MODEL_NAME
+        from mtrain.checkpoint.store.imported import MODEL_NAME
         from mtrain.convert.importing import import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
         from mtrain.hf.schema.description import notes_on_folder

@@ -23,7 +23,7 @@ from mtrain.base.errors import DataError
 from mtrain.cli.main import one_message
 
 if TYPE_CHECKING:
-    from mtrain.checkpoint.safe_load import GlobalTensor
+    from mtrain.checkpoint.format.safe_metadata import GlobalTensor
 
 app = typer.Typer(
     help="Looks into checkpoints: of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "
@@ -42,7 +42,7 @@ PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False
 def show(path: PathArgument) -> None:
     """What is inside; PATH alone means this."""
     with one_message():
-        from mtrain.checkpoint.contents import contents_of, described, totals  # loads torch
+        from mtrain.checkpoint.store.contents import contents_of, described, totals  # loads torch
 
         contents = contents_of(path)
         for warning in contents.warnings:
@@ -63,8 +63,8 @@ def diff(
 ) -> None:
     """Compares two checkpoints, whatever layouts saved them."""
     with one_message():
-        from mtrain.checkpoint.contents import contents_of
-        from mtrain.checkpoint.differences import differences
+        from mtrain.checkpoint.store.contents import contents_of
+        from mtrain.checkpoint.store.diff import differences
 
         found = differences(contents_of(a), contents_of(b))
         for key in found.missing:
@@ -91,9 +91,9 @@ def diff(
 def verify(path: PathArgument) -> None:
     """Reads every file and compares it with the manifest."""
     with one_message():
-        from mtrain.checkpoint.contents import contents_of
-        from mtrain.checkpoint.directory import CheckpointEntry
-        from mtrain.checkpoint.verification import verify_files
+        from mtrain.checkpoint.store.contents import contents_of
+        from mtrain.checkpoint.store.directory import CheckpointEntry
+        from mtrain.checkpoint.store.verification import verify_files
 
         contents = contents_of(path)
         if contents.manifest is None:
@@ -105,7 +105,7 @@ def verify(path: PathArgument) -> None:
 
 
 def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
-    from mtrain.checkpoint.contents import size_bytes
+    from mtrain.checkpoint.store.contents import size_bytes
 
     table = _table("tensor", "dtype", "shape", "size", "boxes")
     for key, tensor in sorted(tensors.items()):

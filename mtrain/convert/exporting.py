@@ -13,8 +13,8 @@ import torch
 
 import mtrain
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.checkpoint.directory import reading
-from mtrain.checkpoint.verification import verify_files
+from mtrain.checkpoint.store.directory import reading
+from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import Target, open_target

@@ -17,12 +17,12 @@ import mtrain
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.checkpoint.hashed_file import HashedFile, read_facts
-from mtrain.checkpoint.imported import MODEL_NAME
-from mtrain.checkpoint.manifest import FileFacts, GitState, Manifest, write_manifest
-from mtrain.checkpoint.tensor_file import LIST_FILES, Place, save_record, write_list
-from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.checkpoint.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.writer import LIST_FILES, Place, save_record, write_list
+from mtrain.checkpoint.store.imported import MODEL_NAME
+from mtrain.checkpoint.store.manifest import FileFacts, GitState, Manifest, write_manifest
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError
-from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.target import source_of

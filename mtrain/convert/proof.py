@@ -10,7 +10,7 @@ import torch
 
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.progress import Meter
 from mtrain.hf.io.block_scaled import Weights
 from mtrain.hf.io.matching import same_bits, told

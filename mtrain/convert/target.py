@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.directory import CheckpointEntry, checkpoint_at
-from mtrain.checkpoint.foreign import foreign_folder
-from mtrain.checkpoint.imported import imported_model
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.imported import imported_model
+from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
 from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.block_scaled import plain_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.verification import verify_files
+from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
 from mtrain.hf.io.source import open_source

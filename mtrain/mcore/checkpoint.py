@@ -18,10 +18,10 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.directory import CheckpointEntry
-from mtrain.checkpoint.tensor_file import Part
-from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
+from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys
 from mtrain.mcore import optimizer_state, random_state

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.foreign import check_run_config
-from mtrain.checkpoint.tensor_file import Part
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
 from mtrain.config import Config
 from mtrain.mcore import optimizer_state
 from mtrain.mcore.groups import Groups

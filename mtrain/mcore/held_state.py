@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.writer import Part
 from mtrain.mcore import optimizer_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap

@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
 
-from mtrain.checkpoint.training_state import LossScaler
+from mtrain.checkpoint.format.training_state import LossScaler
 
 MAIN = "param"
 """Name of the float32 main weights among a parameter's states, as megatron-core writes it."""

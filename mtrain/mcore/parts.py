@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.fault_points import wanted_fault
-from mtrain.checkpoint.boxes import boxes_of_run
-from mtrain.checkpoint.finite import Finding, described, non_finite
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.checkpoint.format.slices import boxes_of_run
+from mtrain.checkpoint.format.writer import Part
 from mtrain.mcore import optimizer_state, random_state
 from mtrain.mcore.groups import Groups
 from mtrain.mcore.model import unwrap

@@ -26,7 +26,11 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import disk_faults
-from mtrain.checkpoint.directory import (
+from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.checkpoint.format.snapshot import Snapshot
+from mtrain.checkpoint.format.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.writer import Part, Written, write_list, write_parts
+from mtrain.checkpoint.store.directory import (
     AfterPublishingError,
     Attempt,
     abandon,
@@ -35,12 +39,8 @@ from mtrain.checkpoint.directory import (
     publish,
     step_name,
 )
-from mtrain.checkpoint.finite import Finding, described, non_finite
-from mtrain.checkpoint.manifest import CONFIG_NAME, Facts, FileFacts, GitState
-from mtrain.checkpoint.retention import Keep, Retention, way_back
-from mtrain.checkpoint.snapshot import Snapshot
-from mtrain.checkpoint.tensor_file import Part, Written, write_list, write_parts
-from mtrain.checkpoint.training_state import TrainingState, write_state
+from mtrain.checkpoint.store.manifest import CONFIG_NAME, Facts, FileFacts, GitState
+from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
 from mtrain.mcore import optimizer_state

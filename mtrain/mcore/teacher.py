@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
-from mtrain.checkpoint.directory import CheckpointEntry
-from mtrain.checkpoint.imported import MODEL_NAME, imported_model
+from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.imported import MODEL_NAME, imported_model
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.messages import readable

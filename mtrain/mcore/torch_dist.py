@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.writer import Part
 from mtrain.mcore.world import on_all_ranks
 
 _NAMES_TOLD = 8

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.checkpoint.directory import CheckpointEntry, Newest, reading
-from mtrain.checkpoint.verification import share_of_files, verify_files
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, reading
+from mtrain.checkpoint.store.verification import share_of_files, verify_files
 from mtrain.mcore.world import on_first_rank
 
 _MOST_THREADS = 4

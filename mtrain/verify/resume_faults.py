@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import build, resume, trainer
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.writer import Part
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.data.loader import StepLoader
 from mtrain.mcore import checkpoint, optimizer_state, random_state, torch_dist

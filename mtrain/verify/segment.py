@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from mtrain.base.signals import StopSignal
 from mtrain.build import Run, build_run
-from mtrain.checkpoint.directory import step_name
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.store.directory import step_name
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.order import slots

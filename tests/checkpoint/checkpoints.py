@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtrain.checkpoint.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
-from mtrain.checkpoint.manifest import Facts
+from mtrain.checkpoint.store.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
+from mtrain.checkpoint.store.manifest import Facts
 
 FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import DataError, MachineError, RunFolderError
-from mtrain.checkpoint.directory import (
+from mtrain.checkpoint.format.hashed_file import read_facts
+from mtrain.checkpoint.store.directory import (
     abandon,
     begin_attempt,
     checkpoint_at,
@@ -21,7 +22,6 @@ from mtrain.checkpoint.directory import (
     published_steps,
     set_aside,
 )
-from mtrain.checkpoint.hashed_file import read_facts
 from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
 from tests.fault_table import Notice
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.directory import (
+from mtrain.checkpoint.store.directory import (
     begin_attempt,
     checkpoint_at,
     clean_leftovers,
@@ -18,7 +18,7 @@ from mtrain.checkpoint.directory import (
     published_steps,
     reading,
 )
-from mtrain.checkpoint.retention import Keep, apply_retention
+from mtrain.checkpoint.store.retention import Keep, apply_retention
 from tests.checkpoint.checkpoints import FILES, damage, facts, save, write_files
 from tests.checkpoint.test_directory import newest_step
 from tests.crash import killed_at_every_file_operation

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mtrain.checkpoint.finite import Finding, described, non_finite
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.checkpoint.format.writer import Part
 
 
 def part(key: str, values: torch.Tensor, *offset: int) -> Part:

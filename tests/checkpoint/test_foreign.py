@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.foreign import check_run_config, foreign_folder
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, foreign_folder
 from tests.config.samples import config
 
 

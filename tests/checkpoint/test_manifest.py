@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.directory import checkpoint_at, load_entry, newest_good
-from mtrain.checkpoint.manifest import FileFacts, Manifest, parsed_manifest, write_manifest
+from mtrain.checkpoint.store.directory import checkpoint_at, load_entry, newest_good
+from mtrain.checkpoint.store.manifest import FileFacts, Manifest, parsed_manifest, write_manifest
 from tests.checkpoint.checkpoints import change_manifest, facts, save
 from tests.fault_table import Notice
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.safe_load import Box, GlobalTensor, TensorList, read_tensor_list
-from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.safe_metadata import Box, GlobalTensor, TensorList, read_tensor_list
+from mtrain.checkpoint.format.writer import Part, write_list, write_parts
 from tests.fault_table import Notice
 
 
@@ -133,7 +133,7 @@ BOMBS += ["a huge long text", "a huge number", "a long number in digits"]
 READ_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
-from mtrain.checkpoint.safe_load import read_tensor_list
+from mtrain.checkpoint.format.safe_metadata import read_tensor_list
 from mtrain.base.errors import DataError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)

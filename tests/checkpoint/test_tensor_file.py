@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.hashed_file import HashedFile, read_facts
-from mtrain.checkpoint.snapshot import Snapshot
-from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
+from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
+from mtrain.checkpoint.format.snapshot import Snapshot
+from mtrain.checkpoint.format.writer import Part, write_list, write_parts
 
 
 def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Part, Part]:

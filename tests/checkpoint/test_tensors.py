@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.writer import Part, write_list, write_parts
 
 VALUES = torch.arange(24.0).view(4, 6)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.training_state import STATE_NAME, LossScaler, TrainingState, read_state, write_state
+from mtrain.checkpoint.format.training_state import STATE_NAME, LossScaler, TrainingState, read_state, write_state
 from tests.fault_table import Notice
 
 SCALER = {"scale": 65536.0, "growth_tracker": 7, "hysteresis_tracker": 2}

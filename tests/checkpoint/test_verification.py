@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.checkpoint.manifest import FileFacts
-from mtrain.checkpoint.verification import share_of_files, verify_files
+from mtrain.checkpoint.store.manifest import FileFacts
+from mtrain.checkpoint.store.verification import share_of_files, verify_files
 from tests.checkpoint.checkpoints import FILES, save
 from tests.fault_table import Notice
 

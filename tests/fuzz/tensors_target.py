@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mtrain.checkpoint.tensor_file import Part, write_list, write_parts
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.writer import Part, write_list, write_parts
 from tests.fuzz.mutations import HUGE, TEXTS, mutated_bytes
 from tests.fuzz.target import Target
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mtrain.checkpoint.directory import load_entry
+from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
 from mtrain.convert.logits import our_logits, random_tokens
 from mtrain.convert.target import source_of

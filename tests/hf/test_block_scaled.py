@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.logits import random_tokens

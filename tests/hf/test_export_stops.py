@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain.base import fault_points
-from mtrain.checkpoint.directory import load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
 from mtrain.exports import Exporter, clean_staging, due_steps
 from mtrain.hf.io.folder import HfFolder
 from mtrain.runs.folder import RunFolder

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.checkpoint.directory import delete_checkpoint, load_entry
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
 from mtrain.exports import Exporter
 from mtrain.runs.folder import RunFolder
 from tests.hf.folders import save

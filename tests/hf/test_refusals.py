@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.tensors import CheckpointTensors
+from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf

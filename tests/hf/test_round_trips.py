@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from mtrain.checkpoint.directory import load_entry
-from mtrain.checkpoint.verification import verify_files
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.load import load_config, save_config
 from mtrain.convert.exporting import export_hf

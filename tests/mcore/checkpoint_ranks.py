@@ -14,8 +14,8 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from mtrain.base.errors import MtrainError
-from mtrain.checkpoint.directory import load_entry, step_name
-from mtrain.checkpoint.training_state import LossScaler
+from mtrain.checkpoint.format.training_state import LossScaler
+from mtrain.checkpoint.store.directory import load_entry, step_name
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective

@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.directory import begin_attempt, load_entry, newest_good, publish, published_steps, step_name
-from mtrain.checkpoint.manifest import Facts
+from mtrain.checkpoint.store.directory import (
+    begin_attempt,
+    load_entry,
+    newest_good,
+    publish,
+    published_steps,
+    step_name,
+)
+from mtrain.checkpoint.store.manifest import Facts
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice

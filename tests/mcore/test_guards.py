@@ -27,7 +27,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.safe_load import read_tensor_list
+from mtrain.checkpoint.format.safe_metadata import read_tensor_list
 from mtrain.config import known_issues
 from mtrain.config.schema.model import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair

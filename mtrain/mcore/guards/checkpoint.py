@@ -34,7 +34,7 @@ ROWS = (
         always,
         "fixed",
         "Ranks write their own shards; no process is started.",
-        ("mtrain/mcore/saving.py", "mtrain/checkpoint/tensor_file.py"),
+        ("mtrain/mcore/saving.py", "mtrain/checkpoint/format/writer.py"),
         (
             guard_test("a_save_of_theirs_starts_processes"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
@@ -48,7 +48,7 @@ ROWS = (
         always,
         "fixed",
         "Saving does not use it.",
-        ("mtrain/mcore/saving.py", "mtrain/checkpoint/tensor_file.py"),
+        ("mtrain/mcore/saving.py", "mtrain/checkpoint/format/writer.py"),
         (
             guard_test("their_writer_needs_psutil"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
@@ -62,7 +62,7 @@ ROWS = (
         always,
         "fixed",
         "Only the plain classes of such a list are let through, and no other object is read.",
-        ("mtrain/checkpoint/safe_load.py",),
+        ("mtrain/checkpoint/format/safe_metadata.py",),
         (
             guard_test("a_checkpoint_runs_code_in_their_reader_and_not_in_ours"),
             f"{_CHECKPOINT_TESTS}::test_nothing_of_a_checkpoint_runs_as_code",

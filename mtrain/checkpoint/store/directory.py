@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
-from mtrain.checkpoint.hashed_file import read_facts
-from mtrain.checkpoint.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest, write_manifest
+from mtrain.checkpoint.format.hashed_file import read_facts
+from mtrain.checkpoint.store.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest, write_manifest
 
 LATEST_NAME = "latest"
 _ATTEMPT, _TRASH, _DAMAGED = ".tmp-", ".trash-", ".damaged-"

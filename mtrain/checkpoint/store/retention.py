@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mtrain.base.background import started
 from mtrain.base.errors import DataError, MtrainError
 from mtrain.base.fault_points import fault_point
-from mtrain.checkpoint.directory import delete_checkpoint, load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry, published_steps, step_name
 
 
 class Keep(NamedTuple):

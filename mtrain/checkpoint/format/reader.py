@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file
-from mtrain.checkpoint.record import FAULTS, mapped_tensor
-from mtrain.checkpoint.safe_load import Box, Sizes, read_tensor_list
+from mtrain.checkpoint.format.safe_metadata import Box, Sizes, read_tensor_list
+from mtrain.checkpoint.format.torch_save_reader import FAULTS, mapped_tensor
 
 
 class CheckpointTensors:

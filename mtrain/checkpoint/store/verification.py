@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults
-from mtrain.checkpoint.directory import CheckpointEntry
-from mtrain.checkpoint.hashed_file import read_facts
-from mtrain.checkpoint.manifest import FileFacts
+from mtrain.checkpoint.format.hashed_file import read_facts
+from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.manifest import FileFacts
 
 
 def share_of_files(files: Mapping[str, FileFacts], reader: int, num_readers: int) -> list[str]:

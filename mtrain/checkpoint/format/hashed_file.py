@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mtrain.checkpoint.manifest import FileFacts
+from mtrain.checkpoint.store.manifest import FileFacts
 
 _SMALL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 23

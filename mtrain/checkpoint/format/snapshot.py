@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.writer import Part
 
 _ALIGNMENT_BYTES = 64
 

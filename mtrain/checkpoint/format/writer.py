@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.hashed_file import HashedFile, write_hashed
-from mtrain.checkpoint.manifest import FileFacts
+from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
+from mtrain.checkpoint.store.manifest import FileFacts
 
 LIST_NAME = ".metadata"
 LIST_FILES = (LIST_NAME, "common.pt", "metadata.json")

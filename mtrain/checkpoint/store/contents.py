@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.checkpoint.directory import checkpoint_at
-from mtrain.checkpoint.foreign import foreign_folder
-from mtrain.checkpoint.manifest import Manifest
-from mtrain.checkpoint.safe_load import GlobalTensor
-from mtrain.checkpoint.tensors import CheckpointTensors
-from mtrain.checkpoint.training_state import STATE_NAME, TrainingState, read_state
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.safe_metadata import GlobalTensor
+from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.manifest import Manifest
+from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
 
 OPTIMIZER, RANDOM = "optimizer", "random states"
 WEIGHTS = "weights"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.contents import RANDOM, Contents, group_of
-from mtrain.checkpoint.safe_load import GlobalTensor
+from mtrain.checkpoint.format.safe_metadata import GlobalTensor
+from mtrain.checkpoint.store.contents import RANDOM, Contents, group_of
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 

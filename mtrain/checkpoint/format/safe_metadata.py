@@ -16,7 +16,7 @@ import torch
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import read_plain_file
-from mtrain.checkpoint.inert_pickle import Built, Named, read_inert
+from mtrain.checkpoint.format.inert_pickle import Built, Named, read_inert
 
 Sizes: TypeAlias = tuple[int, ...]
 _METADATA = ".metadata"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.tensor_file import Part
+from mtrain.checkpoint.format.writer import Part
 
 _MOST_RANKS = 8
 """Named in a message."""

@@ -18,7 +18,7 @@ from typing import Any
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_yaml, read_plain_file
-from mtrain.checkpoint.manifest import MANIFEST_NAME
+from mtrain.checkpoint.store.manifest import MANIFEST_NAME
 from mtrain.config.schema.model import ModelSection
 
 _LIST, _LATEST, _RUN_CONFIG = ".metadata", "latest_checkpointed_iteration.txt", "run_config.yaml"

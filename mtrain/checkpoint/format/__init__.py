@@ -1,0 +1,1 @@
+"""One checkpoint's bytes: tensors, metadata, training state; written and read without running what is inside."""
