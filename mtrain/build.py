@@ -13,12 +13,12 @@ from mtrain.data.loader import StepLoader
 from mtrain.evaluate import ValidationSet
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.teacher import Teacher, teacher_config
-from mtrain.mcore.verified import opened_checkpoint
-from mtrain.mcore.world import on_first_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model
+from mtrain.mcore.state.teacher import Teacher, teacher_config
+from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.resume import announced, resume_or_initialize, say
 from mtrain.runs.folder import RunFolder
 from mtrain.step import TrainingStep

@@ -12,11 +12,11 @@ from mtrain.config import Config
 from mtrain.data.loader import HeldOutBatches, StepLoader
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.pairs import TermTotals
-from mtrain.mcore.teacher import Teacher
-from mtrain.mcore.world import on_first_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.engine.loss_reduction import TermTotals
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
 from mtrain.step import forward_totals
 

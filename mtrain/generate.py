@@ -16,11 +16,11 @@ from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.mcore.checkpoint import load_weights
-from mtrain.mcore.groups import opened_groups
-from mtrain.mcore.model import build_model, unwrap
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.world import open_world
+from mtrain.mcore.distributed.groups import opened_groups
+from mtrain.mcore.distributed.init import open_world
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.state.load import load_weights
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
 

@@ -15,11 +15,11 @@ from mtrain.base.errors import DataError
 from mtrain.build import Run
 from mtrain.checkpoint.format.writer import Part
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, step_name
-from mtrain.mcore.checkpoint import load_checkpoint
-from mtrain.mcore.parts import parts_to_save
-from mtrain.mcore.saving import Saver
-from mtrain.mcore.verified import opened_checkpoint
-from mtrain.mcore.world import on_all_ranks, on_first_rank
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
+from mtrain.mcore.state.load import load_checkpoint
+from mtrain.mcore.state.save import Saver
+from mtrain.mcore.state.shards import parts_to_save
+from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.resume import say
 
 

@@ -15,14 +15,14 @@ from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoin
 from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.checkpoint import load_checkpoint, load_weights
-from mtrain.mcore.foreign import load_foreign_weights
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.hf_weights import load_hf_weights
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.parts import non_finite_state
-from mtrain.mcore.verified import opened_checkpoint
-from mtrain.mcore.world import on_first_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.mcore.state.import_megatron import load_foreign_weights
+from mtrain.mcore.state.load import load_checkpoint, load_weights
+from mtrain.mcore.state.shards import non_finite_state
+from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 
 

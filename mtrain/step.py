@@ -21,15 +21,22 @@ from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
 from mtrain.loss.scaling import check_denominator, check_factors
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.experts.balance import RouterBalance
-from mtrain.mcore.finalize import Finalizer
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.multi_token import Logits
-from mtrain.mcore.optimizer import Optimizer, Update
-from mtrain.mcore.pairs import GlobalTotals, HostTotals, PairAccumulator, PlannedTotals, TermTotals, TokenCounts
-from mtrain.mcore.schedule import connect, run_forward, run_schedule
-from mtrain.mcore.share import share_batches, slice_for_rank
-from mtrain.mcore.teacher import Teacher
+from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.finalize import Finalizer
+from mtrain.mcore.engine.loss_reduction import (
+    GlobalTotals,
+    HostTotals,
+    PairAccumulator,
+    PlannedTotals,
+    TermTotals,
+    TokenCounts,
+)
+from mtrain.mcore.engine.optimizer import Optimizer, Update
+from mtrain.mcore.engine.schedule import connect, run_forward, run_schedule
+from mtrain.mcore.model.moe.balance import RouterBalance
+from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.state.teacher import Teacher
 
 _WEIGHT_TOLERANCE = 1e-12
 """Relative difference allowed between planned and measured denominators: rounding of float64 sums of fractional

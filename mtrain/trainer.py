@@ -25,11 +25,11 @@ from mtrain.evaluate import evaluate, term_records
 from mtrain.exports import Exporter, clean_staging
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.groups import Groups, opened_groups
-from mtrain.mcore.optimizer import Update
-from mtrain.mcore.parts import spoil_point
-from mtrain.mcore.saving import Origin, Saver
-from mtrain.mcore.world import any_rank, naming_lost_ranks, on_first_rank, open_world
+from mtrain.mcore.distributed.groups import Groups, opened_groups
+from mtrain.mcore.distributed.init import any_rank, naming_lost_ranks, on_first_rank, open_world
+from mtrain.mcore.engine.optimizer import Update
+from mtrain.mcore.state.save import Origin, Saver
+from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.plan import flops_per_token, mfu, peak_flops

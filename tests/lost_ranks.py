@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
-from mtrain.mcore.groups import Groups, opened_groups
+from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.trainer import train_on
 
 

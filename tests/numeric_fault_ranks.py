@@ -18,8 +18,8 @@ from mtrain.checkpoint.format.writer import write_list, write_parts
 from mtrain.checkpoint.store.directory import begin_attempt, publish
 from mtrain.checkpoint.store.manifest import Facts
 from mtrain.config import Config
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.parts import parts_to_save
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.shards import parts_to_save
 from mtrain.trainer import train_on
 from tests.mcore.checkpoint_ranks import build
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from mtrain.trainer import train, train_on
 
 

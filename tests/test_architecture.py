@@ -244,13 +244,13 @@ CONFINED = (
     Confined(
         "parallel_state",
         _mentions_of("parallel_state"),
-        r"mtrain/mcore/groups\.py",
+        r"mtrain/mcore/distributed/groups\.py",
         "from megatron.core import parallel_state as ps",
     ),
     Confined(
         "a changed torch function",
         _replaced_cuda_functions,
-        r"mtrain/mcore/cpu\.py",
+        r"mtrain/mcore/distributed/cpu\.py",
         "torch.cuda.current_device = lambda: 0",
     ),
     Confined(

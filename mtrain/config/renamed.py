@@ -22,10 +22,10 @@ KEYS = {
 """Old dotted key -> new one, in the same section."""
 
 LOSS_FUNCTIONS = {
-    "mtrain.loss.functions.next_token:next_token_loss": "next_token",
-    "mtrain.loss.functions.z_loss:z_loss": "z_loss",
-    "mtrain.loss.functions.entropy:entropy_loss": "entropy",
-    "mtrain.loss.functions.distillation:distillation_loss": "distillation",
+    "mtrain.loss.next_token:next_token_loss": "next_token",
+    "mtrain.loss.z_loss:z_loss": "z_loss",
+    "mtrain.loss.entropy:entropy_loss": "entropy",
+    "mtrain.loss.distillation:distillation_loss": "distillation",
 }
 """Path by which version 0.1.0 named a loss of its own -> its name."""
 

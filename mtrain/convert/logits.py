@@ -16,10 +16,10 @@ from mtrain.convert.target import source_of
 from mtrain.data.batch import Microbatch
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.io.source import open_source
-from mtrain.mcore.checkpoint import load_frozen_weights
-from mtrain.mcore.groups import Groups, opened_groups
-from mtrain.mcore.model import build_frozen_model, run_chunk
-from mtrain.mcore.world import open_world
+from mtrain.mcore.distributed.groups import Groups, opened_groups
+from mtrain.mcore.distributed.init import open_world
+from mtrain.mcore.model.build import build_frozen_model, run_chunk
+from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.plan.layout import Layout
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)

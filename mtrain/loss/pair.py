@@ -1,7 +1,7 @@
 """The pair: a loss that has not been averaged yet, and how a loss function makes one.
 
 A mean cannot be added across microbatches, ranks or masks; a sum can. So a loss function returns both parts and the
-division happens once, in `mtrain/mcore/finalize.py`.
+division happens once, in `mtrain/mcore/engine/finalize.py`.
 
 The contract of a loss function (docs/losses.md): its pairs are added up, so its numerator has to be a sum over tokens
 of what each token says by itself, or over sequences of what `TermInputs.sum_over_sequence` made whole.

@@ -5,7 +5,7 @@ The CPU emulation has to be in place before megatron-core is first imported, so 
 
 import warnings
 
-from mtrain.mcore import cpu
+from mtrain.mcore.distributed import cpu
 
 # What megatron-core and torch warn about here is decided by this package (missing optional packages, names that are
 # deprecated between the two), not by the user, who would read it once for each rank.

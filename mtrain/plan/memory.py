@@ -13,7 +13,7 @@ _FP32_BYTES = 4
 _ADAM_BYTES = 2 * _FP32_BYTES
 """Both moments of a parameter."""
 _SINK_WIDTH = 8
-"""Dimensions that attention sinks add to a head (mtrain/mcore/sinks.py)."""
+"""Dimensions that attention sinks add to a head (mtrain/mcore/model/attention/sinks.py)."""
 
 
 @dataclass(frozen=True)

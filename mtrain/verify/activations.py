@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from mtrain.config import Config
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import unwrap
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import unwrap
 
 IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")
 """Modules of a layer in forward order; the layer itself follows."""

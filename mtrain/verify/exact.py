@@ -17,7 +17,7 @@ from mtrain.config.schema.loss import TermSection
 from mtrain.loss.functions.load import load_loss_function
 from mtrain.loss.pair import LossPair, TermInputs
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify.reference.adamw import AdamW
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
 from mtrain.verify.reference.shapes import EMBEDDING, OUTPUT, shapes_of

@@ -17,12 +17,15 @@ from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore import attention, finalize, norm, optimizer, pairs, share, translate
-from mtrain.mcore.experts import balance
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.multi_token import Logits
-from mtrain.mcore.schedule import run_schedule
-from mtrain.mcore.summed import SummedOverRanks
+from mtrain.mcore.distributed import broadcast
+from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import finalize, loss_reduction, optimizer
+from mtrain.mcore.engine.schedule import run_schedule
+from mtrain.mcore.model import norm, transformer_config
+from mtrain.mcore.model.attention import context_parallel
+from mtrain.mcore.model.moe import balance
+from mtrain.mcore.model.mtp import Logits
 from mtrain.verify.planting import Plant, replaced
 from mtrain.verify.shared_faults import SHARED_PLANTS
 
@@ -87,7 +90,7 @@ def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> 
         cut = slice_for_context_parallel(microbatch, cp_size, cp_rank)
         return cut if cp_size == 1 else replace(cut, **change(microbatch, cut, cp_rank))
 
-    return lambda: replaced(share, "slice_for_context_parallel", faulty)
+    return lambda: replaced(broadcast, "slice_for_context_parallel", faulty)
 
 
 def _whole_shares(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
@@ -105,12 +108,12 @@ def _consecutive_positions(rows: Microbatch, cut: Microbatch, cp_rank: int) -> d
 
 def _denominator(change: Callable[[Tensor], Tensor]) -> Plant:
     """Changes the denominator of every microbatch as it is added up."""
-    original = pairs.PairAccumulator.add
+    original = loss_reduction.PairAccumulator.add
 
-    def faulty(self: pairs.PairAccumulator, parts: Mapping[str, LossPair]) -> None:
+    def faulty(self: loss_reduction.PairAccumulator, parts: Mapping[str, LossPair]) -> None:
         original(self, {term: pair._replace(denominator=change(pair.denominator)) for term, pair in parts.items()})
 
-    return lambda: replaced(pairs.PairAccumulator, "add", faulty)
+    return lambda: replaced(loss_reduction.PairAccumulator, "add", faulty)
 
 
 def _norm_parameters(**marks: bool) -> Plant:
@@ -145,7 +148,7 @@ def _one_row_one_document() -> contextlib.AbstractContextManager[None]:
     def faulty(document_starts: Tensor) -> list[list[tuple[int, int]]]:
         return [[(0, document_starts.shape[1])] for _ in document_starts]
 
-    return replaced(attention, "_document_runs", faulty)
+    return replaced(context_parallel, "_document_runs", faulty)
 
 
 def _clip_before() -> contextlib.AbstractContextManager[None]:
@@ -175,16 +178,16 @@ def _rank_not_reduced() -> contextlib.AbstractContextManager[None]:
 
 
 def _dropout() -> contextlib.AbstractContextManager[None]:
-    original = translate._architecture
-    return replaced(translate, "_architecture", lambda model: original(model) | {"hidden_dropout": 0.1})
+    original = transformer_config._architecture
+    return replaced(transformer_config, "_architecture", lambda model: original(model) | {"hidden_dropout": 0.1})
 
 
 def _local_plan() -> contextlib.AbstractContextManager[None]:
-    def faulty(self: pairs.PlannedTotals, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
+    def faulty(self: loss_reduction.PlannedTotals, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
         vector = torch.tensor(planned, dtype=torch.float64, device=groups.device)
         self._sum = SummedOverRanks(vector, groups.tp)  # known to the rank that reads the data
 
-    return replaced(pairs.PlannedTotals, "__init__", faulty)
+    return replaced(loss_reduction.PlannedTotals, "__init__", faulty)
 
 
 def _rank_order() -> contextlib.AbstractContextManager[None]:
@@ -192,7 +195,7 @@ def _rank_order() -> contextlib.AbstractContextManager[None]:
         order = torch.arange(seq, device=device)
         return order, order
 
-    return replaced(attention, "_row_order", faulty)
+    return replaced(context_parallel, "_row_order", faulty)
 
 
 def _router_losses_shared_out() -> contextlib.AbstractContextManager[None]:

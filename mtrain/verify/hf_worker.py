@@ -7,10 +7,10 @@ from pathlib import Path
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.hf_weights import load_hf_weights
-from mtrain.mcore.model import build_model
-from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model
+from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.step import TrainingStep
 from mtrain.verify.faults import PLANTS
 from mtrain.verify.planting import planted

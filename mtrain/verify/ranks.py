@@ -154,7 +154,7 @@ def _call(
     import torch
     import torch.distributed as dist
 
-    from mtrain.mcore.groups import opened_groups
+    from mtrain.mcore.distributed.groups import opened_groups
 
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {}

@@ -15,8 +15,10 @@ from mtrain import build, resume, trainer
 from mtrain.checkpoint.format.writer import Part
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.data.loader import StepLoader
-from mtrain.mcore import checkpoint, optimizer_state, random_state, torch_dist
-from mtrain.mcore.optimizer_state import MAIN
+from mtrain.mcore.distributed import rng
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer_state import MAIN
+from mtrain.mcore.state import load, reader
 from mtrain.metrics.sinks import JsonlSink
 from mtrain.plan import lr
 from mtrain.verify.planting import Plant, replaced
@@ -60,7 +62,7 @@ def _one_update_more() -> contextlib.AbstractContextManager[None]:
 
 
 def _stale_shard() -> contextlib.AbstractContextManager[None]:
-    original = torch_dist.load_parts
+    original = reader.load_parts
 
     @torch.no_grad()
     def faulty(saved: Any, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int) -> None:
@@ -69,7 +71,7 @@ def _stale_shard() -> contextlib.AbstractContextManager[None]:
         if dist.get_rank() == dist.get_world_size() - 1:
             parts[0].data.copy_(before)
 
-    return replaced(checkpoint, "load_parts", faulty)
+    return replaced(load, "load_parts", faulty)
 
 
 def _one_step_later() -> contextlib.AbstractContextManager[None]:
@@ -109,6 +111,6 @@ PLANTS: dict[str, Plant] = {
     "main-weights-rounded": _after_loading(_rounded),
     "stale-shard": _stale_shard,
     "loss-scale-restarted": lambda: replaced(optimizer_state, "set_loss_scaler", lambda optimizer, saved: None),
-    "random-states-not-restored": lambda: replaced(random_state, "set_random_states", lambda states: None),
+    "random-states-not-restored": lambda: replaced(rng, "set_random_states", lambda states: None),
     "records-kept": _kept_records,
 }

@@ -23,11 +23,12 @@ from mtrain.checkpoint.store.directory import step_name
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.order import slots
-from mtrain.mcore import optimizer_state, random_state
-from mtrain.mcore.gather import Shard, gradient_shards, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.held_state import WEIGHTS, Held, held_state
-from mtrain.mcore.optimizer import Update
+from mtrain.mcore.distributed import rng
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Update
+from mtrain.mcore.state.gather import Shard, gradient_shards, parameter_shards
+from mtrain.mcore.state.local_state import WEIGHTS, Held, held_state
 from mtrain.runs.folder import RunFolder
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.trainer import train_on
@@ -175,7 +176,7 @@ class WatchedStep(TrainingStep):
         boxes: dict[tuple[str, str], list[torch.Tensor]] = {}
         for held in held_state(run.chunks, run.optimizer, run.groups):
             boxes.setdefault((held.kind, held.name), []).append(held.part.data)
-        for name, values in random_state.random_states(run.groups).items():
+        for name, values in rng.random_states(run.groups).items():
             boxes["random", name] = [values]
         tensors = {key: _print(parts) for key, parts in boxes.items()}
         counters = {"adam_step": float(optimizer_state.adam_step(run.optimizer.inner))}

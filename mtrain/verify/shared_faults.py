@@ -26,11 +26,13 @@ from mtrain.data.samples.sample import Sample
 from mtrain.loss import aggregation
 from mtrain.loss import router as losses
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore import attention, model, norm, optimizer
-from mtrain.mcore.experts import balance, router
-from mtrain.mcore.experts.choice import choose
+from mtrain.mcore.engine import optimizer
+from mtrain.mcore.model import build, norm
+from mtrain.mcore.model.attention import context_parallel
+from mtrain.mcore.model.moe import balance, router
+from mtrain.mcore.model.moe.topk_routing import choose
+from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 from mtrain.plan import lr
-from mtrain.rope import inverse_frequencies
 from mtrain.verify.planting import Plant, replaced
 
 
@@ -128,12 +130,12 @@ def _smoothed_over_padding() -> contextlib.AbstractContextManager[None]:
 
 
 def _window() -> contextlib.AbstractContextManager[None]:
-    original = attention._window_mask
+    original = context_parallel._window_mask
 
     def faulty(query_length: int, key_length: int, window: int, device: torch.device) -> Tensor:
         return original(query_length, key_length, window + 1, device)
 
-    return replaced(attention, "_window_mask", faulty)
+    return replaced(context_parallel, "_window_mask", faulty)
 
 
 def _rope_base() -> contextlib.AbstractContextManager[None]:
@@ -142,17 +144,17 @@ def _rope_base() -> contextlib.AbstractContextManager[None]:
     def faulty(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
         return original(rope.model_copy(update={"base": 1.1 * rope.base}), head_dim)
 
-    return replaced(model, "inverse_frequencies", faulty)
+    return replaced(build, "inverse_frequencies", faulty)
 
 
 def _softmax_scale() -> contextlib.AbstractContextManager[None]:
-    original = attention.RowAttention.__init__
+    original = context_parallel.RowAttention.__init__
 
-    def faulty(self: attention.RowAttention, *arguments: Any, **options: Any) -> None:
+    def faulty(self: context_parallel.RowAttention, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
         self.scale *= 1.1
 
-    return replaced(attention.RowAttention, "__init__", faulty)
+    return replaced(context_parallel.RowAttention, "__init__", faulty)
 
 
 def _norm_epsilon() -> contextlib.AbstractContextManager[None]:

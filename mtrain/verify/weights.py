@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.config import Config
-from mtrain.mcore.gather import Shard
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.initialize import sharded_tensors
-from mtrain.mcore.model import unwrap
-from mtrain.mcore.spec import global_name
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.init_weights import sharded_tensors
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.gather import Shard
 
 Arrays = dict[str, NDArray[Any]]
 """Global tensors by name, tables of the vocabulary with their padding rows."""

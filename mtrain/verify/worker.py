@@ -10,12 +10,12 @@ from mtrain.base.errors import NumericError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
-from mtrain.mcore.gather import gradient_shards, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_frozen_model, build_model
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.pairs import TermTotals
-from mtrain.mcore.teacher import Teacher
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import TermTotals
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_frozen_model, build_model
+from mtrain.mcore.state.gather import gradient_shards, parameter_shards
+from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan import lr
 from mtrain.step import StepTotals, TrainingStep
 from mtrain.verify.activations import Piece, Watch

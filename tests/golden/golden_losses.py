@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from tests.config.samples import content

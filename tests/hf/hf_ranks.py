@@ -7,12 +7,12 @@ from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
 from mtrain.convert.logits import our_logits, random_tokens
 from mtrain.convert.target import source_of
-from mtrain.mcore.checkpoint import load_frozen_weights
-from mtrain.mcore.gather import gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.hf_weights import load_hf_weights
-from mtrain.mcore.model import build_frozen_model, build_model
-from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_frozen_model, build_model
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.mcore.state.load import load_frozen_weights
 
 
 def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:

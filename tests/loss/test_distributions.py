@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mtrain.loss.vocab_parallel import exponentials
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.loss.counting import counted_all_reduces
 from tests.loss.test_vocab_parallel import BATCH, SEQ, VOCAB, factors, random_labels, random_logits

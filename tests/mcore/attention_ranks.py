@@ -10,9 +10,9 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from mtrain.config import Config
 from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.translate import transformer_config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.attention.context_parallel import CoreAttention
+from mtrain.mcore.model.transformer_config import transformer_config
 
 
 class Attended(NamedTuple):

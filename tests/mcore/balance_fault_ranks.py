@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 
 EXPERTS = 4
 

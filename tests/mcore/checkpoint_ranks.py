@@ -19,15 +19,15 @@ from mtrain.checkpoint.store.directory import load_entry, step_name
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective
-from mtrain.mcore.checkpoint import LoadedState, load_checkpoint, load_weights, save_checkpoint
-from mtrain.mcore.gather import Shard, gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.initialize import sharded_tensors
-from mtrain.mcore.model import build_model, unwrap
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.optimizer_state import adam_step, loss_scaler, portions
-from mtrain.mcore.saving import Saver
-from mtrain.mcore.spec import global_name
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.optimizer_state import adam_step, loss_scaler, portions
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.model.init_weights import sharded_tensors
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.gather import Shard, gather_whole, parameter_shards
+from mtrain.mcore.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
+from mtrain.mcore.state.save import Saver
 from mtrain.step import TrainingStep
 from tests.crash import kill_self_before_operation
 from tests.mcore.whole_states import whole_states

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import run_chunk
-from mtrain.mcore.multi_token import Logits
-from mtrain.mcore.share import share_batches, slice_for_rank
+from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import run_chunk
+from mtrain.mcore.model.mtp import Logits
 from mtrain.step import term_inputs
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches

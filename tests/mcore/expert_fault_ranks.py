@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.mcore.experts.experts import Experts
-from mtrain.mcore.experts.router import Router
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.moe.experts import Experts
+from mtrain.mcore.model.moe.router import Router
 
 SECTION = ExpertsSection(num_experts=4, top_k=2, ffn_hidden_size=16)
 SEQ, HIDDEN = 8, 16

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from mtrain.config import Config
-from mtrain.mcore.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from mtrain.mcore.gather import gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model, unwrap
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.mcore.state.load import load_checkpoint, load_weights, save_checkpoint
 from tests.mcore.checkpoint_ranks import Arrays, Parts, _arrays, _entry, build
 
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.gather import gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.resume import resume_or_initialize
 from mtrain.runs.folder import RunFolder
 from tests.mcore.checkpoint_ranks import build

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from mtrain.config import Config
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.finalize import Finalizer
-from mtrain.mcore.gather import gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model
-from mtrain.mcore.pairs import GlobalTotals, PairAccumulator
-from mtrain.mcore.translate import transformer_config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.finalize import Finalizer
+from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator
+from mtrain.mcore.model.attention.context_parallel import CoreAttention
+from mtrain.mcore.model.build import build_model
+from mtrain.mcore.model.transformer_config import transformer_config
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
 
 SEQ, HIDDEN = 8, 16
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from mtrain.build import build_run
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.mcore import optimizer_state
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import unwrap
-from mtrain.mcore.optimizer_state import MAIN, STATES
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer_state import MAIN, STATES
+from mtrain.mcore.model.build import unwrap
 from mtrain.runs.folder import RunFolder
 from tests.mcore.checkpoint_ranks import Parts, build
 from tests.mcore.whole_states import whole_states

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.order import slots
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]

@@ -15,10 +15,10 @@ from mtrain.base.errors import MtrainError
 from mtrain.checkpoint.store.directory import newest_good, published_steps
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.checkpoint import load_checkpoint
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.saving import Saver
-from mtrain.mcore.verified import opened_checkpoint
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.load import load_checkpoint
+from mtrain.mcore.state.save import Saver
+from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 from tests.mcore.checkpoint_ranks import Parts, build
 

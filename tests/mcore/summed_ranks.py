@@ -2,8 +2,8 @@
 
 import torch
 
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.summed import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.groups import Groups
 
 
 def sums(groups: Groups, vectors: list[list[float]]) -> tuple[list[float], list[float], int]:

@@ -21,7 +21,7 @@ CASES = [
     case(4, tp=2, pp=2),
 ]
 SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
-OUR_READ = Counter({"mtrain/mcore/pairs.py": 1})
+OUR_READ = Counter({"mtrain/mcore/engine/loss_reduction.py": 1})
 NORM = {("allreduce_", 1): 1}
 """megatron-core's own, which it calls on one rank as well."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.pool import Pool
 

@@ -31,10 +31,10 @@ from mtrain.checkpoint.format.safe_metadata import read_tensor_list
 from mtrain.config import known_issues
 from mtrain.config.schema.model import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.mcore.norm import Norm
-from mtrain.mcore.pairs import PairAccumulator
+from mtrain.mcore.engine.loss_reduction import PairAccumulator
+from mtrain.mcore.model.norm import Norm
+from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 from mtrain.plan.layout import Layout
-from mtrain.rope import inverse_frequencies
 from tests.mcore import guard_ranks as ranks
 from tests.mcore import guard_state_ranks as state_ranks
 from tests.mcore.guard_configs import assert_refused, megatron_core, small

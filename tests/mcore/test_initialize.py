@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mtrain.config import Config
-from mtrain.mcore.gather import gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import build_model
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding
 from tests.parity.ranks import Arrays, arrays

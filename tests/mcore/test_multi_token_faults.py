@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from mtrain.data.samples.mtp import moved
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.mcore.guard_ranks import SEQ, fields
 from tests.mcore.plain import PlainStep, plain_step

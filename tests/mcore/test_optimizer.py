@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrain.mcore.optimizer import _sum_of_squares
+from mtrain.mcore.engine.optimizer import _sum_of_squares
 
 
 def test_the_norm_of_millions_of_elements_is_exact_to_rounding() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from mtrain import plan
 from mtrain.config import Config
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import build_model
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.pool import Pool

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtrain.base.errors import ConfigError
-from mtrain.mcore.experts.products import chosen_product, grouped, has_grouped, sequential
+from mtrain.mcore.model.moe.grouped_gemm import chosen_product, grouped, has_grouped, sequential
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 3], [0, 0, 8], [8, 0, 0], [0, 0, 0]])

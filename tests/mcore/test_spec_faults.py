@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from tests.mcore.plain import PlainStep, plain_initial_weights, plain_step
 from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, full_batch, three_steps
@@ -63,7 +63,7 @@ def test_plain_megatron_agrees_where_nothing_is_wrong(pool: Pool) -> None:
 
 
 def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -> None:
-    """Absent here: `batch_p2p_comm` is off where virtual stages are on (mtrain/mcore/translate.py)."""
+    """Absent here: `batch_p2p_comm` is off where virtual stages are on (mtrain/mcore/model/transformer_config.py)."""
     batch = three_steps()[0]
     steps = run_plain(pool, INTERLEAVED, batch, calculate_per_token_loss=True)
     assert worst_of_ranks(steps, oracle_of(INTERLEAVED, batch)) > 0.01
@@ -82,7 +82,7 @@ def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -
 
 def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
     """A race: gloo's sender often reads the buffer after it was freed. Absent here: `deallocate_pipeline_outputs` is
-    off on CPUs (mtrain/mcore/translate.py); on a GPU the stream keeps the order."""
+    off on CPUs (mtrain/mcore/model/transformer_config.py); on a GPU the stream keeps the order."""
     batch, exact = three_steps()[0], oracle_of(INTERLEAVED, three_steps()[0])
     separate = {"batch_p2p_comm": False, "overlap_p2p_comm": True, "calculate_per_token_loss": True}
     tries = (run_plain(pool, INTERLEAVED, batch, deallocate_pipeline_outputs=True, **separate) for _ in range(5))
@@ -91,7 +91,7 @@ def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_weights_without_their_initialisation_miss_in_the_norm(pool: Pool, tp: int) -> None:
-    """Absent here: perform_initialization stays on and the initialisers do nothing (mtrain/mcore/translate.py)."""
+    """Absent here: perform_initialization stays on and the initialisers do nothing (mtrain/mcore/model/transformer_config.py)."""
     batch, one = three_steps()[0], case(4, tp=tp)
     exact = oracle_of(one, batch).grad_norm
     good, bad = (

@@ -7,7 +7,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.load import config_yaml
-from mtrain.mcore.teacher import teacher_config
+from mtrain.mcore.state.teacher import teacher_config
 from tests.config.samples import config
 
 

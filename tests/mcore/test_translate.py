@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.mcore.translate import transformer_config
+from mtrain.mcore.model.transformer_config import transformer_config
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 

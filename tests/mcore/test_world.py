@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError, RankLostError
-from mtrain.mcore.world import choose_device, open_world
+from mtrain.mcore.distributed.init import choose_device, open_world
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore import world_ranks

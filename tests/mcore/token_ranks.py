@@ -1,8 +1,8 @@
 """What ranks count of a batch."""
 
 from mtrain.config import Config
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.pairs import TokenCounts
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import TokenCounts
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 

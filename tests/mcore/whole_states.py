@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.optimizer_state import STATES, portion_states
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.optimizer_state import STATES, portion_states
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """What ranks do in the tests of the world."""
 
 from mtrain.base.errors import DataError
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.world import on_first_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_first_rank
 
 
 def result_of_rank_zero(groups: Groups) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.loss.pair import LossPair, TermInputs
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Outcome, train
 

@@ -16,17 +16,17 @@ from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.mcore.finalize import Finalizer
-from mtrain.mcore.gather import gather_whole, gradient_shards, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.initialize import sharded_tensors
-from mtrain.mcore.model import build_model, unwrap
-from mtrain.mcore.multi_token import Logits
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.pairs import PairAccumulator, TermTotals
-from mtrain.mcore.schedule import LossOfLogits, run_forward, run_schedule
-from mtrain.mcore.share import share_batches, slice_for_rank
-from mtrain.mcore.spec import global_name
+from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.finalize import Finalizer
+from mtrain.mcore.engine.loss_reduction import PairAccumulator, TermTotals
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.schedule import LossOfLogits, run_forward, run_schedule
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.model.init_weights import sharded_tensors
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.plan.lr import learning_rate
 from mtrain.step import TrainingStep, term_inputs
 from tests.parity.batches import GlobalBatch

@@ -11,12 +11,12 @@ import torch
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
-from mtrain.mcore.gather import gather_whole, parameter_shards
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_frozen_model, build_model
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.share import share_batches, slice_for_rank
-from mtrain.mcore.teacher import Teacher
+from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_frozen_model, build_model
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan.layout import Layout
 from mtrain.step import TrainingStep
 from tests.parity.batches import GlobalBatch

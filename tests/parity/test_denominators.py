@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.base.errors import NumericError
 from mtrain.loss.scaling import check_denominator, check_factors
-from mtrain.mcore.optimizer import check_norm
+from mtrain.mcore.engine.optimizer import check_norm
 from tests.fault_table import Notice
 from tests.parity import ranks
 from tests.parity.batches import GlobalBatch, padded_steps, three_steps

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mtrain.base.errors import NumericError
-from mtrain.mcore.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
 
 
 def coordinates(groups: Groups) -> tuple[int, int, int, int]:

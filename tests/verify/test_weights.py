@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mtrain.mcore.gather import Shard
+from mtrain.mcore.state.gather import Shard
 from mtrain.verify.weights import EMBEDDING, OUTPUT, assembled, drawn, forward_order
 from tests.config.samples import config
 

@@ -42,9 +42,9 @@ if __name__ == "__main__":
 
 from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import LossPair
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.pairs import GlobalTotals, PairAccumulator, PlannedTotals
-from mtrain.mcore.summed import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals
 from mtrain.plan.layout import Layout
 from mtrain.verify.ranks import Pool
 

@@ -37,11 +37,11 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
 from mtrain.config import Config
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model, unwrap
-from mtrain.mcore.optimizer import Optimizer
-from mtrain.mcore.parts import parts_to_save
-from mtrain.mcore.saving import Saver
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.state.save import Saver
+from mtrain.mcore.state.shards import parts_to_save
 from mtrain.plan.layout import Layout
 from mtrain.verify.ranks import Pool
 

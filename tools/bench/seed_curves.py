@@ -28,9 +28,9 @@ from mtrain.data.loader import StepLoader
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
 from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.loss.objective import Objective
-from mtrain.mcore.groups import Groups
-from mtrain.mcore.model import build_model
-from mtrain.mcore.optimizer import Optimizer
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.step import TrainingStep

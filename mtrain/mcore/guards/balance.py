@@ -7,7 +7,7 @@ from mtrain.mcore.guards.row import Guard, Place
 from mtrain.plan.layout import Layout
 
 _ROUTER = "transformer/moe/router.py"
-_BALANCE = "mtrain/mcore/experts/balance.py"
+_BALANCE = "mtrain/mcore/model/moe/balance.py"
 _FAULTS = "tests/mcore/test_balance_faults.py::test_"
 _OURS = "tests/parity/test_balance.py::test_"
 _PARITY = f"{_OURS}balancing_does_not_change_with_the_layout"
@@ -118,7 +118,7 @@ ROWS = (
         _cuts_masks,
         "fixed",
         "Every stage cuts its mask.",
-        ("mtrain/mcore/model.py",),
+        ("mtrain/mcore/model/build.py",),
         (f"{_FAULTS}the_first_stage_alone_cuts_the_padding_mask", _PARITY),
     ),
     Guard(
@@ -129,7 +129,7 @@ ROWS = (
         lambda config, layout: _counts_text(config, layout) and config.train.recompute == "full",
         "fixed",
         "train.recompute=full recomputes every layer, and a router without its mask stops the run.",
-        ("mtrain/mcore/translate.py", _BALANCE),
+        ("mtrain/mcore/model/transformer_config.py", _BALANCE),
         (f"{_FAULTS}layers_beyond_the_recomputed_ones_lose_the_padding_mask", _PARITY),
     ),
 )

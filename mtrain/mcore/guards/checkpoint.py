@@ -19,7 +19,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Weights, main weights and moments are whole tensors under names that do not depend on the layout.",
-        ("mtrain/mcore/parts.py", "mtrain/mcore/places.py"),
+        ("mtrain/mcore/state/shards.py", "mtrain/mcore/state/sharded_parameters.py"),
         (
             guard_test("the_default_checkpoint_form_cannot_be_saved"),
             f"{_CHECKPOINT_TESTS}::test_another_layout_gets_the_same_bits_and_trains_alike",
@@ -34,7 +34,7 @@ ROWS = (
         always,
         "fixed",
         "Ranks write their own shards; no process is started.",
-        ("mtrain/mcore/saving.py", "mtrain/checkpoint/format/writer.py"),
+        ("mtrain/mcore/state/save.py", "mtrain/checkpoint/format/writer.py"),
         (
             guard_test("a_save_of_theirs_starts_processes"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
@@ -48,7 +48,7 @@ ROWS = (
         always,
         "fixed",
         "Saving does not use it.",
-        ("mtrain/mcore/saving.py", "mtrain/checkpoint/format/writer.py"),
+        ("mtrain/mcore/state/save.py", "mtrain/checkpoint/format/writer.py"),
         (
             guard_test("their_writer_needs_psutil"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",

@@ -8,8 +8,8 @@ from mtrain.plan.layout import Layout
 
 _LINEARS = "tensor_parallel/layers.py"
 _UTILITIES = "transformer/moe/moe_utils.py"
-_EXPERTS = "mtrain/mcore/experts/experts.py"
-_ROUTER = "mtrain/mcore/experts/router.py"
+_EXPERTS = "mtrain/mcore/model/moe/experts.py"
+_ROUTER = "mtrain/mcore/model/moe/router.py"
 _TESTS = "tests/mcore/test_expert_faults.py::test_"
 _PARITY = "tests/parity/test_experts.py::test_experts_do_not_change_with_the_layout"
 
@@ -51,7 +51,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "Scores are float32, and float64 in a float64 model.",
-        (_ROUTER, "mtrain/mcore/experts/choice.py"),
+        (_ROUTER, "mtrain/mcore/model/moe/topk_routing.py"),
         (f"{_TESTS}their_scores_are_float32_in_a_float64_model",),
     ),
     Guard(
@@ -87,7 +87,7 @@ ROWS = (
         _is_tensor_parallel,
         "fixed",
         "Every expert's parameters carry the mark, and each counts once.",
-        (_EXPERTS, "mtrain/mcore/optimizer.py"),
+        (_EXPERTS, "mtrain/mcore/engine/optimizer.py"),
         (f"{_TESTS}experts_miss_in_the_norm", _PARITY),
     ),
     Guard(
@@ -99,7 +99,7 @@ ROWS = (
         _has_two_scales,
         "fixed",
         "All gradients are unscaled and looked at together, and the scales move together.",
-        ("mtrain/mcore/optimizer.py",),
+        ("mtrain/mcore/engine/optimizer.py",),
         (f"{_TESTS}loss_scales_part_when_experts_overflow",),
     ),
     Guard(
@@ -110,7 +110,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "They become numbers; gloo, which refuses lists of several sizes besides, sends those by all-to-all.",
-        ("mtrain/mcore/cpu.py", "mtrain/mcore/gloo.py"),
+        ("mtrain/mcore/distributed/cpu.py", "mtrain/mcore/distributed/gloo.py"),
         (f"{_TESTS}split_sizes_stay_tensors_on_cpus", f"{_TESTS}lists_of_several_sizes_travel_on_gloo", _PARITY),
     ),
     Guard(
@@ -122,7 +122,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "Names are those of TransformerEngine for each kind of layer.",
-        ("mtrain/mcore/spec.py",),
+        ("mtrain/mcore/model/layer_spec.py",),
         (
             f"{_TESTS}their_checkpoint_keys_of_expert_layers_are_dense_ones",
             "tests/mcore/test_expert_state.py::test_checkpoint_keys_are_megatrons",

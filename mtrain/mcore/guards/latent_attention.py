@@ -7,7 +7,7 @@ from mtrain.mcore.guards.row import Guard, Place
 from mtrain.plan.layout import Layout
 
 _MODULE = "transformer/multi_latent_attention.py"
-_HERE = ("mtrain/mcore/latent_attention.py",)
+_HERE = ("mtrain/mcore/model/attention/mla.py",)
 _TESTS = "tests/mcore/test_latent_attention.py::test_"
 _OURS = f"{_TESTS}ours_is_the_plain_module_on_one_rank"
 
@@ -45,7 +45,7 @@ ROWS = (
         _has_latents,
         "fixed",
         "Our core attention takes the sizes from the tensors.",
-        (*_HERE, "mtrain/mcore/attention.py"),
+        (*_HERE, "mtrain/mcore/model/attention/context_parallel.py"),
         (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
     ),
     Guard(

@@ -18,7 +18,7 @@ ROWS = (
         lambda config, layout: layout.pp > 1,
         "fixed",
         "A weight follows from the seed, its name and its place in the whole tensor.",
-        ("mtrain/mcore/initialize.py",),
+        ("mtrain/mcore/model/init_weights.py",),
         (spec_test("initial_weights_depend_on_the_pipeline"), guard_test("initial_weights_depend_on_no_layout_here")),
     ),
     Guard(
@@ -29,7 +29,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "As above; the code for GPUs is shown on CPU ranks.",
-        ("mtrain/mcore/initialize.py",),
+        ("mtrain/mcore/model/init_weights.py",),
         (
             guard_test("initial_weights_depend_on_tp_on_a_gpu"),
             guard_test("initial_weights_depend_on_no_layout_here"),
@@ -44,7 +44,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "It stays on with initialisers that do nothing; the field is not free.",
-        ("mtrain/mcore/translate.py", "mtrain/config/megatron_fields.py"),
+        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (spec_test("weights_without_their_initialisation_miss_in_the_norm"),),
     ),
     Guard(
@@ -56,7 +56,7 @@ ROWS = (
         lambda config, layout: layout.vpp > 1 and layout.pp == 2,
         "fixed",
         "Transfers are not batched where vpp > 1; model.megatron.batch_p2p_comm=true is refused there.",
-        ("mtrain/mcore/translate.py", "mtrain/config/known_issues.py"),
+        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/known_issues.py"),
         (
             spec_test("batched_transfers_pair_activations_with_gradients_at_pp_2"),
             "tests/config/test_guards.py::test_a_field_that_lets_a_fault_in_is_refused",
@@ -71,7 +71,7 @@ ROWS = (
         lambda config, layout: layout.pp > 1,
         "fixed",
         "It is on only where a CUDA stream keeps the order; the field is not free.",
-        ("mtrain/mcore/translate.py", "mtrain/config/megatron_fields.py"),
+        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (guard_test("freed_outputs_arrive_as_other_numbers"),),
     ),
     Guard(
@@ -86,7 +86,7 @@ ROWS = (
         lambda config, layout: layout.sp,
         "fixed",
         "Norms are our own and marked.",
-        ("mtrain/mcore/norm.py",),
+        ("mtrain/mcore/model/norm.py",),
         (guard_test("norms_are_marked_for_sequence_parallelism"),),
     ),
     Guard(
@@ -97,7 +97,7 @@ ROWS = (
         lambda config, layout: layout.cp > 1 or config.data.isolate_documents,
         "fixed",
         "Core attention is our own, and keeps documents apart on every layout.",
-        ("mtrain/mcore/attention.py",),
+        ("mtrain/mcore/model/attention/context_parallel.py",),
         (
             guard_test("attention_keeps_documents_apart_where_theirs_refuses"),
             "tests/parity/test_options.py::test_documents_that_cross_every_border_of_chunks",
@@ -112,7 +112,7 @@ ROWS = (
         lambda config, layout: any(known_issues.documents_need_torch_layers(config)),
         "refused",
         "model.backend=auto takes torch layers for such data and says so; the fault itself needs a GPU to be shown.",
-        ("mtrain/config/known_issues.py", "mtrain/mcore/spec.py"),
+        ("mtrain/config/known_issues.py", "mtrain/mcore/model/layer_spec.py"),
         (
             "tests/config/test_guards.py::test_transformer_engine_is_refused_for_isolated_documents",
             "tests/config/test_guards.py::test_what_cannot_be_mended_is_noted",
@@ -126,7 +126,7 @@ ROWS = (
         lambda config, layout: config.model.rope.scaling == "llama3",
         "fixed",
         "All of them are read from model.rope and agree with transformers bit for bit.",
-        ("mtrain/rope.py", "mtrain/mcore/rotary.py"),
+        ("mtrain/mcore/model/rotary/frequencies.py", "mtrain/mcore/model/rotary/positions.py"),
         (guard_test("llama3_scaling_reads_its_constants"),),
     ),
     Guard(
@@ -140,7 +140,7 @@ ROWS = (
         lambda config, layout: config.train.recompute == "selective",
         "fixed",
         "train.recompute=selective recomputes the core attention alone; the fields are not free.",
-        ("mtrain/mcore/translate.py", "mtrain/config/megatron_fields.py"),
+        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (guard_test("recomputed_norms_need_transformer_engine"),),
     ),
     Guard(
@@ -151,7 +151,7 @@ ROWS = (
         lambda config, layout: config.model.attention_sinks,
         "fixed",
         "Attention and its sinks are our own; they are marked.",
-        ("mtrain/mcore/sinks.py",),
+        ("mtrain/mcore/model/attention/sinks.py",),
         (
             guard_test("attention_sinks_miss_in_the_norm"),
             "tests/parity/test_families.py::test_families_keep_the_promise",

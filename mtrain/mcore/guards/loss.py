@@ -18,7 +18,7 @@ ROWS = (
         lambda config, layout: config.train.global_batch_size > config.train.micro_batch_size,
         "fixed",
         "Sums travel through the schedule and the gradient is divided once, by the sum of the denominators.",
-        ("mtrain/mcore/translate.py", "mtrain/mcore/finalize.py"),
+        ("mtrain/mcore/model/transformer_config.py", "mtrain/mcore/engine/finalize.py"),
         (spec_test("the_default_is_a_mean_of_means"),),
     ),
     Guard(
@@ -29,7 +29,7 @@ ROWS = (
         always,
         "fixed",
         "The three-part form is used, which per-token mode leaves alone.",
-        ("mtrain/mcore/schedule.py",),
+        ("mtrain/mcore/engine/schedule.py",),
         (
             guard_test("a_two_part_closure_is_scaled"),
             "tests/parity/test_layouts.py::test_the_layout_does_not_change_the_run",
@@ -48,7 +48,7 @@ ROWS = (
         always,
         "fixed",
         "Denominators are float64 and never pass through megatron-core's count.",
-        ("mtrain/mcore/pairs.py",),
+        ("mtrain/mcore/engine/loss_reduction.py",),
         (guard_test("token_counts_overflow_and_denominators_do_not"),),
     ),
     Guard(
@@ -59,7 +59,7 @@ ROWS = (
         always,
         "fixed",
         "Numbers for the log are copied into float64 sums before megatron-core gets the loss; the report is empty.",
-        ("mtrain/mcore/pairs.py", "mtrain/mcore/schedule.py"),
+        ("mtrain/mcore/engine/loss_reduction.py", "mtrain/mcore/engine/schedule.py"),
         (guard_test("a_report_that_shares_memory_changes_and_our_sums_do_not"),),
     ),
     Guard(
@@ -70,7 +70,7 @@ ROWS = (
         always,
         "fixed",
         "Nothing is clamped and no epsilon is added: the division is by the denominator itself.",
-        ("mtrain/mcore/finalize.py",),
+        ("mtrain/mcore/engine/finalize.py",),
         (guard_test("small_weights_are_divided_by_their_own_sum"),),
     ),
     Guard(
@@ -81,7 +81,7 @@ ROWS = (
         always,
         "fixed",
         "Gradients become exactly 0, the update is left out and the step is recorded as empty.",
-        ("mtrain/mcore/finalize.py", "mtrain/step.py"),
+        ("mtrain/mcore/engine/finalize.py", "mtrain/step.py"),
         (
             guard_test("a_batch_without_tokens_leaves_no_gradient"),
             "tests/parity/test_terms.py::test_an_empty_batch_leaves_every_bit",
@@ -95,7 +95,7 @@ ROWS = (
         lambda config, layout: layout.dp * layout.cp > 1,
         "fixed",
         "Gradients are summed: the factor is 1 and averaging in the collective is off.",
-        ("mtrain/mcore/translate.py",),
+        ("mtrain/mcore/model/transformer_config.py",),
         (guard_test("gradients_are_averaged_over_ranks_and_summed_here"),),
     ),
     Guard(
@@ -123,7 +123,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "Logits stay split and the loss is computed outside the model.",
-        ("mtrain/mcore/model.py",),
+        ("mtrain/mcore/model/build.py",),
         (guard_test("gathered_logits_add_log_tp"),),
     ),
     Guard(
@@ -146,7 +146,7 @@ ROWS = (
         lambda config, layout: padded_vocab_size(config.model, layout.tp) != config.model.vocab_size,
         "fixed",
         "Padding takes part in no softmax, its gradient is exactly 0 and its rows start at 0.",
-        ("mtrain/loss/vocab_parallel/logits.py", "mtrain/mcore/initialize.py"),
+        ("mtrain/loss/vocab_parallel/logits.py", "mtrain/mcore/model/init_weights.py"),
         (guard_test("padding_of_the_vocabulary_changes_the_loss"),),
     ),
     Guard(

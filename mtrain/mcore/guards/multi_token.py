@@ -90,7 +90,7 @@ ROWS = (
         lambda config, layout: config.model.mtp_depths > 0 and config.model.tied_embeddings and layout.pp > 1,
         "fixed",
         "The table is removed when the model is built.",
-        ("mtrain/mcore/multi_token.py",),
+        ("mtrain/mcore/model/mtp.py",),
         (
             f"{_FAULTS}::test_tied_embeddings_cannot_be_described",
             "tests/mcore/test_checkpoint.py::test_depths_of_multi_token_prediction_travel_between_layouts",

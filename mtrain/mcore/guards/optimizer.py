@@ -20,7 +20,7 @@ ROWS = (
         lambda config, layout: config.optimizer.clip_grad == 0,
         "fixed",
         "The norm is computed at every step, before anything is clipped.",
-        ("mtrain/mcore/optimizer.py",),
+        ("mtrain/mcore/engine/optimizer.py",),
         (guard_test("the_norm_is_told_without_clipping"),),
     ),
     Guard(
@@ -32,7 +32,7 @@ ROWS = (
         "noted",
         "Kept, since torch and transformers do the same; the log says so. It acts after the one division, so it does "
         "not depend on the layout.",
-        ("mtrain/mcore/optimizer.py", "mtrain/config/known_issues.py"),
+        ("mtrain/mcore/engine/optimizer.py", "mtrain/config/known_issues.py"),
         (guard_test("the_epsilon_in_clipping_is_noted"),),
     ),
     Guard(
@@ -44,7 +44,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Each parameter gets a counter of its own.",
-        ("mtrain/mcore/optimizer_state.py",),
+        ("mtrain/mcore/engine/optimizer_state.py",),
         (guard_test("adam_counts_updates_once_after_a_load"),),
     ),
     Guard(
@@ -55,7 +55,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "States are made where they are missing.",
-        ("mtrain/mcore/optimizer_state.py",),
+        ("mtrain/mcore/engine/optimizer_state.py",),
         (guard_test("states_are_loaded_before_the_first_update"),),
     ),
     Guard(
@@ -66,7 +66,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Main weights and moments are set by name, the step from its own counter.",
-        ("mtrain/mcore/optimizer_state.py",),
+        ("mtrain/mcore/engine/optimizer_state.py",),
         (guard_test("loading_does_not_ask_for_adams_step"),),
     ),
     Guard(
@@ -78,7 +78,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "States are gathered bucket by bucket, each parameter from its place in its bucket.",
-        ("mtrain/mcore/optimizer_state.py",),
+        ("mtrain/mcore/engine/optimizer_state.py",),
         (guard_test("states_behind_padding_are_their_own"),),
     ),
 )

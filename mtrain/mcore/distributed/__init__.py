@@ -1,0 +1,1 @@
+"""Process groups, collectives and random numbers of the ranks."""

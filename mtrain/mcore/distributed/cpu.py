@@ -1,0 +1,178 @@
+"""megatron-core 0.16.1 on a machine without a GPU.
+
+megatron-core names CUDA in many places that need only "the device this rank computes on": factory functions with
+`device='cuda'` or a device index, streams and events, RNG state, and tensor type names compared as text. `install` maps
+those to the CPU by plain wrappers (a TorchFunctionMode would tax every operation). It does nothing where CUDA is
+present, and this is the only module that knows about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mtrain.mcore.distributed import gloo
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor "
+    "zeros zeros_like"
+)
+_NEW_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros"
+_installed = False
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: everything has already happened."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        pass
+
+    def _nothing(self, *args: object) -> None:
+        pass
+
+    wait_stream = synchronize = wait_event = wait = record = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return self if event is None else event
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
+
+def _names_cuda(device: object) -> bool:
+    kind = type(device)
+    if kind is str:
+        return str(device).startswith("cuda")
+    return kind is int or (isinstance(device, torch.device) and device.type == "cuda")
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **options: Any) -> Any:
+        if options:
+            if _names_cuda(options.get("device")):
+                options["device"] = _CPU
+            if options.get("pin_memory"):
+                options["pin_memory"] = False
+        return factory(*args, **options)
+
+    return make
+
+
+def _patch_factories() -> None:
+    import torch.utils._device as device_mode
+
+    device_mode._device_constructors()  # caches the original functions, which `with torch.device(...)` looks up
+    for name in _FACTORIES.split():
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _NEW_FACTORIES.split():
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+
+
+def _patch_tensor() -> None:
+    original_to, original_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if args and _names_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        elif _names_cuda(options.get("device")):
+            options["device"] = _CPU
+        return original_to(self, *args, **options)
+
+    def type_name(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        # optimizer.py:671, distrib_optimizer.py:361 and clip_grads.py:167 compare with 'torch.cuda.FloatTensor'
+        result = original_type(self, *args, **options)
+        if not args and not options and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return str(result).replace("torch.", "torch.cuda.", 1)
+        return result
+
+    tensor: Any = torch.Tensor
+    tensor.to, tensor.type = to, type_name
+    tensor.cuda = lambda self, *args, **options: self
+    tensor.pin_memory = lambda self, *args: self
+    tensor.record_stream = lambda self, stream: None
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, device=None: self
+
+
+def _patch_cuda() -> None:
+    """Every name gets a function of its own: torch's compiler, if it is imported, looks functions up by identity."""
+    cuda: Any = torch.cuda
+    for name in ["synchronize", "set_device", "empty_cache", "set_stream"]:
+        setattr(cuda, name, _returning(None))
+    for name in ["current_stream", "default_stream"]:
+        setattr(cuda, name, _returning(_STREAM))
+    cuda.current_device, cuda.device_count = _returning(0), _returning(1)
+    cuda.Stream = cuda.Event = _Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.get_rng_state = lambda *args, **options: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _returning(None), _returning(None)
+
+
+def _returning(value: object) -> Callable[..., Any]:
+    return lambda *args, **options: value
+
+
+@contextlib.contextmanager
+def _without_compile() -> Iterator[None]:
+    """megatron-core compiles small functions at import (`jit_fuser`); on the CPU they run as they are."""
+    original = torch.compile
+    torch.compile = lambda function=None, *args, **options: (  # type: ignore[assignment]
+        (lambda inner: inner) if function is None else function
+    )
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+def install() -> None:
+    """Makes megatron-core importable and runnable without CUDA; call before its first import. Idempotent."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    if "megatron.core.jit" in sys.modules:  # imported earlier for its data sets: its compiled functions run eagerly
+        torch.compiler.set_stance("force_eager")
+    _patch_factories()
+    _patch_tensor()
+    _patch_cuda()
+    with _without_compile():
+        import megatron.core.tensor_parallel.random as rng
+
+        rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+        rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        # "CPU RNG state changed within GPU RNG context" is true of every dropout here: there is one generator
+        logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
+        import megatron.core.models.gpt
+        import megatron.core.optimizer  # noqa: F401
+        import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+        dispatcher.maybe_move_tensor_to_cpu = _moved_to_host
+    gloo.install()
+
+
+def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """For moe_utils.py:1093, which makes lists of split sizes of tensors on a GPU only."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

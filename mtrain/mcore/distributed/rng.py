@@ -1,0 +1,49 @@
+"""The random number generators of every rank, as tensors of a checkpoint.
+
+Only dropout draws from them: data order and initial weights are pure functions of the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from mtrain.mcore.distributed.groups import Groups
+
+PREFIX = "rng."
+"""Of their keys; no part of the model begins so."""
+
+
+def random_states(groups: Groups) -> dict[str, Tensor]:
+    """Copies of the states of this rank's generators, by name, uint8 on the CPU: torch's own and megatron-core's."""
+    states = {"cpu": torch.get_rng_state()}
+    if groups.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    states |= {f"tracker.{name}": state for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+    return {name: state.cpu().clone() for name, state in states.items()}
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Continues from `random_states` of the same rank of the same layout and kind of device."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tracker = "tracker."
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {name.removeprefix(tracker): state for name, state in states.items() if name.startswith(tracker)}
+    )
+
+
+def sharded(states: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:
+    """Each state as this rank's row of a global tensor [world_size, length]."""
+    world_size = groups.layout.world_size
+    return [
+        ShardedTensor.from_rank_offsets(
+            f"{PREFIX}{name}", state, (0, groups.rank, world_size), replica_id=0, prepend_axis_num=1
+        )
+        for name, state in states.items()
+    ]

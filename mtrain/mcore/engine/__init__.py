@@ -1,0 +1,1 @@
+"""One step: schedule, reduction of loss pairs, finalized gradients, optimizer."""

@@ -1,0 +1,117 @@
+"""Runs microbatches through megatron-core's own schedules: no pipelining, 1F1B, interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.loss.pair import LossPair
+from mtrain.mcore.engine.finalize import Finalizer
+from mtrain.mcore.engine.loss_reduction import PairAccumulator
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import run_chunk
+from mtrain.mcore.model.mtp import Logits
+
+LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
+"""(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
+
+
+def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, config: Config) -> None:
+    """Tells megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
+    translated = get_model_config(chunks[0])
+    translated.grad_scale_func = optimizer.scale_loss
+    if config.train.overlap_grad_reduce:
+        translated.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
+        translated.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
+
+
+def _one_or_list(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def run_schedule(
+    chunks: Sequence[DistributedDataParallel],
+    batches: Sequence[Microbatch],
+    loss: LossOfLogits,
+    accumulator: PairAccumulator,
+    config: Config,
+    finalizer: Finalizer | None,
+) -> None:
+    """Forward and backward for every microbatch; pairs end up in the accumulator.
+
+    The scalar is differentiated as it is: megatron-core divides by nothing, because its token counts stay at zero and
+    its config says per-token loss.
+
+    Args:
+        chunks: This rank's model chunks.
+        batches: This rank's microbatches, sliced for context parallelism.
+        loss: Called on the last stage.
+        accumulator: Receives the pairs.
+        config: Sequence length and micro batch size.
+        finalizer: Reduces and divides the gradients after the last backward; None: forward only, for validation.
+    """
+    get_model_config(chunks[0]).finalize_model_grads_func = finalizer
+
+    def consume(logits: Logits, batch: Microbatch) -> Tensor:
+        objective, pairs = loss(logits, batch)
+        accumulator.add(pairs)
+        return objective
+
+    with torch.set_grad_enabled(finalizer is not None):
+        _run(chunks, batches, consume, config, forward_only=finalizer is None)
+
+
+@torch.no_grad()
+def run_forward(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[Microbatch],
+    take: Callable[[Logits, Microbatch], None],
+    config: Config,
+) -> None:
+    """Forward alone for every microbatch; `take` receives the logits of each on the last stage, in order."""
+
+    def consume(logits: Logits, batch: Microbatch) -> Tensor:
+        take(logits, batch)
+        return torch.zeros((), device=logits.main.device)
+
+    _run(chunks, batches, consume, config, forward_only=True)
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[Microbatch],
+    consume: Callable[[Logits, Microbatch], Tensor],
+    config: Config,
+    forward_only: bool,
+) -> None:
+    get_forward_backward_func()(
+        forward_step_func=_forward_step(consume),
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(batches),
+        seq_length=config.data.seq_length,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[..., Any]:
+    def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor | Logits, Any]:
+        batch = next(iterator)
+
+        def loss_of_output(output: Tensor | Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logits = output if isinstance(output, Logits) else Logits(output)
+            # the three-part form is the one that megatron-core leaves alone; its own token count is not used
+            return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.device), {}
+
+        return run_chunk(chunk, batch), loss_of_output
+
+    return forward_step

@@ -1,0 +1,1 @@
+"""Attention: context parallelism, windows, sinks, latents."""

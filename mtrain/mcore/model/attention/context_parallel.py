@@ -1,0 +1,313 @@
+"""Core attention of the torch spec: causal attention on scaled_dot_product_attention, exact under context parallelism.
+
+Under context parallelism a rank holds chunks r and 2*cp-1-r of every row (zigzag), so queries come as at most two
+contiguous runs of the row. Keys and values are brought together in one of two ways: `allgather` collects those of the
+whole row on every rank; `ulysses` exchanges sequence for heads, so that each rank sees whole rows of a part of the
+heads. Latent attention collects its latents in both, and makes keys and values of them for the heads it attends with.
+A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents, are cut
+for context parallelism, so packing does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.data.zigzag import zigzag_index
+from mtrain.mcore.model.attention.sinks import sink_parameter, with_sink_keys
+from mtrain.mcore.model.attention.window import has_window
+
+Run = tuple[int, int]
+"""Positions [start, end) of a row."""
+
+
+class RowAttention(MegatronModule):
+    """Causal attention of this rank's queries to keys and values of whole rows."""
+
+    softmax_offset: nn.Parameter | None
+    """[heads_local] attention sinks."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        cp_comm_type: str | None,
+        softmax_scale: float | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.cp = pg_collection.cp
+        self.ulysses = cp_comm_type == "a2a"
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        layer_number = min(layer_number, config.num_layers)  # layers behind the last one are of its kind
+        self.window = config.window_size[0] + 1 if has_window(config, layer_number) else None
+        self.dropout = config.attention_dropout
+        self.tp = pg_collection.tp
+        self.softmax_offset = sink_parameter(config, self.tp) if config.softmax_type == "learnable" else None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None) -> Tensor:
+        """Causal attention to keys of whole rows.
+
+        Args:
+            query: [seq_local, batch, heads_local, key_dim].
+            key: [seq, batch, groups, key_dim] in the order of the row, for the heads that this rank attends with.
+            value: [seq, batch, groups, value_dim] likewise.
+            document_starts: Where each token's document begins, [batch, seq] on the CPU, full rows; None where each row
+                is one document.
+
+        Returns:
+            [seq_local, batch, heads_local * value_dim].
+        """
+        documents = None if document_starts is None else _document_runs(document_starts)
+        if self.cp.size() == 1:
+            output = self._attend(query, key, value, [(0, query.shape[0])], documents)
+        elif self.ulysses:
+            output = self._attend_with_own_heads(query, key, value, documents)
+        else:
+            chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
+            first = self.cp.rank()
+            runs = [(index * chunk, (index + 1) * chunk) for index in (first, last - first)]
+            output = self._attend(query, key, value, runs, documents)
+        return output.reshape(*output.shape[:2], -1)
+
+    def gather_rows(self, part: Tensor) -> Tensor:
+        """[seq_local, batch, ...] -> [seq, batch, ...] in the order of the row, the same on every rank of CP.
+
+        One all-gather over CP; its backward is a reduce-scatter.
+        """
+        if self.cp.size() == 1:
+            return part
+        gathered = gather_from_sequence_parallel_region(part, group=self.cp)
+        return gathered.index_select(0, _row_order(gathered.shape[0], self.cp.size(), gathered.device)[1])
+
+    def own_heads(self, num_heads: int) -> slice:
+        """Of the heads of this rank's queries, those that it attends with: under Ulysses one part of CP, else all."""
+        if self.cp.size() == 1 or not self.ulysses:
+            return slice(0, num_heads)
+        num_own = num_heads // self.cp.size()
+        return slice(self.cp.rank() * num_own, (self.cp.rank() + 1) * num_own)
+
+    def _attend_with_own_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
+    ) -> Tensor:
+        """Ulysses: one all-to-all over CP before and one after; the same again in backward."""
+        query = self._to_heads(query)
+        output = self._attend(query, key, value, [(0, query.shape[0])], documents)
+        held, _ = _row_order(query.shape[0], self.cp.size(), query.device)
+        return self._to_sequence(output.index_select(0, held))
+
+    def _to_heads(self, part: Tensor) -> Tensor:
+        """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]; one all-to-all."""
+        cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
+        part = all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
+        return part.index_select(0, _row_order(cp * seq, cp, part.device)[1])
+
+    def _to_sequence(self, part: Tensor) -> Tensor:
+        """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""
+        cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        part = all_to_all(self.cp, part.contiguous()).view(cp, seq // cp, batch, heads, dim)
+        return part.permute(1, 2, 0, 3, 4).reshape(seq // cp, batch, cp * heads, dim)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[list[Run]] | None
+    ) -> Tensor:
+        """Queries of the given runs, laid one after the other, against the keys of whole rows."""
+        if documents is None:
+            return self._attend_row(query, key, value, runs, [(0, key.shape[0])])
+        rows = [
+            self._attend_row(
+                query[:, row : row + 1], key[:, row : row + 1], value[:, row : row + 1], runs, row_documents
+            )
+            for row, row_documents in enumerate(documents)
+        ]
+        return torch.cat(rows, dim=1)
+
+    def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[Run]) -> Tensor:
+        outputs, offset = [], 0
+        for run_start, run_end in runs:
+            for document_start, document_end in documents:
+                start, end = max(run_start, document_start), min(run_end, document_end)
+                if start >= end:
+                    continue
+                queries = query[offset + start - run_start : offset + end - run_start]
+                outputs.append(self._causal(queries, key[document_start:end], value[document_start:end]))
+            offset += run_end - run_start
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q."""
+        if self.softmax_offset is None:
+            return self._weighted_values(query, key, value, num_sinks=0)
+        value_dim = value.shape[-1]
+        query, key, value = with_sink_keys(query, key, value, self._sinks() / self.scale)
+        return self._weighted_values(query, key, value, num_sinks=1)[..., :value_dim]
+
+    def _sinks(self) -> Tensor:
+        """[heads], at least float32, of the heads whose queries this rank holds now."""
+        assert self.softmax_offset is not None
+        sinks = self.softmax_offset.to(torch.promote_types(self.softmax_offset.dtype, torch.float32))
+        return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and self.cp.size() > 1 else sinks
+
+    def _weighted_values(self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int) -> Tensor:
+        """As `_causal`; the first `num_sinks` keys, 0 or 1, are seen by every query."""
+        query_length, key_length = query.shape[0], key.shape[0] - num_sinks
+        is_causal, mask = query_length == key_length, None
+        if self.window is not None and self.window < key_length:
+            is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
+            mask = functional.pad(mask, (num_sinks, 0), value=True)
+        elif is_causal:
+            # a query that sees the sink alone makes a square again, which kernels know without a mask
+            query = functional.pad(query, (0, 0, 0, 0, 0, 0, num_sinks, 0)) if num_sinks else query
+        else:
+            mask = _prefix_mask(query_length, key.shape[0], query.device)
+        if mask is not None and query.device.type == "cuda":
+            # the lower-right bias picks a kernel without looking at grouped heads, and with a mask of our own no kernel
+            # that knows them is left but the one that keeps the scores of all pairs
+            repeats = query.shape[2] // key.shape[2]
+            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            output = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        output = output.permute(2, 0, 1, 3)
+        return output[num_sinks:] if is_causal else output
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Places of the sinks, which are split over tp as the heads are."""
+        assert metadata is not None
+        states = self.state_dict(prefix="", keep_vars=True)
+        places: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            states,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return places
+
+
+class CoreAttention(RowAttention):
+    """Takes the place of megatron-core's DotProductAttention in a layer spec."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None,
+        softmax_scale: float | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        assert attn_mask_type == AttnMaskType.causal
+        assert attention_type == "self"
+        super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+    ) -> Tensor:
+        """Causal attention inside documents.
+
+        Args:
+            query: [seq_local, batch, heads_local, head_dim].
+            key: [seq_local, batch, groups_local, head_dim].
+            value: As key.
+            attention_mask: `document_starts` of the batch, [batch, seq] on the CPU, full rows; None where each row is
+                one document.
+            attn_mask_type: Part of megatron-core's protocol; attention is always causal.
+            attention_bias: Must be None.
+            packed_seq_params: Must be None; documents travel in attention_mask.
+
+        Returns:
+            [seq_local, batch, heads_local * head_dim].
+        """
+        assert attention_bias is None
+        assert packed_seq_params is None
+        key, value = self._whole_rows(key, value)
+        return self.attend(query, key, value, attention_mask)
+
+    def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's tokens -> those of whole rows, under Ulysses for its own heads alone."""
+        if self.cp.size() == 1:
+            return key, value
+        if not self.ulysses:
+            head_dim = key.shape[-1]
+            gathered = self.gather_rows(torch.cat((key, value), dim=-1))
+            key, value = torch.split(gathered, [head_dim, gathered.shape[-1] - head_dim], dim=-1)
+            return key, value
+        cp, groups = self.cp.size(), key.shape[2]
+        if groups % cp:  # fewer key/value heads than ranks are repeated
+            repeats = cp // math.gcd(groups, cp)
+            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        return self._to_heads(key), self._to_heads(value)
+
+
+@lru_cache(maxsize=8)
+def _row_order(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
+    held = torch.cat([zigzag_index(seq, cp, rank) for rank in range(cp)])
+    return held.to(device), torch.argsort(held).to(device)
+
+
+def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:
+    """Causal, with the last query at the last key; on a GPU in the form that keeps flash attention possible."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds that a CPU run saves
+
+        bias: Tensor = causal_lower_right(query_length, key_length)
+        return bias
+    return _window_mask(query_length, key_length, key_length, device)
+
+
+def _window_mask(query_length: int, key_length: int, window: int, device: torch.device) -> Tensor:
+    """[query, key] bool: True where the key is at most `window - 1` positions before the query and not after it."""
+    query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+    distance = query - torch.arange(key_length, device=device)[None]
+    return (distance >= 0) & (distance < window)
+
+
+def _document_runs(document_starts: Tensor) -> list[list[Run]]:
+    """[batch, seq] starts -> for each row, the run of each document."""
+    rows, length = document_starts.numpy(), document_starts.shape[1]
+    runs = []
+    for row in rows:
+        starts = [int(start) for start in np.unique(row)]
+        runs.append(list(zip(starts, [*starts[1:], length])))
+    return runs

@@ -1,0 +1,255 @@
+"""Multi-head latent attention on megatron-core's parallel linears and our core attention.
+
+Queries, and keys with values, come from low-rank latents; each key head also has a rotary part that all heads share.
+Down-projections and norms are whole on every tensor-parallel rank (as TransformerEngine's spec of megatron-core has
+them), up-projections are divided by heads. Every latent that heads of several ranks read passes through one collective
+whose backward sums its gradient over the tensor-parallel group, the shared rotary key with it.
+
+Context parallelism moves latents, not heads: kv_lora_rank + qk_rope_head_dim numbers a token instead of
+heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are made of them behind the exchange.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/multi_latent_attention.py for the names.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import RopeSection
+from mtrain.mcore.model.attention.context_parallel import RowAttention
+from mtrain.mcore.model.norm import Norm
+from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
+
+
+class LatentAttention(MegatronModule):
+    """Takes the place of megatron-core's SelfAttention in a layer spec; parameter names are its MLASelfAttention's."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        latent: LatentAttentionSection,
+        rope: RopeSection,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal
+        self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
+        self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
+        self.heads_local = config.num_attention_heads // self.tp.size()
+        self.recomputes_core = config.recompute_granularity == "selective"
+        self._build_queries()
+        self._build_keys_and_values()
+        scale = latent_softmax_scale(latent, rope)
+        self.core_attention = LatentCore(config, layer_number, latent, scale, cp_comm_type, pg_collection)
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * latent.v_head_dim,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp,
+        )
+
+    def _build_queries(self) -> None:
+        num_rows = self.config.num_attention_heads * self.latent.query_head_dim
+        if self.latent.q_lora_rank is None:
+            self.linear_q_proj = self._divided(self.config.hidden_size, num_rows)
+            return
+        self.linear_q_down_proj = ReplicatedLinear(self.config, self.config.hidden_size, self.latent.q_lora_rank)
+        self.q_layernorm = self._norm(self.latent.q_lora_rank)
+        self.linear_q_up_proj = self._divided(self.latent.q_lora_rank, num_rows)
+
+    def _build_keys_and_values(self) -> None:
+        latent, rank = self.latent, self.latent.kv_lora_rank
+        self.linear_kv_down_proj = ReplicatedLinear(
+            self.config, self.config.hidden_size, rank + latent.qk_rope_head_dim
+        )
+        self.kv_layernorm = self._norm(rank)
+        num_rows = self.config.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        self.linear_kv_up_proj = self._divided(rank, num_rows)  # its weight alone is used, by the core
+
+    def _divided(self, num_columns: int, num_rows: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            num_columns,
+            num_rows,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp,
+        )
+
+    def _norm(self, size: int) -> Norm:
+        return Norm(self.config, size, self.latent.norm_epsilon or self.config.layernorm_epsilon)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        inference_context: object = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+        sequence_len_offset: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Causal attention inside documents.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
+            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
+            inference_context: Part of megatron-core's protocol, as all below but one; None.
+            rotary_pos_emb: Angles [seq_local, batch or 1, 1, qk_rope_head_dim], float32.
+            rotary_pos_cos: None.
+            rotary_pos_sin: None.
+            rotary_pos_cos_sin: None.
+            attention_bias: None.
+            packed_seq_params: None; documents travel in attention_mask.
+            sequence_len_offset: None.
+
+        Returns:
+            As hidden_states; and no bias.
+        """
+        assert inference_context is None
+        assert packed_seq_params is None
+        assert rotary_pos_emb is not None
+        query = self._queries(hidden_states, rotary_pos_emb)
+        latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)
+        arguments = (query, latent, rotary_key, self.linear_kv_up_proj.weight, attention_mask)
+        if self.recomputes_core and self.training:
+            context = checkpoint(self.core_attention, False, *arguments)
+        else:
+            context = self.core_attention(*arguments)
+        output, _ = self.linear_proj(context)
+        return output, None
+
+    def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
+        """[seq_local, batch, heads_local, nope + rope]."""
+        if self.latent.q_lora_rank is None:
+            projected, _ = self.linear_q_proj(hidden)
+        else:
+            projected, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        heads = projected.view(*projected.shape[:2], self.heads_local, self.latent.query_head_dim)
+        nope, rotary = torch.split(heads, [self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], dim=-1)
+        return torch.cat((nope, self._rotated(rotary, angles)), dim=-1)
+
+    def _latent_and_rotary_key(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """[seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
+
+        One all-gather over TP under sequence parallelism, whose backward is a reduce-scatter; without it nothing, and
+        an all-reduce in backward.
+        """
+        sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
+        latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
+        both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
+        if self.config.sequence_parallel:
+            both = gather_from_sequence_parallel_region(both, group=self.tp)
+        else:
+            both = copy_to_tensor_model_parallel_region(both, group=self.tp)
+        latent, rotary_key = torch.split(both, sizes, dim=-1)
+        return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
+
+    def _rotated(self, part: Tensor, angles: Tensor) -> Tensor:
+        """Turns the pairs of [seq, batch, heads, rope] by the first half of the angles.
+
+        The turned pairs come as (i, i + rope / 2) from either arrangement: queries and keys alike, so scores do not see
+        it.
+        """
+        if self.is_interleaved:
+            real, imaginary = part[..., 0::2], part[..., 1::2]
+        else:
+            real, imaginary = part.chunk(2, dim=-1)
+        turns = angles[..., : real.shape[-1]]
+        cosine = (turns.cos() * self.magnitude).to(part.dtype)
+        sine = (turns.sin() * self.magnitude).to(part.dtype)
+        return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
+
+
+class LatentCore(RowAttention):
+    """Attention to keys and values that are made of latents, behind their exchange over CP."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        latent: LatentAttentionSection,
+        softmax_scale: float,
+        cp_comm_type: str | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
+        self.latent = latent
+
+    def forward(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, weight: Tensor, document_starts: Tensor | None
+    ) -> Tensor:
+        """One all-gather of latents over CP, and under Ulysses the exchange of queries and outputs.
+
+        Args:
+            query: [seq_local, batch, heads_local, nope + rope].
+            latent: [seq_local, batch, kv_lora_rank].
+            rotary_key: [seq_local, batch, rope].
+            weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
+            document_starts: See `RowAttention.attend`.
+
+        Returns:
+            [seq_local, batch, heads_local * v_head_dim].
+        """
+        rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
+        num_heads = query.shape[2]
+        by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]
+        key, value = self._keys_and_values(rows, by_head)
+        return self.attend(query, key, value, document_starts)
+
+    def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """[seq, batch, heads, nope + rope] and [seq, batch, heads, value].
+
+        Args:
+            rows: Latent and rotary key [seq, batch, kv_lora_rank + rope].
+            weight: [heads, nope + value, kv_lora_rank].
+        """
+        sizes, shape = self.latent, (*rows.shape[:2], len(weight))
+        latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+        expanded = functional.linear(latent, weight.flatten(0, 1)).view(*shape, -1)
+        nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
+        return torch.cat((nope, shared), dim=-1), value
+
+
+class ReplicatedLinear(nn.Module):
+    """A projection without bias, whole on every tensor-parallel rank.
+
+    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, as those of norms
+    are. Otherwise every rank computes the whole gradient, provided that what it projects to passes through a collective
+    which sums in backward.
+    """
+
+    def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., columns] -> [..., rows]."""
+        return functional.linear(hidden, self.weight)

@@ -1,0 +1,199 @@
+"""Builds this rank's part of the model on megatron-core's GPTModel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.data.batch import Ahead, Microbatch
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.init_weights import draw_weights
+from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
+from mtrain.mcore.model.mtp import Logits, depths_spec, drop_unused_table
+from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, local_frequencies
+from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
+from mtrain.mcore.model.rotary.positions import Rotary
+from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
+from mtrain.plan import padded_vocab_size
+from mtrain.plan.layout import Layout
+
+
+class LanguageModel(GPTModel):
+    """GPTModel that takes positions from the batch and returns logits; the loss is computed outside."""
+
+    looks_ahead = True
+    """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
+    _ahead: tuple[Ahead, ...] = ()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_starts: Tensor | None,
+        is_padding: Tensor | None,
+        ahead: tuple[Ahead, ...] = (),
+    ) -> Tensor | Logits:
+        """Runs this stage.
+
+        Args:
+            input_ids: [batch, seq_local] int64.
+            position_ids: [batch, seq_local] int64.
+            document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
+            is_padding: [batch, seq_local] bool, positions that routers do not count; None where there is no router.
+            ahead: By depth; empty where only the next token is predicted.
+
+        Returns:
+            Last stage: logits [seq_local, batch, vocab_local], of all depths where `ahead` is given. Other stages:
+            hidden states.
+        """
+        self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
+        self._ahead = ahead if self.mtp_process and self.looks_ahead else ()
+        padding = is_padding if self.pre_process else self._own_padding(is_padding)  # megatron-core cuts on the first
+        output: Tensor | Logits = super().forward(input_ids, position_ids, document_starts, padding_mask=padding)
+        return output
+
+    def _own_padding(self, is_padding: Tensor | None) -> Tensor | None:
+        """The positions of this sequence-parallel rank."""
+        if is_padding is None or not self.config.sequence_parallel:
+            return is_padding
+        return is_padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
+
+    def _postprocess(
+        self, hidden_states: Tensor, *, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None, **others: object
+    ) -> Tensor | Logits:
+        """In the place of megatron-core's losses: the logits of the last stage."""
+        if not self.post_process:
+            return hidden_states
+        # Before any logits: where parameters arrive during the forward pass, the wait for a table that the output layer
+        # shares stands at the embedding.
+        embedded = [self.embedding(input_ids=ahead.tokens, position_ids=None) for ahead in self._ahead]
+        logits, further = self._logits(hidden_states), []
+        for number, ahead in enumerate(self._ahead):
+            padding = self._own_padding(ahead.is_padding)
+            layer = self.mtp.layers[number]
+            hidden_states = layer(embedded[number], hidden_states, attention_mask, rotary_pos_emb, padding)
+            further.append(self._logits(hidden_states))
+        return Logits(logits, tuple(further)) if further else logits
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        tied = self.share_embeddings_and_output_weights
+        logits: Tensor
+        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None)
+        return logits
+
+
+def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
+
+    Raises:
+        ConfigError: The backend is not available, or megatron-core refuses the configuration.
+    """
+    translated, chunks = _build_chunks(config, groups)
+    for chunk in chunks:
+        draw_weights(chunk, config, groups)
+    return [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
+
+
+def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
+    """This rank's chunks of a model that only runs forward: no gradients, no dropout, weights still to be loaded.
+
+    Raises:
+        ConfigError: As `build_model`.
+    """
+    translated, chunks = _build_chunks(config, groups)
+    for chunk in chunks:
+        chunk.looks_ahead = False
+    return [_in_precision(config, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
+
+
+def unwrap(chunk: torch.nn.Module) -> LanguageModel:
+    """The LanguageModel inside DDP and the half-precision wrapper."""
+    inner: Any = chunk
+    while not isinstance(inner, LanguageModel):
+        inner = inner.module
+    return inner
+
+
+def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, list[LanguageModel]]:
+    translated = transformer_config(config, groups.layout, groups.device)
+    stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
+    return translated, [_build_chunk(config, translated, groups, stage) for stage in stages]
+
+
+def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
+    layout: Layout = groups.layout
+    stage = groups.pp_rank + (vp_stage or 0) * layout.pp
+    layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
+    backend = chosen_backend(config.model, config.data.isolate_documents, groups.device)
+    is_last = stage == layout.num_stages - 1
+    model = LanguageModel(
+        config=translated,
+        transformer_layer_spec=block_spec(config.model, backend, layers),
+        vocab_size=padded_vocab_size(config.model, layout.tp),
+        max_sequence_length=config.data.seq_length,
+        pre_process=stage == 0,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.model.tied_embeddings,
+        position_embedding_type="rope",
+        mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+    )
+    drop_unused_table(model)
+    model.rotary_pos_emb = _rotary(config.model)
+    if config.model.rope.local_base is not None:
+        take_angles_by_layer(model)
+    if config.model.scale_embeddings and (model.pre_process or model.mtp_process):
+        model.embedding.register_forward_hook(_scale_embeddings)
+    return model.to(groups.device)
+
+
+def _rotary(model: ModelSection) -> Rotary:
+    frequencies = inverse_frequencies(model.rope, model.rotary_size)[0]
+    if model.rope.local_base is None:
+        return Rotary(frequencies)
+    return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.rotary_size))
+
+
+def _scale_embeddings(embedding: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to the run's precision as transformers does."""
+    return output * torch.tensor(math.sqrt(output.shape[-1]), dtype=output.dtype, device=output.device)
+
+
+def _wrap(
+    config: Config, translated: TransformerConfig, chunk: LanguageModel, groups: Groups, index: int
+) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        config=translated,
+        ddp_config=ddp_config(config),
+        module=_in_precision(config, translated, chunk),
+        disable_bucketing=index > 0,  # as Megatron-LM: only the first chunk's gradients are reduced in buckets
+        pg_collection=groups.collection,
+    )
+
+
+def _in_precision(config: Config, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
+    return chunk if config.train.precision == "fp32" else Float16Module(translated, chunk)
+
+
+def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
+    """One stage on one microbatch, sliced for context parallelism; logits stay in the precision of the run.
+
+    Returns:
+        As `LanguageModel.forward`.
+    """
+    is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
+    options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
+    given = (batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead)
+    output: Tensor | Logits = chunk(*given, **options)
+    return output

@@ -1,0 +1,84 @@
+"""Initial weights that do not depend on the layout.
+
+Every weight is drawn by its global name and position: a block of rows of the global tensor has its own generator,
+seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out, so TP, PP, VPP and
+vocabulary padding all start from the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.sharded_parameters import parameter_places, shards
+
+_ROWS_PER_BLOCK = 256
+_EMBEDDING = "embedding.word_embeddings.weight"
+_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+
+
+def sharded_tensors(
+    module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
+) -> Iterator[ShardedTensor]:
+    """This rank's parameters and buffers with their global name, shape and offset, fused ones split into their parts.
+
+    Args:
+        module: An unwrapped model chunk.
+        groups: The process groups.
+        value_of: What stands in `data` for each parameter; something of the same shape, such as its gradient. None
+            leaves it out.
+    """
+    for place in parameter_places([module], groups):
+        values = value_of(place.data)
+        if values is not None:
+            yield from shards(place, place.key, values)
+
+
+@torch.no_grad()
+def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None:
+    """Fills matrices from a normal distribution; norms (ones) and biases (zeros) stay as built.
+
+    Standard deviation: model.init_std; projections back into the residual stream: init_std / sqrt(2 * num_layers).
+    Rows of the padded vocabulary are zero.
+    """
+    for shard in sharded_tensors(module, groups):
+        axes = shard.prepend_axis_num
+        shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
+        if len(shape) < 2:
+            continue
+        name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        if name == "output_layer.weight" and config.model.tied_embeddings:
+            name = _EMBEDDING
+        values = _draw(
+            f"{config.train.seed}:{name}", shape[1:], offset[0], shard.local_shape[0], _deviation(name, config)
+        )
+        for dim, (start, size) in enumerate(zip(offset[1:], shard.local_shape[1:]), start=1):
+            values = values.narrow(dim, start, size)
+        if name in _VOCABULARY:
+            values[max(0, config.model.vocab_size - offset[0]) :] = 0.0
+        shard.data.copy_(values)
+
+
+def _deviation(name: str, config: Config) -> float:
+    into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std
+
+
+def _draw(name: str, columns: tuple[int, ...], first_row: int, num_rows: int, deviation: float) -> Tensor:
+    """Rows [first_row, first_row + num_rows) of the global tensor; whole blocks are drawn."""
+    first_block, last_block = first_row // _ROWS_PER_BLOCK, (first_row + num_rows - 1) // _ROWS_PER_BLOCK
+    blocks = []
+    for block in range(first_block, last_block + 1):
+        digest = hashlib.sha256(f"{name}:{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        blocks.append(torch.empty(_ROWS_PER_BLOCK, *columns).normal_(0.0, deviation, generator=generator))
+    return torch.cat(blocks).narrow(0, first_row - first_block * _ROWS_PER_BLOCK, num_rows)

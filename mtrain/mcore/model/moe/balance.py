@@ -1,0 +1,235 @@
+"""What routers see in a step: their terms of the objective, and the counts that move the biases of the choice.
+
+A router hands its logits and its choice to its watch in every forward pass. Nothing happens there but in the passes of
+a training step that autograd records, and of these there is exactly one for each layer and microbatch: where
+activations are recomputed, the first pass is not recorded. So validation, teachers and recomputation need no care of
+their own, and as the padding comes as an argument, a recomputed pass sees that of its own microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mtrain.config import Config
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.loss import router as losses
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import PairAccumulator, TermTotals
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.moe.router import Router
+
+Factors = Callable[[], Tensor]
+"""() -> [router_terms] float64 on the device: what the sum of a term is multiplied by before backward."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step in flight."""
+
+    accumulator: PairAccumulator
+    factors: Factors
+    counts: Tensor
+    """[routers, experts] int64: how many tokens of text this rank has sent to each expert."""
+    running: Tensor
+    """[routers, experts] int64: choices so far, of all ranks; for the balance on running counts."""
+
+
+class _Weighted(NamedTuple):
+    """One term of one router and microbatch, by token."""
+
+    losses: Tensor
+    """[seq_local, batch]."""
+    weights: Tensor
+    """[seq_local, batch] float64, without a graph."""
+    shares: Tensor
+    """What the tokens of this rank add to the denominator; counts."""
+
+
+class _Load(NamedTuple):
+    """How a router loads its experts in one microbatch."""
+
+    scores: Tensor
+    """[seq_local, batch, experts], normalised."""
+    choices: Tensor
+    """[batch, experts] int64, over whole rows."""
+
+
+class RouterBalance:
+    """The routers of this rank's chunks, and what they have seen."""
+
+    def __init__(self, config: Config, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+        """Gives every router its watch.
+
+        Args:
+            config: Terms and rate of the biases.
+            groups: The process groups.
+            chunks: This rank's model chunks.
+        """
+        self.terms = tuple(config.loss.router.coefficients)
+        self._groups = groups
+        self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
+        self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
+        depths = [model.mtp for model in map(unwrap, chunks) if model.mtp_process]
+        of_depths = {module for depth in depths for module in depth.modules()}
+        self._num_layers = sum(config.model.has_experts(layer) for layer in range(config.model.num_layers))
+        self.counts: Tensor | None = None
+        """[routers, experts] int64: tokens of text that this rank has sent to each expert in the last step."""
+        self.step: _Step | None = None
+        if self.terms or self._rate:
+            for index, router in enumerate(self.routers):
+                router.watch = RouterWatch(self, index, router.section, groups, router not in of_depths)
+
+    @contextmanager
+    def watching(self, accumulator: PairAccumulator, factors: Factors) -> Iterator[None]:
+        """Looks at what routers do in this block, which is one step.
+
+        Args:
+            accumulator: Receives the pairs of the terms.
+            factors: First called in the first forward pass.
+        """
+        shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
+        counts, running = torch.zeros(2, *shape, dtype=torch.int64, device=self._groups.device)
+        self.step = _Step(accumulator, factors, counts, running)
+        try:
+            yield
+        finally:
+            self.step = None
+        self.counts = counts
+
+    def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
+        """Every router of the model's own layers counts its tokens; numerators are summed over layers, those of
+        multi-token prediction included, and denominators are those of one layer."""
+        return {
+            term: replace(each, denominator=each.denominator / self._num_layers) if term in self.terms else each
+            for term, each in terms.items()
+        }
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Moves each expert's bias of the choice by the rate, towards an even load in the step just watched.
+
+        One all-reduce of [routers, experts] integers over the ranks of a pipeline stage; none where the biases stay.
+
+        Source: bias += rate x sign(mean count - count), Wang et al. 2024 (arXiv 2408.15664), algorithm 1.
+        """
+        if not self._rate or not self.routers:
+            return
+        assert self.counts is not None, "there was no step"
+        _sum_over(self._groups.stage, self.counts)
+        # in integers: a mean of counts would have to be rounded
+        signs = (self.counts.sum(1, keepdim=True) - self.counts * self.counts.shape[1]).sign()
+        for router, sign in zip(self.routers, signs, strict=True):
+            assert router.expert_bias is not None  # a rule of the section
+            router.expert_bias.add_(sign, alpha=self._rate)
+        self.counts = None
+
+
+class RouterWatch:
+    """Sees what one router does."""
+
+    def __init__(
+        self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool
+    ) -> None:
+        """Args:
+        balance: Of all routers of this rank.
+        index: Of this router among them.
+        section: Score and number of choices.
+        groups: The process groups.
+        is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
+        """
+        self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted
+        self._has_first_token = groups.tp_rank == 0 and groups.cp_rank == 0
+        self._sharers, self._replicas = groups.collection.tp_cp, groups.collection.dp
+
+    def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
+        """Adds this router's terms to what is differentiated.
+
+        Where a balance is asked for, one all-reduce of [batch, experts] integers over the ranks that share the rows,
+        and for that on running counts another one of [experts] over data-parallel ranks.
+
+        Args:
+            logits: [seq_local, batch, experts].
+            is_padding: [seq_local, batch] bool.
+
+        Returns:
+            The logits, to go on with.
+        """
+        step = self._balance.step
+        if step is None or not self._balance.terms or not torch.is_grad_enabled():
+            return logits
+        assert is_padding is not None, "a router was not told what is padding"
+        weighted = self._weighted(logits, ~is_padding, step)
+        numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
+        shares = torch.stack([each.shares.sum() * self._is_counted for each in weighted])
+        step.accumulator.add_router(numerators, shares)
+        attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
+        return attached
+
+    def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
+        """Counts the tokens of text that go to each expert.
+
+        Args:
+            chosen: [seq_local x batch, experts] bool.
+            is_padding: [seq_local, batch] bool.
+        """
+        step = self._balance.step
+        if step is not None and torch.is_grad_enabled():
+            assert is_padding is not None, "a router was not told what is padding"
+            step.counts[self._index] += (chosen & ~is_padding.reshape(-1, 1)).sum(0)
+
+    def _weighted(self, logits: Tensor, is_text: Tensor, step: _Step) -> list[_Weighted]:
+        load = self._load(logits, is_text) if self._balance.terms != (losses.Z,) else None
+        return [self._term(term, logits, is_text, load, step) for term in self._balance.terms]
+
+    def _load(self, logits: Tensor, is_text: Tensor) -> _Load:
+        scores = losses.normalised_scores(logits, self._section.score, is_text)
+        choices = losses.choices_by_row(scores, self._section.top_k, is_text)
+        _sum_over(self._sharers, choices)
+        return _Load(scores, choices)
+
+    def _term(self, term: str, logits: Tensor, is_text: Tensor, load: _Load | None, step: _Step) -> _Weighted:
+        weights, shares = is_text.double(), is_text
+        if load is None or term == losses.Z:
+            return _Weighted(losses.squared_logsumexp(logits, is_text), weights, is_text)
+        match term:
+            case losses.SEQUENCE_BALANCE:
+                num_tokens = load.choices.sum(-1) // self._section.top_k
+                weights, choices = weights / num_tokens.double().clamp(min=1), load.choices
+                shares = is_text[: 1 if self._has_first_token else 0]  # a row of text has it in its first position
+            case losses.MICROBATCH_BALANCE:
+                choices = load.choices.sum(0)
+            case _:
+                choices = self._so_far(load.choices.sum(0), step)
+        return _Weighted(losses.balance_losses(load.scores, choices), weights, shares)
+
+    def _so_far(self, choices: Tensor, step: _Step) -> Tensor:
+        """[experts]: those of all ranks, in this microbatch and those before it."""
+        _sum_over(self._replicas, choices)
+        return step.running[self._index].add_(choices).clone()
+
+
+def _sum_over(group: dist.ProcessGroup, counts: Tensor) -> None:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(counts, group=group)
+
+
+class _Attached(torch.autograd.Function):
+    """(values, addend) -> values: differentiates the addend as well, and leaves what goes forward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, addend: Tensor) -> Tensor:
+        ctx.like = addend.detach()
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones_like(ctx.like)

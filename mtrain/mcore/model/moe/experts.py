@@ -1,0 +1,168 @@
+"""A rank's experts, their weights stacked along the first axis.
+
+They stand in the place of megatron-core's SequentialMLP and TEGroupedMLP, under the same checkpoint keys. Two faults of
+those are absent: experts whose etp is not the dense layers' tp are marked as experts even where ep = 1, so that their
+gradients are summed over all their replicas, and are counted in the gradient norm on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from mtrain.mcore.model.moe.grouped_gemm import Product, chosen_product
+
+_AXIS = {"linear_fc1": 0, "linear_fc2": 1}
+"""Axis of one expert's weight that is divided over expert tensor parallelism."""
+
+
+class Stack(nn.Module):
+    """One projection of all experts of a rank."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
+        """Args:
+        config: Precision and device, and whether there are biases.
+        experts: On this rank.
+        rows: Outputs of one expert on this rank.
+        columns: Inputs of one expert on this rank.
+        """
+        super().__init__()
+        self.weight = _parameter(torch.empty(experts, rows, columns), config)
+        if config.add_bias_linear:
+            self.bias = _parameter(torch.zeros(experts, rows), config)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, tokens: Tensor, counts: Tensor, product: Product) -> Tensor:
+        """[count, columns] sorted by expert -> [count, rows], without the bias.
+
+        A module's own call is what overlapped gathering of parameters waits in.
+        """
+        return product(tokens, self.weight, counts)
+
+    def biases(self, counts: Tensor) -> Tensor | None:
+        """Each token's bias: [count, rows]; none where there is none."""
+        return None if self.bias is None else self.bias.repeat_interleave(counts.to(self.bias.device), dim=0)
+
+
+def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter: Any = nn.Parameter(value.to(device=device, dtype=config.params_dtype))
+    parameter.allreduce = False  # replicas are those of the expert, not of the dense layers
+    parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
+    parameter.partition_dim, parameter.partition_stride = 0, 1
+    return parameter
+
+
+class Experts(MegatronModule):
+    """Feed-forward networks of the experts that this rank holds."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        implementation: Literal["auto", "grouped", "sequential"],
+    ) -> None:
+        """Args:
+        num_local_experts: Of this rank.
+        config: Sizes, activation, biases.
+        pg_collection: Expert, expert-tensor and expert-data groups.
+        implementation: Of the products.
+        """
+        super().__init__(config)
+        self.num_local_experts = num_local_experts
+        self._ep, self._etp, self._edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        assert config.moe_ffn_hidden_size is not None
+        ffn = config.moe_ffn_hidden_size // self._etp.size()
+        fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
+        self.linear_fc1 = Stack(config, num_local_experts, fc1_rows, config.hidden_size)
+        self.linear_fc2 = Stack(config, num_local_experts, config.hidden_size, ffn)
+        self._implementation, self._row_sizes = implementation, (config.hidden_size, fc1_rows, ffn)
+        chosen_product(implementation, self._row_sizes, self.linear_fc1.weight)  # refuses now, not in the first step
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """The weighted outputs of all experts; with etp > 1, this rank's part of their sum.
+
+        Args:
+            tokens: [count, hidden_size], sorted by expert.
+            tokens_per_expert: [num_local_experts] int64.
+            weights: [count]: of each token's output.
+
+        Returns:
+            [count, hidden_size] in the dtype of the tokens, and no bias to be added later.
+        """
+        counts = tokens_per_expert.cpu()
+        product = chosen_product(self._implementation, self._row_sizes, self.linear_fc1.weight)
+        weights = weights.unsqueeze(-1)
+        hidden = self.linear_fc1(tokens, counts, product)
+        biases = self.linear_fc1.biases(counts)
+        hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
+        output = self.linear_fc2(hidden, counts, product)
+        biases = self.linear_fc2.biases(counts)
+        if biases is not None:
+            output = output + (biases * weights).to(tokens.dtype)
+        return output, None
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        activation = self.config.activation_func
+        if not self.config.gated_linear_unit:
+            return activation(hidden)
+        gate, up = hidden.chunk(2, dim=-1)
+        limit = self.config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return activation(gate) * (up + self.config.glu_linear_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: object = None
+    ) -> dict[str, ShardedTensorFactory]:
+        """Each expert's tensors under one key with an axis of all experts, as megatron-core names them."""
+        return {
+            f"{prefix}{linear}.{kind}": ShardedTensorFactory(
+                key=f"{prefix}experts.{linear}.{kind}",
+                data=parameter,
+                build_fn=self._builder(linear, kind, sharded_offsets),
+                merge_fn=_unused,
+                replica_id=(0, 0, self._edp.rank()),
+            )
+            for linear, stack in self.named_children()
+            for kind, parameter in stack.named_parameters()
+        }
+
+    def _builder(self, linear: str, kind: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
+        """Cuts a stack into shards of the global tensor [outer axes, num_experts, ...]."""
+        first = self._ep.rank() * self.num_local_experts
+        count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
+        is_divided = kind == "weight" or linear == "linear_fc1"
+        size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
+        num_parts = 2 if linear == "linear_fc1" and self.config.gated_linear_unit else 1
+
+        def build(key: str, stack: Tensor, replica_id: ReplicaId, flattened_range: object) -> list[ShardedTensor]:
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    part,
+                    *outer,
+                    (depth - 1, first + number, count),
+                    (depth + (_AXIS[linear] if kind == "weight" else 0), index * size + rank, num_parts * size),
+                    replica_id=replica_id,
+                    prepend_axis_num=depth,
+                )
+                for number, values in enumerate(stack.detach())
+                for index, part in enumerate(values.chunk(num_parts))
+            ]
+
+        return build
+
+
+def _unused(parts: object) -> Tensor:
+    raise AssertionError("shards are views of the stack: nothing is put together")

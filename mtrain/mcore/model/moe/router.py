@@ -1,0 +1,118 @@
+"""The router: logits of each token for all experts, and the choice among them.
+
+megatron-core's own (transformer/moe/router.py) asks for a function of TransformerEngine that is not there without it
+(moe_utils.py:1192) and rounds scores to float32 even in a float64 model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.mcore.model.moe.topk_routing import Choice, choose
+
+
+class Watch(Protocol):
+    """Sees what a router does with each microbatch."""
+
+    def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
+        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; returns the former,
+        perhaps with a further loss in their graph."""
+
+    def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
+        """Receives the choice [seq_local x batch, num_experts], before any token is dropped, and the padding."""
+
+
+class Router(MegatronModule):
+    """Chooses experts in float32 (float64 in a float64 model), whatever the precision of weights and activations."""
+
+    bias: nn.Parameter | None
+    expert_bias: Tensor | None
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, section: ExpertsSection
+    ) -> None:
+        """Args:
+        config: Hidden size, precision of the weights, sequence parallelism.
+        pg_collection: The tensor-parallel group, over which the router's weights are replicated.
+        section: Of the model.
+        """
+        super().__init__(config)
+        self.section = section
+        self.tp_group = pg_collection.tp  # read where shards are named
+        self.layer_number: int | None = None
+        self.watch: Watch | None = None
+        self.weight = self._parameter(torch.empty(section.num_experts, config.hidden_size))
+        if section.router_bias:
+            self.bias = self._parameter(torch.zeros(section.num_experts))
+        else:
+            self.register_parameter("bias", None)
+        has_expert_bias = section.expert_bias
+        device = self.weight.device
+        self.register_buffer(
+            "expert_bias", torch.zeros(section.num_experts, device=device) if has_expert_bias else None
+        )
+
+    def _parameter(self, value: Tensor) -> nn.Parameter:
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = nn.Parameter(value.to(device=device, dtype=self.config.params_dtype))
+        parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return parameter
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Global number of the layer, from 1."""
+        self.layer_number = layer_number
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Routes every position of this rank.
+
+        Args:
+            hidden: [seq_local, batch, hidden_size].
+            padding_mask: [seq_local, batch] bool, positions that hold no text. They are routed like all others, and not
+                counted; None where nobody counts.
+
+        Returns:
+            Weights and choice, [seq_local x batch, num_experts] each.
+        """
+        logits = self.logits(hidden)
+        if self.watch is not None:
+            logits = self.watch.logits(logits, padding_mask)
+        choice = choose(logits.flatten(0, 1), self.section, self.expert_bias)
+        if self.watch is not None:
+            self.watch.choice(choice.chosen, padding_mask)
+        if self.section.capacity_factor is not None:
+            return self._within_capacity(choice)
+        return choice.weights, choice.chosen
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[seq_local, batch, hidden_size] -> [seq_local, batch, num_experts] in at least float32."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+
+    def _within_capacity(self, choice: Choice) -> tuple[Tensor, Tensor]:
+        weights, chosen = apply_router_token_dropping(
+            choice.weights, choice.chosen, self.section.top_k, self.section.capacity_factor
+        )
+        return weights, chosen
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """The bias of the choice keeps float32 in a half-precision model: its steps would be rounded away."""
+        before = self.expert_bias
+        applied = super()._apply(fn, recurse)
+        if (
+            before is not None
+            and self.expert_bias is not None
+            and self.expert_bias.dtype.itemsize < before.dtype.itemsize
+        ):
+            self.expert_bias = before.to(self.expert_bias.device)
+        return applied

@@ -1,0 +1,120 @@
+"""Multi-token prediction: layers behind the last one, each predicting a token further ahead.
+
+Depth k joins the hidden states of depth k - 1 (of the model itself for k = 1) with the embedding of the token k ahead:
+both are normalised, their concatenation is projected to the hidden size, and a transformer layer, a final norm and the
+model's own output layer follow. Tokens and labels come with the batch, cut from whole rows, and the losses are terms of
+the objective: megatron-core's own rolling, masking and dividing play no part.
+
+Source: DeepSeek-V3 report (2024), section 2.2; megatron-core 0.16.1, transformer/multi_token_prediction.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_layer_spec,
+)
+from torch import Tensor
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.mcore.model.layer_spec import layer_spec
+from mtrain.mcore.model.norm import Norm
+
+
+class Logits(NamedTuple):
+    """What the last stage says of one microbatch; each [seq_local, batch, vocab_local]."""
+
+    main: Tensor
+    """Of the next token."""
+    ahead: tuple[Tensor, ...] = ()
+    """By depth, from 1, of the tokens behind it; empty where only the next one is predicted."""
+
+
+class MultiTokenLayer(MultiTokenPredictionLayer):
+    """One depth; takes embeddings of the tokens ahead instead of rolling a rank's part of the row."""
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+        padding_mask: Tensor | None,
+    ) -> Tensor:
+        """Hidden states of this depth, under its final norm.
+
+        Args:
+            embeddings: [seq_local, batch, hidden] of the token k ahead of each position.
+            hidden_states: [seq_local, batch, hidden] of the depth before, under its final norm.
+            attention_mask: As the model's layers get it.
+            rotary_pos_emb: As the model's layers get it: positions are those of the row, not of the tokens ahead.
+            padding_mask: [batch, seq_local of sequence parallelism] bool: positions that routers do not count.
+        """
+        given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
+        if self.config.recompute_granularity == "full" and self.training:
+            output: Tensor = tensor_parallel.checkpoint(self._joined, False, *given)
+        else:
+            output = self._joined(*given)
+        return output
+
+    def _joined(
+        self,
+        embeddings: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+        padding_mask: Tensor | None,
+    ) -> Tensor:
+        with tensor_parallel.get_cuda_rng_tracker().fork() if self.sequence_parallel else nullcontext():
+            hidden_states, _ = self.transformer_layer(
+                hidden_states=self._concat_embeddings(hidden_states, embeddings),
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                padding_mask=padding_mask,
+            )
+        output: Tensor = self._postprocess(hidden_states)
+        return output
+
+
+def depths_spec(model: ModelSection, backend: str) -> MultiTokenPredictionBlockSubmodules | None:
+    """The spec of all depths, whose layers are of the kind of the model's last one; None where there are none.
+
+    Args:
+        model: The architecture.
+        backend: torch or te.
+    """
+    if model.mtp_depths == 0:
+        return None
+    if backend == "te":
+        submodules = get_mtp_layer_spec(
+            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), use_transformer_engine=True
+        ).submodules
+    else:
+        submodules = MultiTokenPredictionLayerSubmodules(
+            enorm=Norm,
+            hnorm=Norm,
+            eh_proj=ColumnParallelLinear,
+            transformer_layer=layer_spec(model, model.num_layers - 1),
+            layer_norm=Norm,
+        )
+    depth = ModuleSpec(module=MultiTokenLayer, submodules=submodules)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * model.mtp_depths)
+
+
+def drop_unused_table(model: GPTModel) -> None:
+    """Removes the output table of a last stage that takes its logits from the embeddings it holds for the depths.
+
+    megatron-core allocates it, never uses it, and cannot name it in a checkpoint (language_module.py:338-341).
+    """
+    if model.mtp_process and model.share_embeddings_and_output_weights and not model.pre_process:
+        model.output_layer.weight = None

@@ -1,0 +1,1 @@
+"""Rotary positions: frequencies, angles, and what a rank sees of them."""

@@ -1,0 +1,47 @@
+"""Layers with a sliding window that rotate by a base of their own, as Gemma-3's do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor, nn
+
+from mtrain.mcore.model.attention.window import has_window
+from mtrain.mcore.model.rotary.positions import Rotary
+
+
+class TwoBaseRotary(Rotary):
+    """The angles of both kinds of layer; each attention takes its own."""
+
+    def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
+        """Args:
+        inverse_frequencies: [head_dim / 2] float32, of layers that see everything.
+        windowed: The same of layers with a window.
+        """
+        super().__init__(inverse_frequencies)
+        self.windowed = Rotary(windowed)
+
+    def set_positions(self, positions: Tensor, rows_agree: bool) -> None:
+        """As `Rotary.set_positions`, for both."""
+        super().set_positions(positions, rows_agree)
+        self.windowed.set_positions(positions, rows_agree)
+
+    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
+        """Angles: [2, seq_local, batch or 1, 1, head_dim] float32, of global and of windowed layers."""
+        return torch.stack((super().forward(max_seq_len), self.windowed(max_seq_len)))
+
+
+def take_angles_by_layer(model: nn.Module) -> None:
+    """Lets every self-attention of a model take the half of a TwoBaseRotary's angles that its window asks for."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.register_forward_pre_hook(_take_own_angles, with_kwargs=True)
+
+
+def _take_own_angles(
+    attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    windowed = has_window(attention.config, attention.layer_number)
+    return args, {**options, "rotary_pos_emb": options["rotary_pos_emb"][int(windowed)]}

@@ -1,0 +1,47 @@
+"""Rotary position embedding from explicit positions.
+
+megatron-core derives positions from the length of the sequence and knows llama3 scaling only with fixed constants. Here
+the positions come with the batch (cut by the same index as the tokens, restarting at documents), and the frequencies
+from `mtrain.mcore.model.rotary.frequencies`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    """Stands in for GPTModel's `rotary_pos_emb`; the model sets the positions before each forward.
+
+    The frequencies are no buffer: rounded to a half-precision model's dtype, they would turn a token at position 4095
+    by up to 7 radians too far.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        """Args:
+        inverse_frequencies: [head_dim / 2] float32.
+        """
+        super().__init__()
+        self.inverse_frequencies = inverse_frequencies
+        self.positions: Tensor | None = None
+
+    def set_positions(self, positions: Tensor, rows_agree: bool) -> None:
+        """Positions of the tokens that this context-parallel rank holds.
+
+        Args:
+            positions: [batch, seq_local] int64.
+            rows_agree: All rows count alike, so one row serves the whole batch.
+        """
+        self.positions = positions[:1] if rows_agree else positions
+
+    def get_rotary_seq_len(self, *context: object) -> int:
+        """Part of GPTModel's protocol; the length plays no role here."""
+        return 0
+
+    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
+        """Angles: [seq_local, batch or 1, 1, head_dim] float32."""
+        assert self.positions is not None, "the model sets the positions before the forward pass"
+        self.inverse_frequencies = self.inverse_frequencies.to(self.positions.device)
+        angles = self.positions.t().unsqueeze(-1).to(torch.float32) * self.inverse_frequencies
+        return torch.cat((angles, angles), dim=-1).unsqueeze(2)

@@ -1,0 +1,217 @@
+"""Our configuration in megatron-core's words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.mcore.model.moe.layer_spec import experts_fields
+from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
+from mtrain.plan.layout import Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+SMALLEST_LOSS_SCALE = 1.0
+"""fp16; the premultiplier (`mtrain/step.py`) keeps gradients near 1 without one below."""
+
+
+def gelu_tanh(hidden: Tensor) -> Tensor:
+    """GELU in its tanh approximation."""
+    return functional.gelu(hidden, approximate="tanh")
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """An initialiser that leaves a weight to be drawn later."""
+    return weight
+
+
+_ACTIVATIONS = {
+    "swiglu": functional.silu,
+    "swiglu_clamped": quick_gelu,
+    "geglu_tanh": gelu_tanh,
+    "gelu": functional.gelu,
+    "gelu_tanh": gelu_tanh,
+}
+_CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+"""GPT-OSS: bounds of both projections, and what is added to the one without a gate."""
+
+
+def transformer_config(config: Config, layout: Layout, device: torch.device) -> TransformerConfig:
+    """The TransformerConfig of this model under this layout.
+
+    Raises:
+        ConfigError: megatron-core refuses a combination, for instance of passed-through fields.
+    """
+    fields = {
+        **_architecture(config.model),
+        **experts_fields(config.model),
+        **_parallelism(config, layout),
+        **_execution(config, device),
+        **_passed_through(config.model.megatron, layout),
+    }
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"megatron-core refuses the model configuration: {error}") from error
+
+
+def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The fields of `model.megatron`, but for those of transfers that `layout` does not make.
+
+    A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator
+    shares its model and not its layout.
+    """
+    overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False
+    unfit = {
+        "overlap_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm_warmup_flush": not overlaps,
+        "batch_p2p_comm": overlaps or (layout.vpp > 1 and layout.pp == 2),
+    }
+    return {name: value for name, value in given.items() if not unfit.get(name, False)}
+
+
+def _architecture(model: ModelSection) -> dict[str, Any]:
+    window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_size,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.zero_centered_norm,
+        "gated_linear_unit": model.is_gated,
+        "activation_func": _ACTIVATIONS[model.activation],
+        **(_CLAMPED if model.activation == "swiglu_clamped" else {}),
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias or model.linear_bias,
+        "qk_layernorm": model.qk_norm,
+        "softmax_scale": softmax_scale(model),
+        "softmax_type": "learnable" if model.attention_sinks else "vanilla",
+        "window_size": window,
+        "window_attn_skip_freq": model.global_attention_every,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "init_method_std": model.init_std,
+        "mtp_num_layers": model.mtp_depths or None,
+    }
+
+
+def softmax_scale(model: ModelSection) -> float:
+    """query_scalar ** -0.5, by default 1/sqrt(head_dim), times the square of yarn's attention factor.
+
+    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product carries it
+    twice. Latent attention has a scale of its own.
+    """
+    if model.mla is not None:
+        return latent_softmax_scale(model.mla, model.rope)
+    scalar = model.head_size if model.query_scalar is None else model.query_scalar
+    return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / math.sqrt(scalar)
+
+
+def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _stage_contents(config.model, layout),
+        "context_parallel_size": layout.cp,
+        "cp_comm_type": {"allgather": "all_gather", "ulysses": "a2a"}[layout.cp_comm],
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # With interleaving a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same
+        # rank, and batched transfers then pair activations with gradients (p2p_communication.py:16-55, silently).
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+    }
+
+
+def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | None:
+    """What each (virtual) stage holds, in model order; None where the layers divide evenly."""
+    layers = layout.layers_per_stage(model.num_layers)
+    if len(set(layers)) == 1:
+        return None
+    contents = [["decoder"] * count for count in layers]
+    contents[0].insert(0, "embedding")
+    contents[-1] += ["mtp"] * model.mtp_depths + ["loss"]
+    return contents
+
+
+def _execution(config: Config, device: torch.device) -> dict[str, Any]:
+    dtype = DTYPES[config.train.precision]
+    on_cpu = device.type == "cpu"
+    return {
+        "fp16": config.train.precision == "fp16",
+        "bf16": config.train.precision == "bf16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": on_cpu,
+        # mtrain.mcore.model.init_weights draws the weights. perform_initialization stays on, because without it megatron-core
+        # does not mark its weights as tensor-parallel either, and the gradient norm misses those of tp rank > 0.
+        "init_method": as_it_is,
+        "output_layer_init_method": as_it_is,
+        "embedding_init_method": as_it_is,
+        "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.engine.finalize divides them once
+        # Freed while gloo may still be sending it; on a GPU the stream keeps the order.
+        "deallocate_pipeline_outputs": not on_cpu,
+        **_RECOMPUTE[config.train.recompute],
+    }
+
+
+def ddp_config(config: Config) -> DistributedDataParallelConfig:
+    """Gradient buckets: always summed in float32, never averaged."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.train.overlap_grad_reduce,
+        overlap_param_gather=config.train.overlap_param_gather,
+        use_distributed_optimizer=config.train.distributed_optimizer,
+        average_in_collective=False,
+    )
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """AdamW with decoupled weight decay; the learning rate is set at every step."""
+    section = config.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.epsilon,
+        decoupled_weight_decay=True,
+        clip_grad=section.clip_grad,
+        fp16=config.train.precision == "fp16",
+        bf16=config.train.precision == "bf16",
+        params_dtype=DTYPES[config.train.precision],
+        initial_loss_scale=config.train.initial_loss_scale,
+        min_loss_scale=SMALLEST_LOSS_SCALE,
+        loss_scale_window=1000,
+        hysteresis=2,
+        use_distributed_optimizer=config.train.distributed_optimizer,
+        overlap_param_gather=config.train.overlap_param_gather,
+        log_num_zeros_in_grad=False,
+    )

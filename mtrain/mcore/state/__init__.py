@@ -1,0 +1,1 @@
+"""State to and from disk: sharded parameters, checkpoints, imports."""

@@ -1,0 +1,94 @@
+"""Whole parameters and gradients under their global names: for comparing layouts, for small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.init_weights import sharded_tensors
+from mtrain.mcore.model.layer_spec import global_name
+
+
+class Shard(NamedTuple):
+    """A rank's part of a global tensor."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
+    """Copies of this rank's parameters, in their own dtype, on the CPU; of buffers too, which have no gradient."""
+    return _shards(chunks, groups, lambda value: value)
+
+
+def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
+    """Copies of this rank's reduced gradients, float32, on the CPU.
+
+    Call between the schedule and the optimizer's update, which clips in place. With the distributed optimizer a rank
+    has only its own part of the sum, so the parts are first gathered: one all-gather over DP x CP for each bucket.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            _complete_gradients(chunk)
+    return _shards(chunks, groups, lambda parameter: getattr(parameter, "main_grad", None))
+
+
+def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
+    """Global tensors by name on rank 0; None elsewhere. One gather of objects to rank 0 over the world."""
+    everyone: list[list[Shard]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather_object(list(shards), everyone)
+    return None if everyone is None else assemble(shard for rank in everyone for shard in rank)
+
+
+def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
+    """Puts shards of all ranks together.
+
+    Raises:
+        ValueError: Two ranks hold different values for the same element, or an element is held by none.
+    """
+    whole: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
+    for shard in shards:
+        if shard.name not in whole:
+            whole[shard.name] = torch.zeros(shard.global_shape, dtype=shard.values.dtype)
+            filled[shard.name] = torch.zeros(shard.global_shape, dtype=torch.bool)
+        region = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.values.shape))
+        known = filled[shard.name][region]
+        if not torch.equal(whole[shard.name][region][known], shard.values[known]):
+            raise ValueError(f"replicas of {shard.name} at {shard.offset} differ between ranks")
+        whole[shard.name][region] = shard.values
+        filled[shard.name][region] = True
+    missing = [name for name, mask in filled.items() if not mask.all()]
+    if missing:
+        raise ValueError(f"no rank holds all of {', '.join(missing)}")
+    return whole
+
+
+def _complete_gradients(chunk: DistributedDataParallel) -> None:
+    for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        for bucket in bucket_group.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def _shards(
+    chunks: Sequence[DistributedDataParallel], groups: Groups, value_of: Callable[[Tensor], Tensor | None]
+) -> list[Shard]:
+    shards = []
+    for chunk in chunks:
+        for part in sharded_tensors(unwrap(chunk), groups, value_of):
+            axes = part.prepend_axis_num
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            values = part.data.detach().to("cpu", copy=True)
+            shards.append(Shard(name, tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:]), values))
+    return shards

@@ -1,0 +1,57 @@
+"""Starting from a folder of Hugging Face: each rank maps the files and copies the boxes of its own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.distributed import DistributedDataParallel
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.hf.io.source import FolderTensors, open_source
+from mtrain.hf.schema.description import disagreements
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_all_ranks
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.state.load import read_weights, set_weights
+
+_DEPTHS = "mtp."
+"""Beginning of keys of predictions further ahead."""
+
+
+def load_hf_weights(
+    folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, groups: Groups, config: Config
+) -> None:
+    """Starts from the weights of a folder, under any layout. Collective over the world; no tensor is sent.
+
+    What a rank reads are views of the mapped files and the boxes of its own shards; of a tensor that is stored in
+    another order, or in FP8 with scales, the whole, one at a time.
+
+    Args:
+        folder: config.json and safetensors.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer, whose main weights follow.
+        groups: The process groups.
+        config: Of this run.
+
+    Raises:
+        DataError: The folder is damaged or holds another model. On all ranks.
+    """
+    optimizer.gather_parameters()
+    saved = on_all_ranks(lambda: _opened(folder, config.model))
+
+    def may_be_left(key: str) -> bool:
+        return config.model.mtp_depths == 0 and key.startswith(_DEPTHS)
+
+    weights = read_weights(saved, chunks, groups, config.model.vocab_size, lambda key: key, may_be_left)
+    set_weights(weights, optimizer)
+
+
+def _opened(folder: Path, model: ModelSection) -> FolderTensors:
+    source = open_source(folder)
+    if differing := disagreements(source.model, model):
+        told = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
+        raise DataError(f"{folder} holds another model ({told}); name another model.hf")
+    return FolderTensors(source)

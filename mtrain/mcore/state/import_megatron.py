@@ -1,0 +1,121 @@
+"""Start weights from checkpoints of Megatron-LM and Megatron-Bridge, on any layout.
+
+Their global tensors are ours. What differs are names: a prefix of the wrapper (`model.`, `module.`, `model0.` of a
+virtual stage), norms under the names of TransformerEngine or of the local spec, and layers and experts that are stacked
+in one tensor or spelled out, with a key each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.layer_spec import in_our_words
+from mtrain.mcore.state.reader import load_parts
+from mtrain.mcore.state.sharded_parameters import parameter_places
+from mtrain.mcore.state.shards import whole_of
+
+_PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
+_BESIDE = re.compile(r"(optimizer|chained_|rng|opt_param_scheduler|rerun_state)")
+"""Beginnings of keys that are no weights."""
+_SCRATCH = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")
+_STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
+_EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts|experts)\.")
+_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
+
+
+@torch.no_grad()
+def load_foreign_weights(
+    folder: Path,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+) -> None:
+    """Starts from the weights of another program's checkpoint; each rank reads its own shards. Collective.
+
+    The weights are those that computed, in the precision that they were saved in; the optimizer's are not read.
+
+    Args:
+        folder: From `foreign_folder`.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer, whose main weights follow.
+        groups: The process groups.
+        config: Of this run; its model must be that of the checkpoint.
+
+    Raises:
+        DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
+    """
+    optimizer.gather_parameters()
+    on_first_rank(lambda: check_run_config(folder, config.model))
+    saved = on_all_ranks(lambda: CheckpointTensors(folder))
+    theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
+    weights: dict[Tensor, Tensor] = {}
+    parts: list[Part] = []
+    for place in parameter_places([unwrap(chunk) for chunk in chunks], groups):
+        found = [_theirs(part, theirs) for part in whole_of(place, place.key, place.data)]
+        known = next((part.key for part in found if part.key in saved.tensors), None)
+        dtype = torch.float32 if known is None else saved.tensors[known].dtype
+        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
+        parts += [_theirs(part, theirs) for part in whole_of(place, place.key, weights[place.data])]
+    load_parts(saved, parts, lambda key: canonical(key) is None, config.model.vocab_size)
+    for part in parts:
+        if part.may_be_padded:  # theirs is drawn, ours is zero
+            part.data.view(part.sizes)[max(0, config.model.vocab_size - part.offset[0]) :].zero_()
+    for parameter, values in weights.items():
+        parameter.copy_(values)
+    optimizer_state.set_main_weights(optimizer.inner, weights)
+
+
+def canonical(key: str) -> str | None:
+    """A weight's name without prefix, in the words of our own modules; None where it is no weight."""
+    if _BESIDE.match(key) or any(part in key for part in _SCRATCH):
+        return None
+    match = _PREFIX.match(key)
+    return _EXPERT.sub(".mlp.experts.", in_our_words(key[match.end() if match else 0 :]))
+
+
+def _theirs(part: Part, theirs: Mapping[str, str]) -> Part:
+    """The same box under the key, and with the axes, that the checkpoint has; unchanged where it has none."""
+    return next((each._replace(key=theirs[each.key]) for each in _spellings(part) if each.key in theirs), part)
+
+
+def _spellings(part: Part) -> Iterator[Part]:
+    """A box with layers and experts stacked as in our key, or spelled out, which takes their axes away."""
+    name = canonical(part.key)
+    assert name is not None, part.key
+    stacked = part._replace(key=name)
+    for layered in (stacked, _spelled(stacked, _STACKED_LAYERS, ".layers.", 0)):
+        if layered is None:
+            continue
+        yield layered
+        depth = len(layered.global_shape) - len(part.global_shape) + int(_STACKED_LAYERS.search(name) is not None)
+        experts = _spelled(layered, _STACKED_EXPERTS, ".mlp.experts.", depth)
+        if experts is not None:
+            yield experts
+
+
+def _spelled(part: Part, stacked: re.Pattern[str], name: str, axis: int) -> Part | None:
+    """With the index along an axis in the key; None where the key has no such axis."""
+    if not stacked.search(part.key):
+        return None
+
+    def without(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:axis], *values[axis + 1 :])
+
+    key = stacked.sub(f"{name}{part.offset[axis]}.", part.key, count=1)
+    shape, offset, sizes = (without(values) for values in (part.global_shape, part.offset, part.sizes))
+    return part._replace(key=key, global_shape=shape, offset=offset, sizes=sizes)

@@ -1,0 +1,280 @@
+"""Training state on disk: saving, resuming on the same or on another layout, starting from other weights.
+
+A checkpoint holds, under names that do not depend on the layout: the weights as they compute (`decoder...`), float32
+main weights and Adam's moments (`optimizer.state.{param,exp_avg,exp_avg_sq}.decoder...`), the random states of each
+rank (`rng...`), and in training_state.json the counters. Directories, completeness and retention are
+mtrain.checkpoint's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
+from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.config import Config
+from mtrain.config.rules import dropout_keys
+from mtrain.mcore.distributed import rng
+from mtrain.mcore.distributed.groups import Groups, seed_generators
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.optimizer_state import MAIN, STATES
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.state.reader import GlobalTensors, load_parts
+from mtrain.mcore.state.save import Saver
+from mtrain.mcore.state.sharded_parameters import Place, optimizer_key, parameter_places
+from mtrain.mcore.state.shards import run_of, whole_of
+
+_TE_STATE = "._extra_state/"
+"""In keys of what TransformerEngine pickles beside weights; never read."""
+_log = logging.getLogger(__name__)
+
+
+class LoadedState(NamedTuple):
+    """Where a resumed run stands."""
+
+    step: int
+    """Optimizer updates completed."""
+    random_states_continue: bool
+    """False where the layout is another one: the generators were seeded anew from the run's seed and the step."""
+
+
+def save_checkpoint(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+    step: int,
+) -> None:
+    """One save, published when this returns. Collective over the world.
+
+    Args:
+        folder: The run's `checkpoints`, seen by all ranks.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer.
+        groups: The process groups.
+        config: Of the run.
+        step: Optimizer updates completed.
+
+    Raises:
+        RunFolderError: The step is published already.
+        MachineError: A rank could not write; nothing was published. On all ranks.
+    """
+    saver = Saver(folder, groups, config)
+    saver.save(chunks, optimizer, step)
+    saver.finish()
+
+
+@torch.no_grad()
+def load_checkpoint(
+    entry: CheckpointEntry,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+) -> LoadedState:
+    """Continues from a checkpoint of any layout. Collective over the world.
+
+    On the layout that saved it, training goes on bit for bit. On another one weights and moments are the same bits and
+    only the order of later sums differs.
+
+    Args:
+        entry: From the checkpoint directory.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer; it need not have stepped.
+        groups: The process groups.
+        config: Of the run.
+
+    Raises:
+        DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
+            ranks; the model may be half overwritten then.
+    """
+    optimizer.gather_parameters()
+    state = on_first_rank(lambda: _resumable_state(entry, config))
+    saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
+    is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
+    places = {place.data: place for place in _places(chunks, groups)}
+    parts = [part for place in places.values() for part in whole_of(place, place.key, place.data)]
+    for portion, states in optimizer_state.portion_states(optimizer.inner):
+        place = places[portion.parameter]
+        for name, values in states.items():
+            parts += run_of(place, optimizer_key(name, place.key), values.view(-1), portion.start, portion.end)
+    randomness = rng.random_states(groups)
+    if is_same_layout:
+        for sharded in rng.sharded(randomness, groups):
+            parts += whole_of(sharded, sharded.key, sharded.data)
+
+    def may_be_left(key: str) -> bool:
+        return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
+
+    load_parts(saved, parts, may_be_left, state.vocab_size)
+    optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
+    optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
+    if is_same_layout:
+        rng.set_random_states(randomness)
+    else:
+        _reseed(state, groups, config)
+    return LoadedState(state.step, is_same_layout)
+
+
+@torch.no_grad()
+def load_weights(
+    entry: CheckpointEntry,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+) -> None:
+    """Starts from the weights of a checkpoint; moments and counters stay as they are. Collective over the world.
+
+    The float32 main weights are read where the checkpoint has them, whatever precision it and this run compute in.
+
+    Args:
+        entry: From the checkpoint directory; of any layout.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer, whose main weights follow.
+        groups: The process groups.
+        config: Of this run.
+
+    Raises:
+        DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
+    """
+    optimizer.gather_parameters()
+    set_weights(_read_weights(entry, chunks, groups, config), optimizer)
+
+
+@torch.no_grad()
+def set_weights(weights: Mapping[Tensor, Tensor], optimizer: Optimizer) -> None:
+    """Puts values into parameters, and into the optimizer's main weights in the precision that they have.
+
+    Args:
+        weights: Parameter -> values.
+        optimizer: Of the parameters.
+    """
+    for parameter, values in weights.items():
+        parameter.copy_(values)
+    optimizer_state.set_main_weights(optimizer.inner, weights)
+
+
+@torch.no_grad()
+def load_frozen_weights(
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
+) -> None:
+    """Fills a model that has no optimizer, as `load_weights` fills one that has. Collective over the world.
+
+    Args:
+        entry: From the checkpoint directory; of any layout.
+        chunks: This rank's model chunks.
+        groups: The process groups.
+        config: Of this run.
+        main: Whether the float32 main weights are read where they are there, rather than those that computed.
+
+    Raises:
+        DataError: As `load_weights`.
+    """
+    for parameter, values in _read_weights(entry, chunks, groups, config, main).items():
+        parameter.copy_(values)
+
+
+def _read_weights(
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
+) -> dict[Tensor, Tensor]:
+    """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
+    state = on_first_rank(lambda: _read_state(entry, config))
+    saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
+
+    def key_of(key: str) -> str:
+        main_key = optimizer_key(MAIN, key)
+        return main_key if main and main_key in saved.tensors else key
+
+    def may_be_left(key: str) -> bool:
+        is_beside = key.startswith(rng.PREFIX) or _TE_STATE in key
+        is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
+        return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
+
+    return read_weights(saved, chunks, groups, state.vocab_size, key_of, may_be_left)
+
+
+def read_weights(
+    saved: GlobalTensors,
+    chunks: Sequence[torch.nn.Module],
+    groups: Groups,
+    vocab_size: int,
+    key_of: Callable[[str], str],
+    may_be_left: Callable[[str], bool],
+) -> dict[Tensor, Tensor]:
+    """This rank's parameter -> its weights on disk, in the precision that they have there. Collective over the world.
+
+    Args:
+        saved: What is on disk.
+        chunks: This rank's model chunks.
+        groups: The process groups.
+        vocab_size: Rows of the vocabulary that are tokens.
+        key_of: Global name of a parameter -> key on disk.
+        may_be_left: As for `load_parts`.
+
+    Raises:
+        DataError: As `load_parts`.
+    """
+    weights: dict[Tensor, Tensor] = {}
+    parts: list[Part] = []
+    for place in _places(chunks, groups):
+        key = key_of(place.key)
+        dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
+        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
+        parts += whole_of(place, key, weights[place.data])
+    parts.sort(key=lambda part: (part.key, part.offset))  # neighbours on disk are read together
+    load_parts(saved, parts, may_be_left, vocab_size)
+    return weights
+
+
+def _places(chunks: Sequence[torch.nn.Module], groups: Groups) -> list[Place]:
+    return parameter_places([unwrap(chunk) for chunk in chunks], groups)
+
+
+def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
+    state = read_state(entry.path)
+    if state.vocab_size != config.model.vocab_size:
+        raise DataError(
+            f"{entry.path} was saved with a vocabulary of {state.vocab_size}, but model.vocab_size is "
+            f"{config.model.vocab_size}; set it as it was saved"
+        )
+    return state
+
+
+def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
+    state = _read_state(entry, config)
+    if state.step != entry.step:
+        raise DataError(f"{entry.path / STATE_NAME} is of step {state.step}, but the checkpoint of step {entry.step}")
+    if state.consumed_samples != state.step * config.train.global_batch_size:
+        raise DataError(
+            f"{entry.path} has seen {state.consumed_samples} samples in {state.step} steps, which does not fit "
+            f"train.global_batch_size={config.train.global_batch_size}; set it as it was saved"
+        )
+    if (state.loss_scaler is not None) != (config.train.precision == "fp16"):
+        raise DataError(
+            f"{entry.path} was {'' if state.loss_scaler else 'not '}saved in fp16, but train.precision is "
+            f"{config.train.precision}; set it as it was saved"
+        )
+    return state
+
+
+def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
+    seed_generators(config.train.seed, state.step, groups)
+    if groups.rank == 0 and dropout_keys(config.model):
+        _log.warning(
+            "the checkpoint was saved by %s on %s and continues on %s on %s: dropout draws from new seeds",
+            *(state.layout, state.device, groups.layout, groups.device.type),
+        )

@@ -1,0 +1,59 @@
+"""Everything that a rank holds of the training state, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.checkpoint.format.writer import Part
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.sharded_parameters import Place, optimizer_key, parameter_places, shards
+from mtrain.mcore.state.shards import run_of
+
+WEIGHTS = "weights"
+"""The weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""
+
+
+class Held(NamedTuple):
+    """A box of one tensor of the state."""
+
+    kind: str
+    """WEIGHTS, or one of `optimizer_state.STATES`."""
+    name: str
+    """Global name of the parameter."""
+    num_stacked: int
+    """Leading axes of the part that number layers and experts."""
+    part: Part
+    """Its key in a checkpoint, its place and its values: a view."""
+
+
+@torch.no_grad()
+def held_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> Iterator[Held]:
+    """All of it, replicas too, in the order of the model.
+
+    Args:
+        chunks: This rank's model chunks, their parameters complete.
+        optimizer: Their optimizer. A parameter that was never updated gets zero moments.
+        groups: The process groups.
+    """
+    places = {place.data: place for place in parameter_places([unwrap(chunk) for chunk in chunks], groups)}
+    for place in places.values():
+        yield from _boxes(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
+    for portion, states in optimizer_state.portion_states(optimizer.inner):
+        place = places[portion.parameter]
+        for kind, values in states.items():
+            yield from _boxes(kind, place, optimizer_key(kind, place.key), values.flatten(), portion[2:4])
+
+
+def _boxes(kind: str, place: Place, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
+    first = next(shards(place, place.key, place.data))
+    axes = first.prepend_axis_num
+    for part in run_of(place, key, values, *run):
+        yield Held(kind, global_name(place.key, part.offset[:axes]), axes, part)

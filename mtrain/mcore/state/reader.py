@@ -1,0 +1,137 @@
+"""Reads boxes of global tensors into the state of each rank, from a checkpoint or from a folder of Hugging Face.
+
+Every rank maps the files and copies what it needs, straight to where it computes; nothing is planned or sent between
+ranks. Whatever fails on one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.format.writer import Part
+from mtrain.mcore.distributed.init import on_all_ranks
+
+_NAMES_TOLD = 8
+"""Most names in one message."""
+
+
+class TensorFacts(Protocol):
+    """What is known of a global tensor without reading it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all its numbers."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        ...
+
+
+class GlobalTensors(Protocol):
+    """Global tensors on disk, by key, of which boxes are read."""
+
+    @property
+    def folder(self) -> Path:
+        """For messages."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """Key -> facts."""
+        ...
+
+    @property
+    def others(self) -> AbstractSet[str]:
+        """Keys of what is there and is no tensor."""
+        ...
+
+    def read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """One box; not to be written to."""
+        ...
+
+
+def load_parts(
+    saved: GlobalTensors, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int
+) -> None:
+    """Reads into `data` of each part, in place. Collective over the world.
+
+    Everything is compared before anything is read.
+
+    Args:
+        saved: What is on disk.
+        parts: What this rank needs, with data of the dtype that was saved, on any device.
+        may_be_left: Which keys of the checkpoint may stay unread.
+        vocab_size: Rows that a padded tensor must have at least; what lies behind is padding.
+
+    Raises:
+        DataError: A tensor is not in the checkpoint, is there with another shape or dtype, is there and is not asked
+            for by any rank, or cannot be read; on all ranks.
+    """
+    firsts = {part.key: part for part in reversed(parts)}
+    _check_keys(saved, firsts, may_be_left)
+    on_all_ranks(lambda: _check_shapes(saved, firsts, vocab_size))
+    on_all_ranks(lambda: _read(saved, parts))
+
+
+@torch.no_grad()
+def _read(saved: GlobalTensors, parts: Sequence[Part]) -> None:
+    """Rows that the checkpoint has not are padding, and zero."""
+    for part in parts:
+        target = part.data.view(part.sizes)
+        if part.may_be_padded:
+            rows = max(0, saved.tensors[part.key].shape[0] - part.offset[0])
+            target[rows:].zero_()
+            target = target[:rows]
+        if target.numel():
+            target.copy_(saved.read(part.key, part.offset, tuple(target.shape)))
+
+
+def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
+    """One all-gather of key names: stages ask for different tensors."""
+    everyone: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyone, set(keys))
+    asked, there = set().union(*everyone), saved.tensors.keys() | saved.others
+    left = {key for key in there - asked if not may_be_left(key)}
+    faults = []
+    if asked - there:
+        faults.append(f"lacks {_told(asked - there)}, which the model has")
+    if left:
+        faults.append(f"holds {_told(left)}, which the model has not")
+    if faults:
+        error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
+        error.on_every_rank = True
+        raise error
+
+
+def _check_shapes(saved: GlobalTensors, parts: dict[str, Part], vocab_size: int) -> None:
+    faults = []
+    for key, part in sorted(parts.items()):
+        if key in saved.others:
+            faults.append(f"{key} is not a tensor")
+            continue
+        there, wanted = saved.tensors[key], part.global_shape
+        rows_suffice = part.may_be_padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
+        if there.shape != wanted and not rows_suffice:
+            faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")
+        if there.dtype != part.data.dtype:
+            faults.append(f"{key} is {there.dtype}, but the run needs {part.data.dtype}")
+    if faults:
+        more = f" and {len(faults) - _NAMES_TOLD} more" if len(faults) > _NAMES_TOLD else ""
+        raise DataError(
+            f"{saved.folder}: {'; '.join(faults[:_NAMES_TOLD])}{more}; use the model that it was saved from"
+        )
+
+
+def _told(keys: set[str]) -> str:
+    names = sorted(keys)
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return ", ".join(names[:_NAMES_TOLD]) + more

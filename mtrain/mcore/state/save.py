@@ -1,0 +1,386 @@
+"""Saving beside training.
+
+A save begins with a copy of this rank's state; training goes on while a thread writes and hashes it. Ranks look at each
+other at step boundaries only, in the thread that trains, so no collective of a save can meet one of training in another
+order on another rank. When all have written, the first rank lists and publishes, in a thread again; one step boundary
+later all know how it ended.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from mtrain.base.background import started
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError
+from mtrain.base.fault_points import fault_point
+from mtrain.base.files import disk_faults
+from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.checkpoint.format.snapshot import Snapshot
+from mtrain.checkpoint.format.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.writer import Part, Written, write_list, write_parts
+from mtrain.checkpoint.store.directory import (
+    AfterPublishingError,
+    Attempt,
+    abandon,
+    named_attempt,
+    open_attempt,
+    publish,
+    step_name,
+)
+from mtrain.checkpoint.store.manifest import CONFIG_NAME, Facts, FileFacts, GitState
+from mtrain.checkpoint.store.retention import Keep, Retention, way_back
+from mtrain.config import Config
+from mtrain.config.load import config_hash, config_yaml
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import any_rank, on_first_rank
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.state.shards import parts_to_save
+
+_POLL_S = 0.02
+_CLEANING_S = 10.0
+"""How long the next save and the end wait for the files of a failed one to be deleted; a start deletes them, too."""
+
+
+class Origin(NamedTuple):
+    """Where a checkpoint comes from, beside its configuration."""
+
+    dataset: str | None = None
+    """Fingerprint of the training data; needed on the first rank only."""
+    git: GitState | None = None
+
+
+@dataclass
+class _Flight:
+    """A save that has begun."""
+
+    attempt: Attempt
+    state: TrainingState
+    facts: Facts
+    work: Future[Any]
+    """What this rank does for it now."""
+    began_s: float
+    blocked_s: float = 0.0
+    """How long training waited for the copy; without checkpoint.async_save it waits for all of the save."""
+    has_written: bool = field(default=False)
+    """Whether all ranks have; then the first one publishes."""
+
+
+_Outcome: TypeAlias = Written | Finding | MtrainError
+"""How the writing of one rank ended."""
+
+
+class Saver:
+    """The saves of one run; at most one is in flight. All methods are collective over the world."""
+
+    def __init__(
+        self,
+        folder: Path,
+        groups: Groups,
+        config: Config,
+        origin: Origin = Origin(),  # noqa: B008
+        check: Callable[[], None] = lambda: None,
+        start_step: int = 0,
+    ) -> None:
+        """
+        Args:
+            folder: The run's `checkpoints`, seen by all ranks.
+            groups: The process groups.
+            config: Of the run.
+            origin: What the manifest tells of the run.
+            check: Called on the first rank before anything becomes visible or is deleted; raises where another run has
+                taken the folder over.
+            start_step: Updates completed when the run began or went on.
+        """
+        self._folder, self._groups, self._config = folder, groups, config
+        self._origin, self._check = origin, check
+        section = config.checkpoint
+        keep = Keep(section.keep_last, section.keep_every_steps, section.keep_best)
+        self._retention = Retention(folder, keep, check, start_step)
+        self._config_hash, self._versions = config_hash(config), program_versions()
+        self._snapshot = Snapshot()
+        self._flight: _Flight | None = None
+        self._stuck: list[Future[Any]] = []
+        self._cleaning: Future[None] | None = None
+        self._fault: MtrainError | None = None
+
+    def save(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: Optimizer,
+        step: int,
+        valid_loss: float | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Saves everything that continuing needs; with checkpoint.async_save it is on disk some steps later.
+
+        Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects; none of
+        tensors.
+
+        Args:
+            chunks: This rank's model chunks.
+            optimizer: Their optimizer.
+            step: Optimizer updates completed.
+            valid_loss: Of the validation at this step, if there was one.
+            tokens: Of text that the run has consumed.
+
+        Raises:
+            NumericError: What was to be saved is not finite; nothing was published. On all ranks, as all of these.
+            RunFolderError: The step is published already, or the folder belongs to another run now.
+            MachineError: A save failed and checkpoint.on_save_failure is `stop`.
+        """
+        self.wait()
+        began = time.monotonic()
+        optimizer.gather_parameters()
+        state = self._training_state(optimizer, step)
+        attempt = on_first_rank(lambda: self._named_attempt(step))
+        fault_point("snapshot", self._groups.rank, step)
+        parts = parts_to_save(chunks, optimizer, self._groups)
+        if self._config.checkpoint.async_save and not self._is_stuck():
+            parts = self._snapshot.take(parts)
+        facts = Facts(
+            step=step,
+            tokens=tokens,
+            layout=state.layout,
+            config_hash=self._config_hash,
+            versions=self._versions,
+            dataset=self._origin.dataset,
+            git=self._origin.git,
+            valid_loss=valid_loss,
+        )
+        work = started(lambda: self._write(attempt, parts), f"save-{step}")
+        self._flight = _Flight(attempt, state, facts, work, began, time.monotonic() - began)
+        if not self._config.checkpoint.async_save:
+            self.wait()
+
+    def poll(self) -> None:
+        """To be called at every step boundary; ends or advances a save in flight when all ranks are ready.
+
+        Collectives: one all-reduce of one number while a save is in flight; twice in a save, short objects.
+
+        Raises:
+            MtrainError: As `save` does.
+        """
+        if self._groups.rank == 0:
+            self._retention.poll()
+        if self._flight is None or any_rank(self._is_busy(self._flight), self._groups.device):
+            return
+        fault = self._advanced(self._flight)
+        if fault is not None:
+            self._fail(self._flight, fault)
+
+    def confirm(self, step: int) -> None:
+        """To be told that the weights after so many updates gave a finite loss; the same on all ranks.
+
+        From then on a checkpoint of them counts as good, and may cost older ones their place.
+        """
+        self._retention.confirmed = max(step, self._retention.confirmed)
+
+    def give_up(self) -> str:
+        """Ends the saves after a numeric error: of confirmed weights they are completed, of others dropped.
+
+        Returns:
+            What the user can go back to.
+        """
+        flight = self._flight
+        if flight is not None and flight.facts.step > self._retention.confirmed and not flight.has_written:
+            while any_rank(self._is_busy(flight), self._groups.device):
+                concurrent.futures.wait([flight.work], _POLL_S)
+            with contextlib.suppress(NumericError):
+                self._fail(flight, NumericError("no finite loss followed"))
+        with contextlib.suppress(MtrainError):  # the numeric error came first and is the one to report
+            self.finish()
+        return on_first_rank(self._way_back)
+
+    def _way_back(self) -> str:
+        try:
+            return way_back(self._folder, self._retention.confirmed)
+        except MachineError as fault:  # the numeric error is the one that ends the run
+            return f"which step to go back to is not known: {fault}"
+
+    def wait(self) -> None:
+        """Until no save is in flight.
+
+        Raises:
+            MtrainError: As `save` does.
+        """
+        while self._flight is not None:
+            concurrent.futures.wait([self._flight.work], _POLL_S)
+            self.poll()
+
+    def finish(self) -> None:
+        """Waits; what was saved last must be there.
+
+        Raises:
+            MtrainError: It is not, whatever checkpoint.on_save_failure says.
+        """
+        self.wait()
+        if self._groups.rank == 0:
+            self._retention.finish(self._config.checkpoint.save_timeout_s)
+        if self._cleaning is not None:
+            concurrent.futures.wait([self._cleaning], _CLEANING_S)
+        if self._fault is not None:
+            raise self._fault
+
+    def _named_attempt(self, step: int) -> Attempt:
+        """On the first rank; what failed before must be gone, or a full disk has no room for this one."""
+        if self._cleaning is not None:
+            concurrent.futures.wait([self._cleaning], _CLEANING_S)
+        return named_attempt(self._folder, step)
+
+    def _training_state(self, optimizer: Optimizer, step: int) -> TrainingState:
+        return TrainingState(
+            step=step,
+            consumed_samples=step * self._config.train.global_batch_size,
+            adam_step=optimizer_state.adam_step(optimizer.inner),
+            loss_scaler=optimizer_state.loss_scaler(optimizer.inner),
+            layout=str(self._groups.layout),
+            device=self._groups.device.type,
+            vocab_size=self._config.model.vocab_size,
+        )
+
+    def _write(self, attempt: Attempt, parts: Sequence[Part]) -> Written | Finding:
+        """In a thread of each rank; nothing is written of a state that is not finite."""
+        rank, step = self._groups.rank, attempt.step
+        if self._is_stuck():
+            raise MachineError("the disk still holds the writer of an earlier checkpoint")
+        found = non_finite(parts)
+        if found is not None:
+            return found
+        with disk_faults(f"save the checkpoint of step {step}"):
+            fault_point("open", rank, step)
+            open_attempt(attempt)
+            path = attempt.path / f"__{rank}_0.distcp"
+            try:
+                written = write_parts(path, parts, lambda number: fault_point(f"write.{number}", rank, step))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # the other ranks may write for long yet, and a full disk needs the room now
+                raise
+            fault_point("written", rank, step)
+        return written
+
+    def _publish(self, flight: _Flight, everyone: Sequence[Written]) -> None:
+        """In a thread of the first rank."""
+        step = flight.facts.step
+        files: dict[str, FileFacts] = {}
+        with disk_faults(f"save the checkpoint of step {step}"):
+            fault_point("list", 0, step)
+            for written in everyone:
+                files |= written.files
+            files |= write_list(flight.attempt.path, (place for written in everyone for place in written.places))
+            fault_point("state", 0, step)
+            write_state(flight.attempt.path, flight.state)
+            (flight.attempt.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")
+            fault_point("publish", 0, step)
+
+        def check() -> None:
+            fault_point("rename", 0, step)
+            self._check()
+
+        try:
+            publish(flight.attempt, flight.facts, files, check)
+        except AfterPublishingError as fault:
+            _tell(f"warning: {fault}")
+
+    def _advanced(self, flight: _Flight) -> MtrainError | None:
+        """The next phase, or the end; what went wrong on any rank."""
+        own = self._outcome(flight)
+        if flight.has_written:
+            fault: MtrainError | None = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
+            if fault is None:
+                self._land(flight)
+            return fault
+        everyone: list[_Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
+        dist.gather_object(own, everyone)
+        fault = on_first_rank(lambda: _first_fault(everyone or []))
+        if fault is None:
+            flight.has_written = True
+            flight.work = Future()
+            if everyone is None:
+                flight.work.set_result(None)
+            else:
+                written = [one for one in everyone if isinstance(one, Written)]
+                flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
+        return fault
+
+    def _outcome(self, flight: _Flight) -> _Outcome | None:
+        if not flight.work.done():
+            self._stuck.append(flight.work)
+            self._snapshot = Snapshot()  # the writer may still be reading the old one
+            limit = self._config.checkpoint.save_timeout_s
+            return MachineError(f"not finished within checkpoint.save_timeout_s={limit}")
+        fault = flight.work.exception()
+        if fault is None:
+            return flight.work.result()
+        if isinstance(fault, MtrainError):
+            return fault
+        return MachineError(f"{type(fault).__name__}: {fault}")
+
+    def _land(self, flight: _Flight) -> None:
+        self._flight, self._fault = None, None
+        if self._groups.rank == 0:
+            self._retention.note_published(flight.facts.step)
+            self._retention.poll()
+            seconds = time.monotonic() - flight.began_s
+            waited_s = flight.blocked_s if self._config.checkpoint.async_save else seconds
+            print(
+                f"saved {flight.attempt.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
+                f"{1000 * waited_s:.0f} ms",
+                flush=True,
+            )
+
+    def _fail(self, flight: _Flight, fault: MtrainError) -> None:
+        """The same on all ranks."""
+        if not isinstance(fault, RunFolderError):
+            kind = NumericError if isinstance(fault, NumericError) else MachineError
+            fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
+        fault.on_every_rank = True
+        self._flight, self._fault = None, fault
+        if self._groups.rank == 0:
+            self._cleaning = started(lambda: _abandoned(flight.attempt), "abandon")
+        if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
+            raise fault
+        if self._groups.rank == 0:
+            _tell(f"warning: {fault}; training goes on")
+
+    def _is_busy(self, flight: _Flight) -> bool:
+        limit = self._config.checkpoint.save_timeout_s
+        return not flight.work.done() and time.monotonic() - flight.began_s < limit
+
+    def _is_stuck(self) -> bool:
+        self._stuck = [work for work in self._stuck if not work.done()]
+        return bool(self._stuck)
+
+
+def _first_fault(everyone: Sequence[_Outcome | None]) -> MtrainError | None:
+    """A state that is not finite goes before a disk that refuses: no later save can be better."""
+    not_finite = described([outcome if isinstance(outcome, Finding) else None for outcome in everyone])
+    for rank, outcome in enumerate(everyone):
+        if isinstance(outcome, RunFolderError):
+            return outcome
+        if isinstance(outcome, MtrainError) and not_finite is None:
+            return MachineError(f"rank {rank}: {outcome}")
+    return None if not_finite is None else NumericError(not_finite)
+
+
+def _abandoned(attempt: Attempt) -> None:
+    with contextlib.suppress(MtrainError):  # the fault of the save is the one to tell
+        if attempt.path.exists():
+            abandon(attempt)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

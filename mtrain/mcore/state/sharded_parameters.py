@@ -1,0 +1,72 @@
+"""Global names and places of this rank's parameters, which do not depend on the layout, and of what belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mtrain.mcore.distributed.groups import Groups
+
+Place: TypeAlias = ShardedTensor | ShardedTensorFactory
+"""Global name, shape and offset of a parameter; `data` is the parameter itself."""
+
+
+def parameter_places(modules: Iterable[MegatronModule], groups: Groups) -> list[Place]:
+    """The places of all parameters, and of the buffers that belong to the model's state.
+
+    Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; of experts over the ranks
+    that hold the same ones. Each of these ranks has the main replica of every n-th parameter, so that all share the
+    writing.
+
+    Args:
+        modules: Unwrapped model chunks.
+        groups: The process groups.
+    """
+    metadata = {"dp_cp_group": groups.dp_cp}
+    states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
+    # what TransformerEngine pickles beside the weights (_extra_state) is empty without fp8 and not kept
+    places = [state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory)]
+    return [
+        replace(place, replica_id=(*place.replica_id[:2], _turn(groups.replicas_of(place.data), number)))
+        for number, place in enumerate(places)
+    ]
+
+
+def _turn(replicas: dist.ProcessGroup, number: int) -> int:
+    return int((replicas.rank() - number) % replicas.size())
+
+
+def is_written_here(place: Place) -> bool:
+    """Whether this rank has the main replica."""
+    return bool(is_main_replica(place.replica_id))
+
+
+def has_own_shard(place: Place) -> bool:
+    """Whether what lies in this place has no replica over TP and stages; over DP x CP it may be cut."""
+    return not any(place.replica_id[:2])
+
+
+def optimizer_key(state: str, key: str) -> str:
+    """Name of a state of the parameter called `key`: `param`, `exp_avg` or `exp_avg_sq`; as megatron-core names it."""
+    return f"optimizer.state.{state}.{key}"
+
+
+def shards(place: Place, key: str, values: Tensor) -> Iterator[ShardedTensor]:
+    """A tensor in the place of a parameter, such as its moments; fused parameters come as their parts.
+
+    Args:
+        place: Of the parameter.
+        key: Global name of the tensor.
+        values: Of the parameter's shape; the shards are views of it.
+    """
+    if isinstance(place, ShardedTensorFactory):
+        yield from nested_values(replace(place, key=key, data=values).build())
+    else:
+        yield replace(place, key=key, data=values, dtype=values.dtype)

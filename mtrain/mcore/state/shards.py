@@ -1,0 +1,118 @@
+"""What this rank writes of a checkpoint: boxes of global tensors, straight from where they lie.
+
+Weights have replicas and are shared out among them. Of a distributed optimizer each rank has a run of elements of each
+parameter, and a run is a few boxes, so nothing is brought together first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.fault_points import wanted_fault
+from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.checkpoint.format.slices import boxes_of_run
+from mtrain.checkpoint.format.writer import Part
+from mtrain.mcore.distributed import rng
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.state.sharded_parameters import (
+    Place,
+    has_own_shard,
+    is_written_here,
+    optimizer_key,
+    parameter_places,
+    shards,
+)
+
+_SPOILED = {"nan": math.nan, "huge": 3e38}
+
+
+@torch.no_grad()
+def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Part]:
+    """The boxes that this rank writes, as views of the live state; no communication.
+
+    Args:
+        chunks: This rank's model chunks, their parameters complete.
+        optimizer: Their optimizer. A parameter that was never updated gets zero moments.
+        groups: The process groups.
+    """
+    places = {place.data: place for place in parameter_places([unwrap(chunk) for chunk in chunks], groups)}
+    parts = [
+        part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
+    ]
+    for portion, states in optimizer_state.portion_states(optimizer.inner):
+        place = places[portion.parameter]
+        if not (has_own_shard(place) if portion.is_sharded else is_written_here(place)):
+            continue
+        for name, values in states.items():
+            key = optimizer_key(name, place.key)
+            parts += run_of(place, key, values.view(-1), portion.start, portion.end)
+    for sharded in rng.sharded(rng.random_states(groups), groups):
+        parts += whole_of(sharded, sharded.key, sharded.data)
+    return parts
+
+
+def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> str | None:
+    """What is nan or inf of what a checkpoint would hold, the same on all ranks; None where all is finite.
+
+    One all-gather of short objects.
+
+    Args:
+        chunks: This rank's model chunks, their parameters complete.
+        optimizer: Their optimizer.
+        groups: The process groups.
+    """
+    found: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, non_finite(parts_to_save(chunks, optimizer, groups)))
+    return described(found)
+
+
+@torch.no_grad()
+def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, step: int) -> None:
+    """Spoils a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
+    fault = wanted_fault(groups.rank, step)
+    if fault is None or fault.kind not in _SPOILED:
+        return
+    key, index = fault.phase.split(":")
+    part = next(part for part in parts_to_save(chunks, optimizer, groups) if part.key == key)
+    part.data.view(-1)[int(index)] = _SPOILED[fault.kind]
+
+
+def whole_of(place: Place, key: str, values: Tensor) -> Iterator[Part]:
+    """The boxes of a parameter, or of a tensor of its shape in its place; views of `values`."""
+    return run_of(place, key, values.view(-1), 0, values.numel())
+
+
+def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
+    """The boxes of elements [start, end) of a parameter, or of a tensor in its place.
+
+    Args:
+        place: Of the parameter; fused parameters are several global boxes.
+        key: Global name of the tensor.
+        values: [end - start], the elements; the boxes are views of it.
+        start: First element, counted in the flattened parameter of this rank.
+        end: One behind the last element.
+    """
+    for shard in shards(place, key, place.data):
+        assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"
+        first = shard.data.storage_offset() - place.data.storage_offset()
+        low, high = max(start, first), min(end, first + shard.data.numel())
+        axes = shard.prepend_axis_num
+        for box in boxes_of_run(shard.local_shape, low - first, high - first) if low < high else ():
+            corner = [whole + within for whole, within in zip(shard.global_offset[axes:], box.offset)]
+            begin = first + box.start - start
+            yield Part(
+                shard.key,
+                tuple(shard.global_shape),
+                (*shard.global_offset[:axes], *corner),
+                (*[1] * axes, *box.sizes),
+                values[begin : begin + math.prod(box.sizes)].detach(),
+                shard.allow_shape_mismatch,
+            )

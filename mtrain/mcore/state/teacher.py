@@ -1,0 +1,133 @@
+"""A frozen model that runs beside the trained one, forward only, under the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.imported import MODEL_NAME, imported_model
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.config.messages import readable
+from mtrain.config.schema.model import ModelSection
+from mtrain.data.batch import Microbatch
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.schedule import run_forward
+from mtrain.mcore.model.build import build_frozen_model, run_chunk
+from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.state.load import load_frozen_weights
+from mtrain.plan.layout import Layout
+
+LogitsOf = Callable[[Microbatch], Tensor]
+"""Sliced microbatch -> the teacher's logits [seq_local, batch, vocab_local], on the last stage; once a microbatch."""
+
+
+class Teacher:
+    """The teacher's stages on this rank."""
+
+    def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
+        """Args:
+        config: Of the run, with the teacher's architecture in `model`; see `teacher_config`.
+        chunks: Frozen, one for each virtual stage.
+        groups: The process groups.
+        """
+        self._config, self._chunks = config, list(chunks)
+        self._runs_alone = groups.layout.pp > 1
+
+    @classmethod
+    def load(cls, config: Config, entry: CheckpointEntry, groups: Groups) -> Teacher:
+        """Builds the model and fills it. Collective over the world.
+
+        Args:
+            config: From `teacher_config`.
+            entry: The teacher's checkpoint.
+            groups: The process groups of the run.
+
+        Raises:
+            ConfigError: The layout does not fit the teacher.
+            DataError: The checkpoint is damaged or of another model.
+        """
+        layout = Layout.from_config(config, groups.layout.world_size)
+        own = replace(groups, layout=layout)
+        chunks = build_frozen_model(config, own)
+        load_frozen_weights(entry, chunks, own, config)
+        return cls(config, chunks, groups)
+
+    def logits_of(self, batches: Sequence[Microbatch]) -> LogitsOf:
+        """The teacher's logits of a step's microbatches. Collective over pipeline, tensor and context parallelism.
+
+        Without a pipeline the teacher runs when a microbatch is asked for, and keeps nothing. With one it runs now, and
+        the last stage holds the logits of each microbatch until they are asked for.
+
+        Args:
+            batches: All microbatches of the step, sliced for context parallelism.
+        """
+        if not self._runs_alone:
+            return self._run_now
+        held: dict[int, Tensor] = {}  # by object: the schedules hand on the very microbatches that they were given
+
+        def hold(logits: Logits, batch: Microbatch) -> None:
+            held[id(batch)] = logits.main
+
+        run_forward(self._chunks, batches, hold, self._config)
+        return lambda batch: held.pop(id(batch))
+
+    @torch.no_grad()
+    def _run_now(self, batch: Microbatch) -> Tensor:
+        (chunk,) = self._chunks
+        logits = run_chunk(chunk, batch)
+        assert isinstance(logits, Tensor), "a frozen model does not look ahead"
+        return logits
+
+
+def teacher_config(config: Config, checkpoint: Path) -> Config:
+    """The run's configuration with the teacher's architecture.
+
+    The tables are padded as the run's are, so that both models hold the same columns of the vocabulary on each rank.
+
+    Args:
+        config: Of the run.
+        checkpoint: The teacher's checkpoint directory, inside its run folder, or an import.
+
+    Raises:
+        ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
+        DataError: The import's model cannot be understood.
+    """
+    path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
+    if model is None:
+        path, model = _run_model(checkpoint)
+    if model.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"loss.teacher.checkpoint: the teacher's vocabulary has {model.vocab_size} tokens ({path}), but "
+            f"model.vocab_size={config.model.vocab_size}; use a teacher with the same tokenizer"
+        )
+    content = config.model_dump()
+    of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
+    content["model"] = model.model_dump() | of_run
+    if model.num_layers != config.model.num_layers:
+        content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
+        raise ConfigError(
+            f"the layout does not fit the teacher of loss.teacher.checkpoint ({path}): {reasons}"
+        ) from None
+
+
+def _run_model(checkpoint: Path) -> tuple[Path, ModelSection]:
+    """The configuration of the run that a checkpoint lies in, and the model that it names."""
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
+            "folder, a checkpoint directory inside one, or an import"
+        )
+    return path, load_config([path], []).model

@@ -1,0 +1,69 @@
+"""Opening a checkpoint whose every byte is what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch.distributed as dist
+
+from mtrain.base.errors import DataError, MachineError
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, reading
+from mtrain.checkpoint.store.verification import share_of_files, verify_files
+from mtrain.mcore.distributed.init import on_first_rank
+
+_MOST_THREADS = 4
+
+Find = Callable[[Mapping[int, str]], Newest]
+"""Steps that turned out unusable, and why -> the newest other checkpoint."""
+
+
+@contextlib.contextmanager
+def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newest]:
+    """The newest checkpoint that passes; nobody deletes it inside the `with` block. Collective over the world.
+
+    All files are read once, shared out among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
+    finds them in memory where that suffices. A checkpoint with a changed byte is passed over for an older one.
+
+    Args:
+        find: Called on the first rank.
+        tell: Called there with each line for the user.
+
+    Raises:
+        DataError: There are checkpoints and none is good; on all ranks.
+    """
+    unusable: dict[int, str] = {}
+    while True:
+        newest = on_first_rank(lambda: find(unusable))
+        with contextlib.ExitStack() as held:
+            fault = None if newest.entry is None else _fault(newest.entry, held, tell)
+            if fault is None:
+                yield newest
+                return
+        assert newest.entry is not None
+        unusable[newest.entry.step] = fault
+
+
+def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[str], None]) -> str | None:
+    """Why the checkpoint cannot be used, the same on all ranks. One all-gather of a text."""
+    began, fault = time.monotonic(), None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    files = entry.manifest.files
+    try:
+        if rank == 0:
+            held.enter_context(reading(entry))
+        num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // world_size))
+        verify_files(entry, share_of_files(files, rank, world_size), num_threads)
+    except (DataError, MachineError) as error:
+        fault = str(error)
+    faults: list[str | None] = [None] * world_size
+    dist.all_gather_object(faults, fault)
+    first = next((each for each in faults if each is not None), None)
+    if first is None and rank == 0:
+        size = sum(facts.size_bytes for facts in files.values())
+        seconds = time.monotonic() - began
+        old = "" if entry.manifest.is_sealed else "; its manifest, of version 0.1.0, has no checksum of itself"
+        tell(f"verified {entry.path}: {len(files)} files, {size / 1e9:.3g} GB in {seconds:.1f} s{old}")
+    return first
