@@ -7,7 +7,7 @@ import typer
 
 from mtrain.base.files import write_atomically
 from mtrain.cli.main import one_message
-from mtrain.mcore.guards.page import page
+from tests.known_issues.page import page
 
 
 def main(output: Annotated[Path, typer.Argument(help="The Markdown file to write.", show_default=False)]) -> None:

@@ -1,6 +1,6 @@
 """What megatron-core 0.16.1 accepts and silently gets wrong: the combinations that are refused, and what the run says.
 
-The table of all its faults, with those that are absent by construction, is `mtrain/mcore/guards`; it takes the
+The table of all its faults, with those that are absent by construction, is `tests/known_issues/rows`; it takes the
 conditions that need no torch from here, so that `mtrain check` reports them.
 """
 

@@ -24,9 +24,9 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.resume import resume_or_initialize
 from mtrain.runs.folder import RunFolder
+from tests.known_issues.expert_ranks import with_their_router
+from tests.known_issues.plain import plain_config
 from tests.mcore.checkpoint_ranks import build
-from tests.mcore.expert_fault_ranks import with_their_router
-from tests.mcore.plain import plain_config
 
 ITERATION = 100
 

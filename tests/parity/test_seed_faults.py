@@ -2,7 +2,7 @@
 
 "Fails" means that the gradient is more than 1 % away in the 2-norm over all parameters. Where every token has a loss,
 several naive formulas happen to be right, which shows that they are what they say. Megatron-Core's own default is in
-tests/mcore/test_spec_faults.py.
+tests/known_issues/test_whole_steps.py.
 """
 
 from typing import Any

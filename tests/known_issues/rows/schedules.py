@@ -5,7 +5,7 @@ When one is built, its rows get an outcome, and tests, of their own.
 
 from __future__ import annotations
 
-from mtrain.mcore.guards.row import Guard, Place, has_field
+from tests.known_issues.rows.row import Guard, Place, has_field
 
 _REFUSED = "Its fields are refused."
 _MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/schema/layout.py")

@@ -35,9 +35,8 @@ from mtrain.mcore.engine.loss_reduction import PairAccumulator
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 from mtrain.plan.layout import Layout
-from tests.mcore import guard_ranks as ranks
-from tests.mcore import guard_state_ranks as state_ranks
-from tests.mcore.guard_configs import assert_refused, megatron_core, small
+from tests.known_issues import ranks, state_ranks
+from tests.known_issues.configs import assert_refused, megatron_core, small
 from tests.pool import Pool
 
 

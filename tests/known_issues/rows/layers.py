@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config import known_issues
-from mtrain.mcore.guards.row import Guard, Place, breaks, guard_test, spec_test
+from tests.known_issues.rows.row import Guard, Place, breaks, guard_test, spec_test
 
 _LAYERS = "tensor_parallel/layers.py"
 _DOT_PRODUCT = "transformer/dot_product_attention.py"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.mcore.guards.row import Guard, Place, always, guard_test
+from tests.known_issues.rows.row import Guard, Place, always, guard_test
 
 _WRITER = "dist_checkpointing/strategies/filesystem_async.py"
 _CHECKPOINT_TESTS = "tests/mcore/test_checkpoint.py"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config import known_issues
-from mtrain.mcore.guards.row import Guard, Place, guard_test
+from tests.known_issues.rows.row import Guard, Place, guard_test
 
 _OPTIMIZER = "optimizer/optimizer.py"
 _DISTRIBUTED = "optimizer/distrib_optimizer.py"

@@ -18,8 +18,8 @@ Outcome = Literal["fixed", "refused", "noted"]
 
 Condition = Callable[[Config, Layout], bool]
 
-GUARD_TESTS = "tests/mcore/test_guards.py"
-SPEC_TESTS = "tests/mcore/test_spec_faults.py"
+GUARD_TESTS = "tests/known_issues/test_issues.py"
+SPEC_TESTS = "tests/known_issues/test_whole_steps.py"
 
 
 class Place(NamedTuple):

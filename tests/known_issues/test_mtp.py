@@ -1,5 +1,5 @@
 """Faults of multi-token prediction in plain Megatron-Core 0.16.1; that they are absent here is shown by the tests that
-the rows of `mtrain/mcore/guards/multi_token.py` name beside these."""
+the rows of `tests/known_issues/rows/mtp.py` name beside these."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from mtrain.data.samples.mtp import moved
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
-from tests.mcore.guard_ranks import SEQ, fields
-from tests.mcore.plain import PlainStep, plain_step
-from tests.mcore.test_spec_faults import WHOLE_TABLE
+from tests.known_issues.plain import PlainStep, plain_step
+from tests.known_issues.ranks import SEQ, fields
+from tests.known_issues.test_whole_steps import WHOLE_TABLE
 from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, empty_batch, three_steps
 from tests.parity.cases import case

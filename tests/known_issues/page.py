@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from mtrain.mcore.guards import GROUPS, TABLE, VERSION, Guard
+from tests.known_issues.rows import GROUPS, TABLE, VERSION, Guard
 
 COMMAND = "python tools/guards_page.py docs/guards.md"
 
 _INTRODUCTION = f"""# Guards: silent faults of megatron-core {VERSION}
 
-<!-- Written by `{COMMAND}` from mtrain/mcore/guards; a test compares. Change the table, not this page. -->
+<!-- Written by `{COMMAND}` from tests/known_issues/rows; a test compares. Change the table, not this page. -->
 
 These are faults of plain Megatron-Core that raise no error, or not one that names its cause, on some configuration.
 Each row says where the fault is in the sources of {VERSION} (below `megatron/core/`), when it shows, and what happens

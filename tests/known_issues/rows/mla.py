@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.mcore.guards.row import Guard, Place
 from mtrain.plan.layout import Layout
+from tests.known_issues.rows.row import Guard, Place
 
 _MODULE = "transformer/multi_latent_attention.py"
 _HERE = ("mtrain/mcore/model/attention/mla.py",)
-_TESTS = "tests/mcore/test_latent_attention.py::test_"
+_TESTS = "tests/known_issues/test_mla.py::test_"
 _OURS = f"{_TESTS}ours_is_the_plain_module_on_one_rank"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from mtrain.plan.layout import Layout
-from tests.mcore import balance_fault_ranks as ranks
+from tests.known_issues import balance_ranks as ranks
 from tests.pool import Pool
 
 Z = {"moe_z_loss_coeff": 1.0, "moe_router_load_balancing_type": "none"}

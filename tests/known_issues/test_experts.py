@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mtrain.plan.layout import Layout
-from tests.mcore import expert_fault_ranks, expert_ranks
+from tests.known_issues import expert_ranks
+from tests.mcore import expert_ranks
 from tests.mcore.test_checkpoint import FP16, configured
 from tests.pool import Pool
 
@@ -17,21 +18,21 @@ def distance(found: Any, exact: Any) -> float:
 
 
 def test_their_router_needs_transformer_engine(pool: Pool) -> None:
-    (said,) = pool.run(expert_fault_ranks.their_router_fails, Layout())
+    (said,) = pool.run(expert_ranks.their_router_fails, Layout())
     assert "te_general_gemm" in said
 
 
 def test_their_scores_are_float32_in_a_float64_model(pool: Pool) -> None:
-    ((theirs, ours),) = pool.run(expert_fault_ranks.scores_in_float64, Layout())
+    ((theirs, ours),) = pool.run(expert_ranks.scores_in_float64, Layout())
     assert theirs > 1e-9
     assert ours < 1e-15
 
 
 def test_gradients_of_experts_miss_their_sum_over_tp(pool: Pool) -> None:
     """ep = 1, etp = 1, tp = 2: each rank has all experts and half of the sequence."""
-    (whole,) = pool.run(expert_fault_ranks.layer_run, Layout(), True)
+    (whole,) = pool.run(expert_ranks.layer_run, Layout(), True)
     for is_ours in (False, True):
-        runs = pool.run(expert_fault_ranks.layer_run, Layout(tp=2, sp=True), is_ours)
+        runs = pool.run(expert_ranks.layer_run, Layout(tp=2, sp=True), is_ours)
         for name, exact in whole.gradients.items():
             found = [run.gradients[name] for run in runs]
             if is_ours:
@@ -43,9 +44,9 @@ def test_gradients_of_experts_miss_their_sum_over_tp(pool: Pool) -> None:
 
 def test_gradients_of_biases_of_several_experts_are_added(pool: Pool) -> None:
     """ep = 2 over the two ranks of tp = 2: biases of other experts, taken for replicas of one."""
-    (whole,) = pool.run(expert_fault_ranks.layer_run, Layout(), True, True)
+    (whole,) = pool.run(expert_ranks.layer_run, Layout(), True, True)
     for is_ours in (False, True):
-        runs = pool.run(expert_fault_ranks.layer_run, Layout(tp=2, sp=True, ep=2), is_ours, True)
+        runs = pool.run(expert_ranks.layer_run, Layout(tp=2, sp=True, ep=2), is_ours, True)
         for name, exact in whole.gradients.items():
             is_wrong = name == "linear_fc2.bias" and not is_ours
             found = distance(np.concatenate([run.gradients[name] for run in runs]), exact)
@@ -54,35 +55,35 @@ def test_gradients_of_biases_of_several_experts_are_added(pool: Pool) -> None:
 
 def test_experts_miss_in_the_norm(pool: Pool) -> None:
     """Weights without a mark, as they are without their initialisation: on tensor-parallel rank 1 they do not count."""
-    (whole,) = pool.run(expert_fault_ranks.layer_run, Layout(), True)
+    (whole,) = pool.run(expert_ranks.layer_run, Layout(), True)
     missing = sum(np.square(each[2:]).sum() for each in whole.gradients.values())
     assert missing > 0.01 * whole.norm**2
     for is_ours, square in ((False, whole.norm**2 - missing), (True, whole.norm**2)):
-        for run in pool.run(expert_fault_ranks.layer_run, Layout(tp=2, sp=True, ep=2), is_ours, False, False):
+        for run in pool.run(expert_ranks.layer_run, Layout(tp=2, sp=True, ep=2), is_ours, False, False):
             assert run.norm**2 == pytest.approx(square, rel=1e-5)
 
 
 def test_split_sizes_stay_tensors_on_cpus(pool: Pool) -> None:
-    for rank, (said, received) in enumerate(pool.run(expert_fault_ranks.split_sizes, Layout(dp=2))):
+    for rank, (said, received) in enumerate(pool.run(expert_ranks.split_sizes, Layout(dp=2))):
         assert "all_to_all_single" in said or "incompatible" in said, said
         assert received == [rank, 10 + rank]
 
 
 def test_lists_of_several_sizes_travel_on_gloo(pool: Pool) -> None:
-    for rank, (gathered, scattered) in enumerate(pool.run(expert_fault_ranks.uneven_lists, Layout(dp=3))):
+    for rank, (gathered, scattered) in enumerate(pool.run(expert_ranks.uneven_lists, Layout(dp=3))):
         assert gathered == [0, 1, 1, 2, 2, 2]
         assert scattered == [3 * (rank + 1)] * (rank + 1)
 
 
 def test_their_checkpoint_keys_of_expert_layers_are_dense_ones(pool: Pool) -> None:
     """TransformerEngine's layers write pre_mlp_layernorm.weight; for ours see tests/mcore/test_expert_state.py."""
-    (keys,) = pool.run(expert_fault_ranks.their_keys, Layout())
+    (keys,) = pool.run(expert_ranks.their_keys, Layout())
     assert "mlp.linear_fc1.layer_norm_weight" in keys
     assert "pre_mlp_layernorm.weight" not in keys
 
 
 def test_loss_scales_part_when_experts_overflow(pool: Pool) -> None:
-    for theirs in pool.run(expert_fault_ranks.loss_scales, Layout(dp=2, ep=2)):
+    for theirs in pool.run(expert_ranks.loss_scales, Layout(dp=2, ep=2)):
         assert theirs == [1024.0, 512.0]
     config = configured(**{"model.experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}}, **FP16)
     for scales in pool.run(expert_ranks.loss_scales_after_an_overflow, Layout(pp=2, dp=2, ep=2), config):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.mcore.guards.row import Guard, Place
 from mtrain.plan.layout import Layout
+from tests.known_issues.rows.row import Guard, Place
 
 _MODEL = "models/gpt/gpt_model.py"
 _DEPTHS = "transformer/multi_token_prediction.py"
-_FAULTS = "tests/mcore/test_multi_token_faults.py"
+_FAULTS = "tests/known_issues/test_mtp.py"
 _PARITY = "tests/parity/test_multi_token.py"
 
 

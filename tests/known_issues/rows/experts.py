@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.mcore.guards.row import Guard, Place
 from mtrain.plan.layout import Layout
+from tests.known_issues.rows.row import Guard, Place
 
 _LINEARS = "tensor_parallel/layers.py"
 _UTILITIES = "transformer/moe/moe_utils.py"
 _EXPERTS = "mtrain/mcore/model/moe/experts.py"
 _ROUTER = "mtrain/mcore/model/moe/router.py"
-_TESTS = "tests/mcore/test_expert_faults.py::test_"
+_TESTS = "tests/known_issues/test_experts.py::test_"
 _PARITY = "tests/parity/test_experts.py::test_experts_do_not_change_with_the_layout"
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from mtrain.cli.check import print_plan
 from mtrain.config import known_issues
-from mtrain.mcore.guards import TABLE, VERSION, Guard, applicable
-from mtrain.mcore.guards.page import page
 from mtrain.plan.layout import Layout
-from tests.mcore.guard_configs import SMALL, assert_refused, megatron_core, small
-from tests.mcore.guard_state_ranks import said_at_the_start
+from tests.known_issues.configs import SMALL, assert_refused, megatron_core, small
+from tests.known_issues.page import page
+from tests.known_issues.rows import TABLE, VERSION, Guard, applicable
+from tests.known_issues.state_ranks import said_at_the_start
 from tests.paths import ROOT
 from tests.pool import Pool
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtrain.mcore.distributed.groups import Groups
-from tests.mcore.plain import PlainStep, plain_initial_weights, plain_step
+from tests.known_issues.plain import PlainStep, plain_initial_weights, plain_step
 from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, full_batch, three_steps
 from tests.parity.cases import Case, case

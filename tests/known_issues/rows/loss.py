@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mtrain.mcore.guards.row import Guard, Place, always, guard_test, has_field, spec_test
 from mtrain.plan import padded_vocab_size
+from tests.known_issues.rows.row import Guard, Place, always, guard_test, has_field, spec_test
 
 _SCHEDULES = "pipeline_parallel/schedules.py"
 _CROSS_ENTROPY = "tensor_parallel/cross_entropy.py"

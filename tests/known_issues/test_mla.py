@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtrain.plan.layout import Layout
-from tests.mcore.latent_ranks import HEADS, HIDDEN, SIZES, Gradients, error_of_plain, our_gradients, plain_gradients
+from tests.known_issues.mla_ranks import HEADS, HIDDEN, SIZES, Gradients, error_of_plain, our_gradients, plain_gradients
 from tests.parity.compare import tensor_deviation
 from tests.pool import Pool
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.mcore.guards.row import Guard, Place
 from mtrain.plan.layout import Layout
+from tests.known_issues.rows.row import Guard, Place
 
 _ROUTER = "transformer/moe/router.py"
 _BALANCE = "mtrain/mcore/model/moe/balance.py"
-_FAULTS = "tests/mcore/test_balance_faults.py::test_"
+_FAULTS = "tests/known_issues/test_balance.py::test_"
 _OURS = "tests/parity/test_balance.py::test_"
 _PARITY = f"{_OURS}balancing_does_not_change_with_the_layout"
 
