@@ -16,7 +16,7 @@ from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.trainer import train_on
+from mtrain.training.trainer import train_on
 
 
 def with_short_timeouts(groups: Groups, store: str, timeout_s: float, action: Callable[[Groups], None]) -> None:

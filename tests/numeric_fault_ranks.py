@@ -20,7 +20,7 @@ from mtrain.checkpoint.store.manifest import Facts
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.shards import parts_to_save
-from mtrain.trainer import train_on
+from mtrain.training.trainer import train_on
 from tests.mcore.checkpoint_ranks import build
 
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.trainer import train, train_on
+from mtrain.training.trainer import train, train_on
 
 
 def train_fresh(groups: Groups, config: Config) -> None:

@@ -265,7 +265,7 @@ CONFINED = (
 
 @pytest.mark.parametrize("rule", CONFINED, ids=lambda rule: rule.what)
 def test_what_is_confined_is_recognised(rule: Confined) -> None:
-    assert list(rule.find(Module("mtrain.step", ROOT / "mtrain" / "step.py", ast.parse(rule.example))))
+    assert list(rule.find(Module("mtrain.training.step", ROOT / "mtrain" / "step.py", ast.parse(rule.example))))
 
 
 @pytest.mark.parametrize(

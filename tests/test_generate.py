@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mtrain.generate import continue_ids
+from mtrain.training.generate import continue_ids
 
 EOS = 0
 

@@ -16,7 +16,7 @@ from mtrain.checkpoint.store.directory import begin_attempt, newest_good, publis
 from mtrain.checkpoint.store.manifest import Facts
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
-from mtrain.resume import check_dataset
+from mtrain.training.resume import check_dataset
 from tests.fault_table import Notice
 from tests.mcore.test_checkpoint import configured
 from tests.test_trainer import command, finished, numbers, start

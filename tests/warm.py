@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-PRELOADED = ("mtrain.cli.main", "mtrain.trainer", "tests.warm")
+PRELOADED = ("mtrain.cli.main", "mtrain.training.trainer", "tests.warm")
 _PROGRAM = [sys.executable, "-m", "mtrain"]
 _POLL_S = 0.01
 

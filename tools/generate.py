@@ -20,7 +20,7 @@ def main(
     """Prints each prompt and what the newest checkpoint of the run makes of it."""
     with one_message():
         config = load_config([RunFolder(run).config], [])
-        from mtrain.generate import generate_text  # loads torch
+        from mtrain.training.generate import generate_text  # loads torch
 
         texts = generate_text(config, run, prompt, max_new_tokens, temperature, seed)
     for question, answer in zip(prompt, texts):

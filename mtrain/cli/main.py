@@ -57,7 +57,9 @@ def train(arguments: ConfigArguments) -> None:
         world_size = RankEnvironment.from_environ(os.environ).world_size
         config = _loaded(paths, overrides)
         Layout.from_config(config, world_size)
-        from mtrain.trainer import train as run_training  # loads torch, after the configuration is known to be right
+        from mtrain.training.trainer import (
+            train as run_training,  # loads torch, after the configuration is known to be right
+        )
 
         run_training(config)
 

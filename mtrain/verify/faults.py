@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain import step
 from mtrain.data.batch import Microbatch
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.loss.objective import side_term_factors
@@ -26,6 +25,7 @@ from mtrain.mcore.model import norm, transformer_config
 from mtrain.mcore.model.attention import context_parallel
 from mtrain.mcore.model.moe import balance
 from mtrain.mcore.model.mtp import Logits
+from mtrain.training import step
 from mtrain.verify.planting import Plant, replaced
 from mtrain.verify.shared_faults import SHARED_PLANTS
 

@@ -11,7 +11,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.import_hf import load_hf_weights
-from mtrain.step import TrainingStep
+from mtrain.training.step import TrainingStep
 from mtrain.verify.faults import PLANTS
 from mtrain.verify.planting import planted
 from mtrain.verify.result import StepValues

@@ -26,7 +26,14 @@ from mtrain.base.errors import MtrainError
 from mtrain.plan.layout import Layout
 
 TIMEOUT_S = 120
-_PRELOADED = ("numpy", "mtrain.mcore", "mtrain.step", "mtrain.data.loader", "torch._dynamo", "mtrain.verify.ranks")
+_PRELOADED = (
+    "numpy",
+    "mtrain.mcore",
+    "mtrain.training.step",
+    "mtrain.data.loader",
+    "torch._dynamo",
+    "mtrain.verify.ranks",
+)
 
 
 class RankFailedError(RuntimeError):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain import build, resume, trainer
 from mtrain.checkpoint.format.writer import Part
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.data.loader import StepLoader
@@ -21,6 +20,7 @@ from mtrain.mcore.engine.optimizer_state import MAIN
 from mtrain.mcore.state import load, reader
 from mtrain.metrics.sinks import JsonlSink
 from mtrain.plan import lr
+from mtrain.training import build, resume, trainer
 from mtrain.verify.planting import Plant, replaced
 
 

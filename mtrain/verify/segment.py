@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.base.signals import StopSignal
-from mtrain.build import Run, build_run
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import step_name
 from mtrain.config import Config
@@ -30,8 +29,9 @@ from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.state.gather import Shard, gradient_shards, parameter_shards
 from mtrain.mcore.state.local_state import WEIGHTS, Held, held_state
 from mtrain.runs.folder import RunFolder
-from mtrain.step import StepTotals, TrainingStep
-from mtrain.trainer import train_on
+from mtrain.training.build import Run, build_run
+from mtrain.training.step import StepTotals, TrainingStep
+from mtrain.training.trainer import train_on
 from mtrain.verify.planting import planted
 from mtrain.verify.resume_faults import PLANTS
 from mtrain.verify.weights import EMBEDDING, OUTPUT, Whole, gathered

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain import step
 from mtrain.config.schema.loss import NORM_AGGREGATIONS, TermSection
 from mtrain.config.schema.model import RopeSection
 from mtrain.config.schema.train import OptimizerSection
@@ -33,6 +32,7 @@ from mtrain.mcore.model.moe import balance, router
 from mtrain.mcore.model.moe.topk_routing import choose
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 from mtrain.plan import lr
+from mtrain.training import step
 from mtrain.verify.planting import Plant, replaced
 
 

@@ -17,7 +17,7 @@ from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan import lr
-from mtrain.step import StepTotals, TrainingStep
+from mtrain.training.step import StepTotals, TrainingStep
 from mtrain.verify.activations import Piece, Watch
 from mtrain.verify.faults import PLANTS
 from mtrain.verify.planting import planted

@@ -10,9 +10,9 @@ import pytest
 
 from mtrain.base import fault_points
 from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
-from mtrain.exports import Exporter, clean_staging, due_steps
 from mtrain.hf.io.folder import HfFolder
 from mtrain.runs.folder import RunFolder
+from mtrain.training.export import Exporter, clean_staging, due_steps
 from tests.fault_table import Notice
 from tests.hf.test_exports import finished, run
 from tests.test_trainer import command, start_cold, wait_for_step

@@ -12,8 +12,8 @@ import transformers
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
-from mtrain.exports import Exporter
 from mtrain.runs.folder import RunFolder
+from mtrain.training.export import Exporter
 from tests.hf.folders import save
 from tests.hf.test_start import command, configured
 

@@ -12,7 +12,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 
-from mtrain.build import build_run
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
@@ -20,6 +19,7 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.model.build import unwrap
 from mtrain.runs.folder import RunFolder
+from mtrain.training.build import build_run
 from tests.mcore.checkpoint_ranks import Parts, build
 from tests.mcore.whole_states import whole_states
 

@@ -28,7 +28,7 @@ from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.state.gather import Shard, gather_whole, parameter_shards
 from mtrain.mcore.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.mcore.state.save import Saver
-from mtrain.step import TrainingStep
+from mtrain.training.step import TrainingStep
 from tests.crash import kill_self_before_operation
 from tests.mcore.whole_states import whole_states
 

@@ -24,7 +24,7 @@ from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import run_chunk
 from mtrain.mcore.model.mtp import Logits
-from mtrain.step import term_inputs
+from mtrain.training.step import term_inputs
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches
 

@@ -22,8 +22,8 @@ from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.resume import resume_or_initialize
 from mtrain.runs.folder import RunFolder
+from mtrain.training.resume import resume_or_initialize
 from tests.known_issues.expert_ranks import with_their_router
 from tests.known_issues.plain import plain_config
 from tests.mcore.checkpoint_ranks import build

@@ -28,7 +28,7 @@ from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.mtp import Logits
 from mtrain.mcore.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.plan.lr import learning_rate
-from mtrain.step import TrainingStep, term_inputs
+from mtrain.training.step import TrainingStep, term_inputs
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]

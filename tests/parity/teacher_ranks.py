@@ -18,7 +18,7 @@ from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan.layout import Layout
-from mtrain.step import TrainingStep
+from mtrain.training.step import TrainingStep
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, arrays, own_microbatches, run_step, set_parameters
 

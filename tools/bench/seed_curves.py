@@ -33,7 +33,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
-from mtrain.step import TrainingStep
+from mtrain.training.step import TrainingStep
 from mtrain.verify.ranks import Pool
 
 ROOT = Path(__file__).resolve().parents[2]

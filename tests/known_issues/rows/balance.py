@@ -49,7 +49,7 @@ ROWS = (
         "fixed",
         "Their sums over text enter backward with coefficient x D_main / D_k of the whole global batch, so that the "
         "one division leaves coefficient / D_k.",
-        (_BALANCE, "mtrain/loss/router.py", "mtrain/step.py"),
+        (_BALANCE, "mtrain/loss/router.py", "mtrain/training/step.py"),
         (
             f"{_FAULTS}auxiliary_losses_weigh_tokens_without_a_loss_and_shrink_with_ranks_and_rows",
             _PARITY,
@@ -106,7 +106,7 @@ ROWS = (
         _moves_biases,
         "fixed",
         "It moves behind a successful update: not in an empty batch, after an overflow, or where the run stops.",
-        (_BALANCE, "mtrain/step.py"),
+        (_BALANCE, "mtrain/training/step.py"),
         (f"{_FAULTS}biases_move_before_the_optimizer_refuses_the_step", f"{_OURS}biases_move_with_the_weights_alone"),
     ),
     Guard(

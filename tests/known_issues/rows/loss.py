@@ -81,7 +81,7 @@ ROWS = (
         always,
         "fixed",
         "Gradients become exactly 0, the update is left out and the step is recorded as empty.",
-        ("mtrain/mcore/engine/finalize.py", "mtrain/step.py"),
+        ("mtrain/mcore/engine/finalize.py", "mtrain/training/step.py"),
         (
             guard_test("a_batch_without_tokens_leaves_no_gradient"),
             "tests/parity/test_terms.py::test_an_empty_batch_leaves_every_bit",
@@ -157,7 +157,7 @@ ROWS = (
         lambda config, layout: config.train.precision == "fp16",
         "fixed",
         "The objective is first multiplied by an exact power of two near 1 / D, which the one division takes out.",
-        ("mtrain/step.py", "mtrain/loss/objective.py"),
+        ("mtrain/training/step.py", "mtrain/loss/objective.py"),
         (
             "tests/parity/test_precision.py::test_plain_sums_would_overflow_in_fp16",
             "tests/parity/test_precision.py::test_the_premultiplier_changes_no_bit",

@@ -18,7 +18,7 @@ from mtrain.mcore.engine.loss_reduction import TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
-from mtrain.step import forward_totals
+from mtrain.training.step import forward_totals
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError
-from mtrain.build import Run
 from mtrain.checkpoint.format.writer import Part
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, step_name
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
@@ -20,7 +19,8 @@ from mtrain.mcore.state.load import load_checkpoint
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.shards import parts_to_save
 from mtrain.mcore.state.verified import opened_checkpoint
-from mtrain.resume import say
+from mtrain.training.build import Run
+from mtrain.training.resume import say
 
 
 def run_self_test(run: Run, checkpoints: Path) -> None:

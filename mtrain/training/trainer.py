@@ -15,14 +15,11 @@ from mtrain.base.environment import RankEnvironment, git_checkout, program_versi
 from mtrain.base.errors import NumericError
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
-from mtrain.build import Run, build_run
 from mtrain.checkpoint.store.directory import clean_leftovers, load_entry, published_steps, step_name
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
-from mtrain.evaluate import evaluate, term_records
-from mtrain.exports import Exporter, clean_staging
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups, opened_groups
@@ -35,12 +32,15 @@ from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.plan import flops_per_token, mfu, peak_flops
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
-from mtrain.rehearsal import run_self_test
-from mtrain.resume import say
 from mtrain.runs.continuation import continued, kept_lines
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
-from mtrain.step import StepTotals
+from mtrain.training.build import Run, build_run
+from mtrain.training.checkpoint_self_test import run_self_test
+from mtrain.training.evaluate import evaluate, term_records
+from mtrain.training.export import Exporter, clean_staging
+from mtrain.training.resume import say
+from mtrain.training.step import StepTotals
 
 
 def train(config: Config) -> None:

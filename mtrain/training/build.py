@@ -10,7 +10,6 @@ from typing import Any
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
-from mtrain.evaluate import ValidationSet
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
@@ -19,9 +18,10 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.teacher import Teacher, teacher_config
 from mtrain.mcore.state.verified import opened_checkpoint
-from mtrain.resume import announced, resume_or_initialize, say
 from mtrain.runs.folder import RunFolder
-from mtrain.step import TrainingStep
+from mtrain.training.evaluate import ValidationSet
+from mtrain.training.resume import announced, resume_or_initialize, say
+from mtrain.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
