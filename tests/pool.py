@@ -5,8 +5,8 @@ Functions for `Pool.run` live in modules that are not test files, so that ranks 
 
 from __future__ import annotations
 
-from mtrain.verify import ranks
-from mtrain.verify.ranks import RankFailedError as RankFailed
+from mtrain.verify.core import ranks
+from mtrain.verify.core.ranks import RankFailedError as RankFailed
 from tests import warm
 
 __all__ = ["Pool", "RankFailed"]
@@ -16,4 +16,4 @@ class Pool(ranks.Pool):
     """Ranks on gloo."""
 
     def __init__(self) -> None:
-        super().__init__(preloaded=["pytest", "tests.pool", "mtrain.verify.segment", *warm.PRELOADED])
+        super().__init__(preloaded=["pytest", "tests.pool", "mtrain.verify.resume.worker", *warm.PRELOADED])

@@ -22,11 +22,11 @@ from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.launch.local import launch_local
 from mtrain.plan.layout import Layout
-from mtrain.verify.inject import NAMES
-from mtrain.verify.resume_inject import RESUME_NAMES
+from mtrain.verify.planted.inject import NAMES
+from mtrain.verify.resume.inject import RESUME_NAMES
 
 if TYPE_CHECKING:
-    from mtrain.verify.result import Report
+    from mtrain.verify.core.result import Report
 
 app = typer.Typer(
     help="Pretrains and finetunes language models on Megatron-Core; the layout does not change the run.",
@@ -141,7 +141,7 @@ def parity(
     """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
 
     def run(config: Config) -> "Report":
-        from mtrain.verify.parity import Request, verify_parity  # loads torch
+        from mtrain.verify.parity.run import Request, verify_parity  # loads torch
 
         return verify_parity(config, Request(layouts, steps, max_ranks, inject, _command_line()), _tell)
 
@@ -167,7 +167,7 @@ def resume(
     """Stops a small copy of the run and resumes it, after a crash and on other layouts too; exit 0 pass, 1 fail."""
 
     def run(config: Config) -> "Report":
-        from mtrain.verify.resuming import ResumeRequest, verify_resume  # loads torch
+        from mtrain.verify.resume.run import ResumeRequest, verify_resume  # loads torch
 
         return verify_resume(config, ResumeRequest(layouts, steps, max_ranks, inject, _command_line(), at), _tell)
 
@@ -193,8 +193,8 @@ def hf(
     """Trains the whole model in transformers and here from the same weights; exit 0 pass, 1 fail."""
 
     def run(config: Config) -> "Report":
-        from mtrain.verify.hf import verify_hf  # loads torch
-        from mtrain.verify.parity import Request
+        from mtrain.verify.hf.run import verify_hf  # loads torch
+        from mtrain.verify.parity.run import Request
 
         return verify_hf(config, Request(layouts, steps, max_ranks, inject, _command_line()), _tell)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, Tolerance
 from mtrain.verify.drawing.chart import Curve, difference_chart, value_chart
 from mtrain.verify.drawing.document import (
     axis_name,
@@ -26,7 +27,6 @@ from mtrain.verify.drawing.document import (
 )
 from mtrain.verify.drawing.heat_map import Cell, heat_legend, heat_map
 from mtrain.verify.drawing.markup import Markup, element, joined
-from mtrain.verify.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, Tolerance
 from mtrain.verify.wording import TITLES
 
 _NOTHING = element("td", {}, "none")

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.verify.result import Deviation, LayoutResult, Report
+from mtrain.verify.core.result import Deviation, LayoutResult, Report
 
 _PLAIN_WIDTH = 260
 """Characters of a line where the output is no terminal, so that no row is broken in two."""

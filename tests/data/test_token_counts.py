@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from tests.test_trainer import command, finished, records, start
+from tests.training.test_trainer import command, finished, records, start
 
 __all__ = ["command", "start"]
 

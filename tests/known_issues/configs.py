@@ -1,4 +1,4 @@
-"""Configurations of the tests on guards, and where the installed megatron-core is."""
+"""Configurations of the tests on known issues, and where the installed megatron-core is."""
 
 from __future__ import annotations
 

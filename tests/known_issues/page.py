@@ -1,15 +1,17 @@
-"""The table of guards as a page of the documentation."""
+"""The table of known issues as a page of the documentation: `python -m tests.known_issues.page` writes it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-from tests.known_issues.rows import GROUPS, TABLE, VERSION, Guard
+from tests.known_issues.rows import GROUPS, TABLE, VERSION, KnownIssue
+from tests.paths import DOCS
 
-COMMAND = "python tools/guards_page.py docs/guards.md"
+COMMAND = "python -m tests.known_issues.page"
+PAGE = DOCS / "known-issues.md"
 
-_INTRODUCTION = f"""# Guards: silent faults of megatron-core {VERSION}
+_INTRODUCTION = f"""# Known issues: silent faults of megatron-core {VERSION}
 
 <!-- Written by `{COMMAND}` from tests/known_issues/rows; a test compares. Change the table, not this page. -->
 
@@ -53,7 +55,7 @@ def _sections() -> Iterator[str]:
             yield from _entry(row)
 
 
-def _entry(row: Guard) -> Iterator[str]:
+def _entry(row: KnownIssue) -> Iterator[str]:
     yield f"\n### {row.name[0].upper()}{row.name[1:]}\n"
     yield f"{row.fault}\n"
     yield f"- Where: {_code(row.places)}"
@@ -64,3 +66,7 @@ def _entry(row: Guard) -> Iterator[str]:
 
 def _code(names: Iterable[object]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -20,8 +20,8 @@ from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.model.build import unwrap
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import build_run
-from tests.mcore.checkpoint_ranks import Parts, build
-from tests.mcore.whole_states import whole_states
+from tests.mcore.state.checkpoint_ranks import Parts, build
+from tests.mcore.state.whole_states import whole_states
 
 
 def save_by_megatron(groups: Groups, folder: Path) -> str:

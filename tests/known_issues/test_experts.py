@@ -7,8 +7,8 @@ import pytest
 
 from mtrain.plan.layout import Layout
 from tests.known_issues import expert_ranks
-from tests.mcore import expert_ranks
-from tests.mcore.test_checkpoint import FP16, configured
+from tests.mcore.state import expert_ranks as state_ranks
+from tests.mcore.state.test_save_and_load import FP16, configured
 from tests.pool import Pool
 
 
@@ -76,7 +76,7 @@ def test_lists_of_several_sizes_travel_on_gloo(pool: Pool) -> None:
 
 
 def test_their_checkpoint_keys_of_expert_layers_are_dense_ones(pool: Pool) -> None:
-    """TransformerEngine's layers write pre_mlp_layernorm.weight; for ours see tests/mcore/test_expert_state.py."""
+    """TransformerEngine's layers write pre_mlp_layernorm.weight; for ours see mcore/state/test_expert_state.py."""
     (keys,) = pool.run(expert_ranks.their_keys, Layout())
     assert "mlp.linear_fc1.layer_norm_weight" in keys
     assert "pre_mlp_layernorm.weight" not in keys
@@ -86,6 +86,6 @@ def test_loss_scales_part_when_experts_overflow(pool: Pool) -> None:
     for theirs in pool.run(expert_ranks.loss_scales, Layout(dp=2, ep=2)):
         assert theirs == [1024.0, 512.0]
     config = configured(**{"model.experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}}, **FP16)
-    for scales in pool.run(expert_ranks.loss_scales_after_an_overflow, Layout(pp=2, dp=2, ep=2), config):
+    for scales in pool.run(state_ranks.loss_scales_after_an_overflow, Layout(pp=2, dp=2, ep=2), config):
         assert len(scales) == 2
         assert scales == [scales[0]] * 2 == [2.0**20] * 2

@@ -1,4 +1,4 @@
-"""The table of guards: each row's fault is shown in plain Megatron-Core, and is absent here.
+"""The table of known issues: each row's fault is shown in plain Megatron-Core, and is absent here.
 
 Where an upgrade fixes a fault, the test that shows it fails: then the row, and what it led to, can go.
 """
@@ -262,7 +262,7 @@ def test_states_are_loaded_before_the_first_update(pool: Pool) -> None:
 
 
 def test_loading_does_not_ask_for_adams_step(pool: Pool) -> None:
-    """That ours does not is shown by every resumed run of tests/mcore/test_checkpoint.py."""
+    """That ours does not is shown by every resumed run of tests/mcore/state/test_save_and_load.py."""
     assert pool.run(state_ranks.set_one_state, Layout(), small()) == ["'step'"]
 
 

@@ -1,4 +1,4 @@
-"""The table of guards itself: its lines of code, its conditions, its tests, its page."""
+"""The table of known issues itself: its lines of code, its conditions, its tests, its page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mtrain.cli.check import print_plan
 from mtrain.config import known_issues
 from mtrain.plan.layout import Layout
 from tests.known_issues.configs import SMALL, assert_refused, megatron_core, small
-from tests.known_issues.page import page
-from tests.known_issues.rows import TABLE, VERSION, Guard, applicable
+from tests.known_issues.page import PAGE, page
+from tests.known_issues.rows import TABLE, VERSION, KnownIssue, applicable
 from tests.known_issues.state_ranks import said_at_the_start
 from tests.paths import ROOT
 from tests.pool import Pool
 
 
-def ids(row: Guard) -> str:
+def ids(row: KnownIssue) -> str:
     return row.name.replace(" ", "-")
 
 
@@ -29,7 +29,7 @@ def test_the_table_is_of_the_installed_version() -> None:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=ids)
-def test_a_row_points_at_lines_that_are_there(row: Guard) -> None:
+def test_a_row_points_at_lines_that_are_there(row: KnownIssue) -> None:
     for place in row.places:
         lines = (megatron_core() / place.path).read_text().splitlines()[place.first - 1 : place.last]
         assert len(lines) == place.last - place.first + 1, place
@@ -37,7 +37,7 @@ def test_a_row_points_at_lines_that_are_there(row: Guard) -> None:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=ids)
-def test_a_row_names_files_and_tests_that_exist(row: Guard) -> None:
+def test_a_row_names_files_and_tests_that_exist(row: KnownIssue) -> None:
     assert [path for path in row.modules if not (ROOT / path).is_file()] == []
     assert row.tests
     for name in row.tests:
@@ -47,7 +47,7 @@ def test_a_row_names_files_and_tests_that_exist(row: Guard) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.outcome == "refused"], ids=ids)
-def test_what_a_row_calls_refused_is_refused(row: Guard) -> None:
+def test_what_a_row_calls_refused_is_refused(row: KnownIssue) -> None:
     assert row.refused or row.name == "documents and TransformerEngine"
     for fields in row.refused:
         assert_refused(fields)
@@ -124,4 +124,4 @@ def test_notes_are_told_once_by_the_run_and_by_check(
 
 
 def test_the_page_is_the_table() -> None:
-    assert (ROOT / "docs" / "guards.md").read_text() == page(), "see the comment at its top for how to write it again"
+    assert PAGE.read_text() == page(), "see the comment at its top for how to write it again"

@@ -91,7 +91,7 @@ def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_weights_without_their_initialisation_miss_in_the_norm(pool: Pool, tp: int) -> None:
-    """Absent here: perform_initialization stays on and the initialisers do nothing (mtrain/mcore/model/transformer_config.py)."""
+    """Absent here: perform_initialization stays on, initialisers do nothing (mcore/model/transformer_config.py)."""
     batch, one = three_steps()[0], case(4, tp=tp)
     exact = oracle_of(one, batch).grad_norm
     good, bad = (
@@ -116,7 +116,7 @@ def test_the_default_is_a_mean_of_means(pool: Pool) -> None:
 
 
 def test_initial_weights_depend_on_the_pipeline(pool: Pool) -> None:
-    """Absent here: tests/mcore/test_initialize.py."""
+    """Absent here: tests/mcore/model/test_init_weights.py."""
     model = case(4).config(**WHOLE_TABLE).model
     whole, *_ = pool.run(plain_initial_weights, case(4).resolved(case(4).config()), model)
     two = case(4, pp=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mtrain.verify.result import (
+from mtrain.verify.core.result import (
     Deviation,
     Diagnosis,
     LayoutResult,

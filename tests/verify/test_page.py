@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import MachineError
+from mtrain.verify.core.result import KINDS, LayoutResult, ParityReport
 from mtrain.verify.page import report_page, write_page
-from mtrain.verify.result import KINDS, LayoutResult, ParityReport
 from tests.verify.browser import Browser
 from tests.verify.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.verify.reports import TENSORS, layout_result, report

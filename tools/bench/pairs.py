@@ -46,7 +46,7 @@ from mtrain.mcore.distributed.all_reduce import SummedOverRanks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals
 from mtrain.plan.layout import Layout
-from mtrain.verify.ranks import Pool
+from mtrain.verify.core.ranks import Pool
 
 NUM_MICROBATCHES = 8
 TERMS = ("main", "z", "kl")

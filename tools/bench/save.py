@@ -43,7 +43,7 @@ from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.shards import parts_to_save
 from mtrain.plan.layout import Layout
-from mtrain.verify.ranks import Pool
+from mtrain.verify.core.ranks import Pool
 
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2, dp=2)]
 _PIECE_BYTES = 1 << 23

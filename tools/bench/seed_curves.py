@@ -34,7 +34,7 @@ from mtrain.mcore.model.build import build_model
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.training.step import TrainingStep
-from mtrain.verify.ranks import Pool
+from mtrain.verify.core.ranks import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, VOCAB = 4, 1024

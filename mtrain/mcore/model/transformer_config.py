@@ -168,8 +168,9 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
-        # mtrain.mcore.model.init_weights draws the weights. perform_initialization stays on, because without it megatron-core
-        # does not mark its weights as tensor-parallel either, and the gradient norm misses those of tp rank > 0.
+        # mtrain.mcore.model.init_weights draws the weights. perform_initialization stays on, because without it
+        # megatron-core does not mark its weights as tensor-parallel either, and the gradient norm misses those of tp
+        # rank > 0.
         "init_method": as_it_is,
         "output_layer_init_method": as_it_is,
         "embedding_init_method": as_it_is,

@@ -12,11 +12,11 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection, TermSection
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
-from mtrain.verify.reference.experts import coefficients, moved_bias, router_numerator, router_shares
 from mtrain.verify.reference.losses import cross_entropy, known_losses
-from mtrain.verify.reference.shapes import EXPERT_BIAS
+from mtrain.verify.reference.model.experts import coefficients, moved_bias, router_numerator, router_shares
+from mtrain.verify.reference.model.shapes import EXPERT_BIAS
+from mtrain.verify.reference.model.transformer import Forward, Transformer
 from mtrain.verify.reference.text import Rows
-from mtrain.verify.reference.transformer import Forward, Transformer
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The silent faults of megatron-core 0.16.1, and what becomes of each here.
 
 A row names the fault, its place in the sources, the condition on a configuration, and the outcome: fixed by
-construction, refused, or noted in the log. docs/guards.md is written from this table.
+construction, refused, or noted in the log. docs/known-issues.md is written from this table.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.known_issues.rows import balance, checkpoint, experts, layers, loss, mla, mtp, optimizer, schedules
-from tests.known_issues.rows.row import VERSION, Guard
+from tests.known_issues.rows.row import VERSION, KnownIssue
 
-__all__ = ["GROUPS", "TABLE", "VERSION", "Guard", "applicable"]
+__all__ = ["GROUPS", "TABLE", "VERSION", "KnownIssue", "applicable"]
 
-GROUPS: dict[str, tuple[Guard, ...]] = {
+GROUPS: dict[str, tuple[KnownIssue, ...]] = {
     "Loss and normalisation": loss.ROWS,
     "Model, initial weights and pipeline": layers.ROWS,
     "Latent attention": mla.ROWS,
@@ -26,9 +26,9 @@ GROUPS: dict[str, tuple[Guard, ...]] = {
 }
 """Rows by heading."""
 
-TABLE: tuple[Guard, ...] = tuple(row for rows in GROUPS.values() for row in rows)
+TABLE: tuple[KnownIssue, ...] = tuple(row for rows in GROUPS.values() for row in rows)
 
 
-def applicable(config: Config, layout: Layout) -> list[Guard]:
+def applicable(config: Config, layout: Layout) -> list[KnownIssue]:
     """The faults that this configuration would meet in plain Megatron-Core."""
     return [row for row in TABLE if row.applies(config, layout)]

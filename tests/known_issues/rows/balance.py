@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
-from tests.known_issues.rows.row import Guard, Place
+from tests.known_issues.rows.row import KnownIssue, Place
 
 _ROUTER = "transformer/moe/router.py"
 _BALANCE = "mtrain/mcore/model/moe/balance.py"
@@ -34,7 +34,7 @@ def _cuts_masks(config: Config, layout: Layout) -> bool:
 
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "auxiliary losses of experts",
         "In per-token mode they are weighted by all positions and divided by the tokens that have a loss: ten times "
         "too strong where a tenth has one. The z-loss is divided by tp x cp as well, the loss of sequences by the rows "
@@ -56,7 +56,7 @@ ROWS = (
             f"{_OURS}the_loss_mask_changes_nothing_of_it",
         ),
     ),
-    Guard(
+    KnownIssue(
         "running auxiliary losses",
         "The loss on running counts is divided by the number of data-parallel ranks, and by its definition a "
         "microbatch weighs according to its place in the step.",
@@ -72,7 +72,7 @@ ROWS = (
             f"{_OURS}what_follows_the_layout_is_what_its_name_says",
         ),
     ),
-    Guard(
+    KnownIssue(
         "masked counts of auxiliary losses",
         "Under a padding mask the tokens of a rank are counted after the counts were summed over ranks in place: every "
         "rank takes the tokens of all for its own.",
@@ -84,7 +84,7 @@ ROWS = (
         (_BALANCE,),
         (f"{_FAULTS}masked_counts_of_a_rank_are_those_of_all_ranks", _PARITY),
     ),
-    Guard(
+    KnownIssue(
         "expert bias under a mask",
         "A mask of tokens is laid over the experts: an error, or silently wrong where both are as many.",
         (Place(_ROUTER, 539, 543, "padding_mask"),),
@@ -98,7 +98,7 @@ ROWS = (
             f"{_OURS}counts_are_exact_and_of_text_alone",
         ),
     ),
-    Guard(
+    KnownIssue(
         "expert bias of steps that are skipped",
         "It moves when gradients are finalised, before anybody knows whether the step will be applied.",
         (Place("distributed/finalize_model_grads.py", 476, 477, "bias"),),
@@ -109,7 +109,7 @@ ROWS = (
         (_BALANCE, "mtrain/training/step.py"),
         (f"{_FAULTS}biases_move_before_the_optimizer_refuses_the_step", f"{_OURS}biases_move_with_the_weights_alone"),
     ),
-    Guard(
+    KnownIssue(
         "padding masks behind the first stage",
         "Sequence parallelism cuts the padding mask on the first pipeline stage only: on all others routers get the "
         "mask of whole rows.",
@@ -121,7 +121,7 @@ ROWS = (
         ("mtrain/mcore/model/build.py",),
         (f"{_FAULTS}the_first_stage_alone_cuts_the_padding_mask", _PARITY),
     ),
-    Guard(
+    KnownIssue(
         "padding masks of layers that are not recomputed",
         "Where only the first layers of a block are recomputed, the others get no padding mask.",
         (Place("transformer/transformer_block.py", 528, 531, "rotary_pos_emb"),),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.known_issues.rows.row import Guard, Place, always, guard_test
+from tests.known_issues.rows.row import KnownIssue, Place, always, issue_test
 
 _WRITER = "dist_checkpointing/strategies/filesystem_async.py"
-_CHECKPOINT_TESTS = "tests/mcore/test_checkpoint.py"
+_CHECKPOINT_TESTS = "tests/mcore/state/test_save_and_load.py"
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "checkpoint form without metadata",
         "The distributed optimizer's default form of a checkpoint is one that its own checkpoints no longer accept.",
         (
@@ -21,11 +21,11 @@ ROWS = (
         "Weights, main weights and moments are whole tensors under names that do not depend on the layout.",
         ("mtrain/mcore/state/shards.py", "mtrain/mcore/state/sharded_parameters.py"),
         (
-            guard_test("the_default_checkpoint_form_cannot_be_saved"),
+            issue_test("the_default_checkpoint_form_cannot_be_saved"),
             f"{_CHECKPOINT_TESTS}::test_another_layout_gets_the_same_bits_and_trains_alike",
         ),
     ),
-    Guard(
+    KnownIssue(
         "helper processes in a save",
         "A save spawns a manager on each rank, which imports the main script again, and forks writers, for whose end "
         "it waits for ever if one is killed.",
@@ -36,11 +36,11 @@ ROWS = (
         "Ranks write their own shards; no process is started.",
         ("mtrain/mcore/state/save.py", "mtrain/checkpoint/format/writer.py"),
         (
-            guard_test("a_save_of_theirs_starts_processes"),
+            issue_test("a_save_of_theirs_starts_processes"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
         ),
     ),
-    Guard(
+    KnownIssue(
         "psutil",
         "The writers need psutil, which is not declared; without it they end with an error and the save hangs.",
         (Place(_WRITER, 635, 642, "psutil"),),
@@ -50,11 +50,11 @@ ROWS = (
         "Saving does not use it.",
         ("mtrain/mcore/state/save.py", "mtrain/checkpoint/format/writer.py"),
         (
-            guard_test("their_writer_needs_psutil"),
+            issue_test("their_writer_needs_psutil"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
         ),
     ),
-    Guard(
+    KnownIssue(
         "checkpoints run code",
         "The list of tensors and every object beside them are unpickled, which runs whatever they name.",
         (Place("dist_checkpointing/strategies/torch.py", 748, 760, "FileSystemReader"),),
@@ -64,7 +64,7 @@ ROWS = (
         "Only the plain classes of such a list are let through, and no other object is read.",
         ("mtrain/checkpoint/format/safe_metadata.py",),
         (
-            guard_test("a_checkpoint_runs_code_in_their_reader_and_not_in_ours"),
+            issue_test("a_checkpoint_runs_code_in_their_reader_and_not_in_ours"),
             f"{_CHECKPOINT_TESTS}::test_nothing_of_a_checkpoint_runs_as_code",
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
-from tests.known_issues.rows.row import Guard, Place
+from tests.known_issues.rows.row import KnownIssue, Place
 
 _LINEARS = "tensor_parallel/layers.py"
 _UTILITIES = "transformer/moe/moe_utils.py"
@@ -32,7 +32,7 @@ def _has_two_scales(config: Config, layout: Layout) -> bool:
 
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "experts without TransformerEngine",
         "The router asks for a function of TransformerEngine that was never imported: a NameError.",
         (Place(_UTILITIES, 1192, 1193, "te_general_gemm"), Place(_UTILITIES, 1225, 1225, "te_general_gemm")),
@@ -43,7 +43,7 @@ ROWS = (
         (_ROUTER,),
         (f"{_TESTS}their_router_needs_transformer_engine",),
     ),
-    Guard(
+    KnownIssue(
         "scores of experts in float32",
         "Scores are rounded to float32 whatever precision the router was asked for, float64 too.",
         (Place(_UTILITIES, 711, 717, "torch.float32"),),
@@ -54,7 +54,7 @@ ROWS = (
         (_ROUTER, "mtrain/mcore/model/moe/topk_routing.py"),
         (f"{_TESTS}their_scores_are_float32_in_a_float64_model",),
     ),
-    Guard(
+    KnownIssue(
         "gradients of experts that are not summed over tp",
         "Experts are told from dense parameters by ep > 1 alone: with ep = 1 and etp < tp each tensor-parallel rank "
         "has whole experts and a part of the tokens, but their gradients are not summed, and replicas part.",
@@ -66,7 +66,7 @@ ROWS = (
         (_EXPERTS,),
         (f"{_TESTS}gradients_of_experts_miss_their_sum_over_tp", _PARITY),
     ),
-    Guard(
+    KnownIssue(
         "biases of several experts added up",
         "The second bias of an expert is marked for sequence parallelism, so its gradient is summed over tp, where ep "
         "has put other experts.",
@@ -78,7 +78,7 @@ ROWS = (
         (_EXPERTS,),
         (f"{_TESTS}gradients_of_biases_of_several_experts_are_added", _PARITY),
     ),
-    Guard(
+    KnownIssue(
         "experts in the gradient norm",
         "A parameter without the mark of tensor parallelism counts on tensor-parallel rank 0 alone; experts that are "
         "not initialised, or TransformerEngine's with etp = 1, have none, and those of other ranks are left out.",
@@ -90,7 +90,7 @@ ROWS = (
         (_EXPERTS, "mtrain/mcore/engine/optimizer.py"),
         (f"{_TESTS}experts_miss_in_the_norm", _PARITY),
     ),
-    Guard(
+    KnownIssue(
         "two loss scales",
         "Dense parameters and experts have an optimizer and a loss scale each; when gradients of one overflow, its "
         "scale alone falls, while the loss is multiplied by the other's.",
@@ -102,7 +102,7 @@ ROWS = (
         ("mtrain/mcore/engine/optimizer.py",),
         (f"{_TESTS}loss_scales_part_when_experts_overflow",),
     ),
-    Guard(
+    KnownIssue(
         "split sizes on CPUs",
         "Split sizes of the all-to-all become numbers on a GPU only; on a CPU they stay a tensor: a TypeError.",
         (Place(_UTILITIES, 1093, 1096, "is_cuda"),),
@@ -113,7 +113,7 @@ ROWS = (
         ("mtrain/mcore/distributed/cpu.py", "mtrain/mcore/distributed/gloo.py"),
         (f"{_TESTS}split_sizes_stay_tensors_on_cpus", f"{_TESTS}lists_of_several_sizes_travel_on_gloo", _PARITY),
     ),
-    Guard(
+    KnownIssue(
         "checkpoint keys of expert layers",
         "Layers without TransformerEngine write the norm before experts under the name that it has in dense layers, "
         "which TransformerEngine's layers of experts do not read.",
@@ -125,7 +125,7 @@ ROWS = (
         ("mtrain/mcore/model/layer_spec.py",),
         (
             f"{_TESTS}their_checkpoint_keys_of_expert_layers_are_dense_ones",
-            "tests/mcore/test_expert_state.py::test_checkpoint_keys_are_megatrons",
+            "tests/mcore/state/test_expert_state.py::test_checkpoint_keys_are_megatrons",
         ),
     ),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mtrain.config import known_issues
-from tests.known_issues.rows.row import Guard, Place, breaks, guard_test, spec_test
+from tests.known_issues.rows.row import KnownIssue, Place, breaks, issue_test, spec_test
 
 _LAYERS = "tensor_parallel/layers.py"
 _DOT_PRODUCT = "transformer/dot_product_attention.py"
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "initial weights depend on the pipeline",
         "Each stage draws its weights from the start of the same sequence of random numbers, so a layer's weights "
         "depend on pp.",
@@ -19,9 +19,9 @@ ROWS = (
         "fixed",
         "A weight follows from the seed, its name and its place in the whole tensor.",
         ("mtrain/mcore/model/init_weights.py",),
-        (spec_test("initial_weights_depend_on_the_pipeline"), guard_test("initial_weights_depend_on_no_layout_here")),
+        (spec_test("initial_weights_depend_on_the_pipeline"), issue_test("initial_weights_depend_on_no_layout_here")),
     ),
-    Guard(
+    KnownIssue(
         "initial weights depend on tp on a GPU",
         "On a GPU each tensor-parallel rank draws its own part, so the whole weight depends on tp.",
         (Place(_LAYERS, 134, 156, "get_cuda_rng_tracker"),),
@@ -31,11 +31,11 @@ ROWS = (
         "As above; the code for GPUs is shown on CPU ranks.",
         ("mtrain/mcore/model/init_weights.py",),
         (
-            guard_test("initial_weights_depend_on_tp_on_a_gpu"),
-            guard_test("initial_weights_depend_on_no_layout_here"),
+            issue_test("initial_weights_depend_on_tp_on_a_gpu"),
+            issue_test("initial_weights_depend_on_no_layout_here"),
         ),
     ),
-    Guard(
+    KnownIssue(
         "weights that are not initialised are not marked",
         "Without perform_initialization weights are not marked as split over tp, and the gradient norm leaves those of "
         "tensor-parallel rank > 0 out.",
@@ -47,7 +47,7 @@ ROWS = (
         ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (spec_test("weights_without_their_initialisation_miss_in_the_norm"),),
     ),
-    Guard(
+    KnownIssue(
         "batched transfers at pp = 2",
         "With virtual stages a stage exchanges with both neighbours at once; at pp = 2 they are one rank, and batched "
         "transfers pair activations with gradients.",
@@ -59,10 +59,10 @@ ROWS = (
         ("mtrain/mcore/model/transformer_config.py", "mtrain/config/known_issues.py"),
         (
             spec_test("batched_transfers_pair_activations_with_gradients_at_pp_2"),
-            "tests/config/test_guards.py::test_a_field_that_lets_a_fault_in_is_refused",
+            "tests/config/test_known_issues.py::test_a_field_that_lets_a_fault_in_is_refused",
         ),
     ),
-    Guard(
+    KnownIssue(
         "outputs freed while they are sent",
         "deallocate_pipeline_outputs frees an activation after its transfer was started; gloo reads it later, and the "
         "next stage gets other numbers.",
@@ -72,9 +72,9 @@ ROWS = (
         "fixed",
         "It is on only where a CUDA stream keeps the order; the field is not free.",
         ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
-        (guard_test("freed_outputs_arrive_as_other_numbers"),),
+        (issue_test("freed_outputs_arrive_as_other_numbers"),),
     ),
-    Guard(
+    KnownIssue(
         "norms without sequence parallelism",
         "The wrapper around torch's norms refuses sequence parallelism and does not mark its weights, whose gradients "
         "would not be summed over tp.",
@@ -87,9 +87,9 @@ ROWS = (
         "fixed",
         "Norms are our own and marked.",
         ("mtrain/mcore/model/norm.py",),
-        (guard_test("norms_are_marked_for_sequence_parallelism"),),
+        (issue_test("norms_are_marked_for_sequence_parallelism"),),
     ),
-    Guard(
+    KnownIssue(
         "attention without context parallelism or packing",
         "Without TransformerEngine attention refuses context parallelism and packed rows.",
         (Place(_DOT_PRODUCT, 57, 59, "context_parallel_size"), Place(_DOT_PRODUCT, 153, 156, "packed_seq_params")),
@@ -99,11 +99,11 @@ ROWS = (
         "Core attention is our own, and keeps documents apart on every layout.",
         ("mtrain/mcore/model/attention/context_parallel.py",),
         (
-            guard_test("attention_keeps_documents_apart_where_theirs_refuses"),
+            issue_test("attention_keeps_documents_apart_where_theirs_refuses"),
             "tests/parity/test_options.py::test_documents_that_cross_every_border_of_chunks",
         ),
     ),
-    Guard(
+    KnownIssue(
         "documents and TransformerEngine",
         "TransformerEngine's attention passes over a mask beside its causal one, so attention would cross the "
         "documents of a row.",
@@ -114,11 +114,11 @@ ROWS = (
         "model.backend=auto takes torch layers for such data and says so; the fault itself needs a GPU to be shown.",
         ("mtrain/config/known_issues.py", "mtrain/mcore/model/layer_spec.py"),
         (
-            "tests/config/test_guards.py::test_transformer_engine_is_refused_for_isolated_documents",
-            "tests/config/test_guards.py::test_what_cannot_be_mended_is_noted",
+            "tests/config/test_known_issues.py::test_transformer_engine_is_refused_for_isolated_documents",
+            "tests/config/test_known_issues.py::test_what_cannot_be_mended_is_noted",
         ),
     ),
-    Guard(
+    KnownIssue(
         "llama3 rope with fixed constants",
         "llama3 scaling takes its factor, but has 1, 4 and 8192 for the bands and the original length written in.",
         (Place("models/common/embeddings/rotary_pos_embedding.py", 92, 98, "8192"),),
@@ -127,9 +127,9 @@ ROWS = (
         "fixed",
         "All of them are read from model.rope and agree with transformers bit for bit.",
         ("mtrain/mcore/model/rotary/frequencies.py", "mtrain/mcore/model/rotary/positions.py"),
-        (guard_test("llama3_scaling_reads_its_constants"),),
+        (issue_test("llama3_scaling_reads_its_constants"),),
     ),
-    Guard(
+    KnownIssue(
         "recomputed norms without TransformerEngine",
         "Selective recomputation of norms takes the absence of fp8 for fp8 and ends in a NameError.",
         (
@@ -141,9 +141,9 @@ ROWS = (
         "fixed",
         "train.recompute=selective recomputes the core attention alone; the fields are not free.",
         ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
-        (guard_test("recomputed_norms_need_transformer_engine"),),
+        (issue_test("recomputed_norms_need_transformer_engine"),),
     ),
-    Guard(
+    KnownIssue(
         "attention sinks are not marked",
         "Learnable attention sinks are not marked as split over tp: the gradient norm leaves those of rank > 0 out.",
         (Place(_DOT_PRODUCT, 126, 138, "softmax_offset"),),
@@ -153,11 +153,11 @@ ROWS = (
         "Attention and its sinks are our own; they are marked.",
         ("mtrain/mcore/model/attention/sinks.py",),
         (
-            guard_test("attention_sinks_miss_in_the_norm"),
+            issue_test("attention_sinks_miss_in_the_norm"),
             "tests/parity/test_families.py::test_families_keep_the_promise",
         ),
     ),
-    Guard(
+    KnownIssue(
         "float32 residuals between stages",
         "A float32 residual stream is handed on as float32, but the next stage receives it into pipeline_dtype.",
         (
@@ -169,10 +169,10 @@ ROWS = (
         "refused",
         "The field is refused where train.precision is not fp32.",
         ("mtrain/config/known_issues.py",),
-        (guard_test("float32_residuals_do_not_fit_the_next_stage"),),
+        (issue_test("float32_residuals_do_not_fit_the_next_stage"),),
         ({"fp32_residual_connection": True},),
     ),
-    Guard(
+    KnownIssue(
         "fields that nothing reads",
         "Some fields are accepted and then read by no layer, so the model is another one than was asked for.",
         (
@@ -184,10 +184,10 @@ ROWS = (
         "refused",
         "They are refused.",
         ("mtrain/config/known_issues.py",),
-        (guard_test("fields_that_nothing_reads_are_refused"),),
+        (issue_test("fields_that_nothing_reads_are_refused"),),
         ({"apply_residual_connection_post_layernorm": True}, {"qk_clip": True}),
     ),
-    Guard(
+    KnownIssue(
         "fields of replaced layers",
         "Fields of norms, attention and rope take effect in megatron-core's own layers only.",
         (Place(_DOT_PRODUCT, 89, 91, "apply_query_key_layer_scaling"),),
@@ -196,10 +196,10 @@ ROWS = (
         "refused",
         "They are refused, since norms, attention and rope are our own.",
         ("mtrain/config/known_issues.py",),
-        (guard_test("fields_of_replaced_layers_are_refused"),),
+        (issue_test("fields_of_replaced_layers_are_refused"),),
         tuple({field: True} for field in known_issues.REPLACED.fields),
     ),
-    Guard(
+    KnownIssue(
         "fp8 and fp4 without TransformerEngine",
         "Without TransformerEngine fp8 and fp4 are passed over without a word; with it, their scales depend on the "
         "layout.",
@@ -209,10 +209,10 @@ ROWS = (
         "refused",
         "They are refused; train.precision names what is computed in.",
         ("mtrain/config/known_issues.py",),
-        (guard_test("fp8_is_passed_over_without_transformer_engine"),),
+        (issue_test("fp8_is_passed_over_without_transformer_engine"),),
         ({"fp8": "hybrid"}, {"fp4": "e2m1"}),
     ),
-    Guard(
+    KnownIssue(
         "dropout",
         "Which numbers dropout draws depends on tp, sp, cp, pp, dp and the micro-batch size.",
         (Place(_DOT_PRODUCT, 111, 116, "Dropout"), Place("tensor_parallel/random.py", 411, 426, "tp_rank")),
@@ -222,6 +222,6 @@ ROWS = (
         "Allowed; the log says that the run repeats on its own layout and micro-batch size only, and every record says "
         "that it depends on the layout.",
         ("mtrain/config/known_issues.py",),
-        (guard_test("dropout_depends_on_the_layout_and_is_noted"),),
+        (issue_test("dropout_depends_on_the_layout_and_is_noted"),),
     ),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mtrain.plan import padded_vocab_size
-from tests.known_issues.rows.row import Guard, Place, always, guard_test, has_field, spec_test
+from tests.known_issues.rows.row import KnownIssue, Place, always, has_field, issue_test, spec_test
 
 _SCHEDULES = "pipeline_parallel/schedules.py"
 _CROSS_ENTROPY = "tensor_parallel/cross_entropy.py"
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "mean of means",
         "By default each microbatch is divided by its own tokens, then by the number of microbatches and ranks: the "
         "gradient depends on how the batch is split, while the logged loss does not show it.",
@@ -21,7 +21,7 @@ ROWS = (
         ("mtrain/mcore/model/transformer_config.py", "mtrain/mcore/engine/finalize.py"),
         (spec_test("the_default_is_a_mean_of_means"),),
     ),
-    Guard(
+    KnownIssue(
         "two-part loss closures",
         "A closure that returns (loss, report) has its loss multiplied by cp / microbatches, in per-token mode too.",
         (Place(_SCHEDULES, 264, 269, "cp_group_size"),),
@@ -31,11 +31,11 @@ ROWS = (
         "The three-part form is used, which per-token mode leaves alone.",
         ("mtrain/mcore/engine/schedule.py",),
         (
-            guard_test("a_two_part_closure_is_scaled"),
+            issue_test("a_two_part_closure_is_scaled"),
             "tests/parity/test_layouts.py::test_the_layout_does_not_change_the_run",
         ),
     ),
-    Guard(
+    KnownIssue(
         "token counts in int32",
         "Token counts are added up in int32: a fractional count raises, and above 2^31 the sum wraps to a negative "
         "number, by which nothing is divided.",
@@ -49,9 +49,9 @@ ROWS = (
         "fixed",
         "Denominators are float64 and never pass through megatron-core's count.",
         ("mtrain/mcore/engine/loss_reduction.py",),
-        (guard_test("token_counts_overflow_and_denominators_do_not"),),
+        (issue_test("token_counts_overflow_and_denominators_do_not"),),
     ),
-    Guard(
+    KnownIssue(
         "reports that share memory with the loss",
         "The loss is divided in place, so a report that is a view of it is divided as well.",
         (Place(_SCHEDULES, 262, 263, "/="), Place(_SCHEDULES, 268, 269, "*=")),
@@ -60,9 +60,9 @@ ROWS = (
         "fixed",
         "Numbers for the log are copied into float64 sums before megatron-core gets the loss; the report is empty.",
         ("mtrain/mcore/engine/loss_reduction.py", "mtrain/mcore/engine/schedule.py"),
-        (guard_test("a_report_that_shares_memory_changes_and_our_sums_do_not"),),
+        (issue_test("a_report_that_shares_memory_changes_and_our_sums_do_not"),),
     ),
-    Guard(
+    KnownIssue(
         "counts below one",
         "The count of a microbatch is raised to at least 1, so weights that add up to less shrink the loss.",
         (Place(_SCHEDULES, 262, 262, "clamp"),),
@@ -71,9 +71,9 @@ ROWS = (
         "fixed",
         "Nothing is clamped and no epsilon is added: the division is by the denominator itself.",
         ("mtrain/mcore/engine/finalize.py",),
-        (guard_test("small_weights_are_divided_by_their_own_sum"),),
+        (issue_test("small_weights_are_divided_by_their_own_sum"),),
     ),
-    Guard(
+    KnownIssue(
         "batches without loss tokens",
         "With 0 tokens gradients are not scaled at all: what other terms left there is applied raw.",
         (Place("distributed/finalize_model_grads.py", 494, 497, "num_tokens > 0"),),
@@ -83,11 +83,11 @@ ROWS = (
         "Gradients become exactly 0, the update is left out and the step is recorded as empty.",
         ("mtrain/mcore/engine/finalize.py", "mtrain/training/step.py"),
         (
-            guard_test("a_batch_without_tokens_leaves_no_gradient"),
+            issue_test("a_batch_without_tokens_leaves_no_gradient"),
             "tests/parity/test_terms.py::test_an_empty_batch_leaves_every_bit",
         ),
     ),
-    Guard(
+    KnownIssue(
         "averages instead of sums over ranks",
         "By default gradients are multiplied by 1 / (dp x cp) before they are summed, or averaged in the collective.",
         (Place("distributed/distributed_data_parallel.py", 254, 288, "gradient_scaling_factor"),),
@@ -96,9 +96,9 @@ ROWS = (
         "fixed",
         "Gradients are summed: the factor is 1 and averaging in the collective is off.",
         ("mtrain/mcore/model/transformer_config.py",),
-        (guard_test("gradients_are_averaged_over_ranks_and_summed_here"),),
+        (issue_test("gradients_are_averaged_over_ranks_and_summed_here"),),
     ),
-    Guard(
+    KnownIssue(
         "label smoothing under tensor parallelism",
         "Each rank smooths over its own part of the vocabulary, so loss and gradient differ from rank to rank.",
         (Place(_CROSS_ENTROPY, 164, 182, "mean_log_probs"),),
@@ -109,10 +109,10 @@ ROWS = (
         ("mtrain/loss/vocab_parallel/logits.py",),
         (
             spec_test("label_smoothing_is_wrong_under_tensor_parallelism"),
-            "tests/loss/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
+            "tests/loss/vocab_parallel/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
         ),
     ),
-    Guard(
+    KnownIssue(
         "gathered logits with labels",
         "A model that gathers its logits still computes the loss as if they were split: it is too large by log(tp).",
         (
@@ -124,9 +124,9 @@ ROWS = (
         "fixed",
         "Logits stay split and the loss is computed outside the model.",
         ("mtrain/mcore/model/build.py",),
-        (guard_test("gathered_logits_add_log_tp"),),
+        (issue_test("gathered_logits_add_log_tp"),),
     ),
-    Guard(
+    KnownIssue(
         "fused cross entropy in bf16",
         "The native fused cross entropy rounds its gradient to bf16, whatever the precision of the model.",
         (Place("fusions/fused_cross_entropy.py", 82, 82, "bfloat16"),),
@@ -135,10 +135,10 @@ ROWS = (
         "refused",
         "The field is not free; the loss here returns gradients in the precision of the logits.",
         ("mtrain/config/megatron_fields.py", "mtrain/loss/vocab_parallel/logits.py"),
-        (guard_test("the_fused_cross_entropy_rounds_to_bf16"),),
+        (issue_test("the_fused_cross_entropy_rounds_to_bf16"),),
         ({"cross_entropy_loss_fusion": True}, {"cross_entropy_fusion_impl": "native"}),
     ),
-    Guard(
+    KnownIssue(
         "padded vocabulary in the softmax",
         "Columns that only pad the vocabulary take part in the softmax, and how many there are depends on tp.",
         (Place(_CROSS_ENTROPY, 127, 158, "sum_exp_logits"),),
@@ -147,9 +147,9 @@ ROWS = (
         "fixed",
         "Padding takes part in no softmax, its gradient is exactly 0 and its rows start at 0.",
         ("mtrain/loss/vocab_parallel/logits.py", "mtrain/mcore/model/init_weights.py"),
-        (guard_test("padding_of_the_vocabulary_changes_the_loss"),),
+        (issue_test("padding_of_the_vocabulary_changes_the_loss"),),
     ),
-    Guard(
+    KnownIssue(
         "sums overflow in fp16",
         "In per-token mode sums are differentiated, and dynamic loss scaling starts above what fp16 can hold of them.",
         (Place("optimizer/grad_scaler.py", 86, 88, "min_scale"),),

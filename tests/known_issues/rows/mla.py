@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
-from tests.known_issues.rows.row import Guard, Place
+from tests.known_issues.rows.row import KnownIssue, Place
 
 _MODULE = "transformer/multi_latent_attention.py"
 _HERE = ("mtrain/mcore/model/attention/mla.py",)
@@ -21,7 +21,7 @@ def _latents_are_copied(config: Config, layout: Layout) -> bool:
 
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "latent attention believes in TransformerEngine",
         "It takes an import that yields None for a TransformerEngine that is there, and then compares with None as a "
         "class: a TypeError.",
@@ -33,7 +33,7 @@ ROWS = (
         _HERE,
         (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
     ),
-    Guard(
+    KnownIssue(
         "core attention of latent heads",
         "Latent attention tells its core the sizes of keys and values, which the core attention of the local layers "
         "does not take: a TypeError.",
@@ -48,7 +48,7 @@ ROWS = (
         (*_HERE, "mtrain/mcore/model/attention/context_parallel.py"),
         (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
     ),
-    Guard(
+    KnownIssue(
         "gradient of the shared rotary key",
         "The rotary key is gathered over tensor-parallel ranks by an operation whose backward takes each rank's own "
         "part, but every rank has the gradient of its own heads only: the rows that project to it miss the others'.",
@@ -64,7 +64,7 @@ ROWS = (
             "tests/parity/test_latent_attention.py::test_rows_under_every_kind_of_layout",
         ),
     ),
-    Guard(
+    KnownIssue(
         "norms of latents taken for norms of heads",
         "With qk_layernorm the gradients of all parameters called q_layernorm are summed over tp, but the norm of a "
         "latent sees all heads on every rank: without sequence parallelism its gradient comes out tp times too large.",

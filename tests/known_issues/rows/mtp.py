@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
-from tests.known_issues.rows.row import Guard, Place
+from tests.known_issues.rows.row import KnownIssue, Place
 
 _MODEL = "models/gpt/gpt_model.py"
 _DEPTHS = "transformer/multi_token_prediction.py"
@@ -17,7 +17,7 @@ def _has_depths(config: Config, layout: Layout) -> bool:
 
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "depths divided by the tokens of the main loss",
         "In per-token mode the loss of each depth is divided by the tokens of the main loss, though fewer tokens have "
         "another one so far ahead.",
@@ -32,7 +32,7 @@ ROWS = (
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
         ),
     ),
-    Guard(
+    KnownIssue(
         "depths of a microbatch without loss tokens",
         "By default the loss of a depth is divided by its tokens in the microbatch, with nothing against 0: one "
         "microbatch without loss tokens makes the gradient of the step NaN.",
@@ -47,7 +47,7 @@ ROWS = (
             f"{_PARITY}::test_nothing_lies_so_far_ahead",
         ),
     ),
-    Guard(
+    KnownIssue(
         "rolling over the edges of documents",
         "Packed rows are rolled between the unpadded lengths of their documents: where documents are padded, all but "
         "the first get tokens and labels of other places. Rows whose documents only the attention knows are rolled "
@@ -63,7 +63,7 @@ ROWS = (
             f"{_PARITY}::test_depths_stop_at_the_edges_of_documents",
         ),
     ),
-    Guard(
+    KnownIssue(
         "depths without a loss mask",
         "A model that is called without its loss mask, which only the depths ask for, trains them on every token, "
         "prompts and padding too.",
@@ -78,7 +78,7 @@ ROWS = (
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
         ),
     ),
-    Guard(
+    KnownIssue(
         "tied embeddings beside depths",
         "With a pipeline and tied embeddings the last stage also allocates an output table that nothing uses, and no "
         "checkpoint can be described: an AssertionError that names dictionary keys.",
@@ -93,7 +93,7 @@ ROWS = (
         ("mtrain/mcore/model/mtp.py",),
         (
             f"{_FAULTS}::test_tied_embeddings_cannot_be_described",
-            "tests/mcore/test_checkpoint.py::test_depths_of_multi_token_prediction_travel_between_layouts",
+            "tests/mcore/state/test_save_and_load.py::test_depths_of_multi_token_prediction_travel_between_layouts",
         ),
     ),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mtrain.config import known_issues
-from tests.known_issues.rows.row import Guard, Place, guard_test
+from tests.known_issues.rows.row import KnownIssue, Place, issue_test
 
 _OPTIMIZER = "optimizer/optimizer.py"
 _DISTRIBUTED = "optimizer/distrib_optimizer.py"
 
 ROWS = (
-    Guard(
+    KnownIssue(
         "norm without clipping",
         "With clip_grad = 0 a single optimizer reports a gradient norm of 0.0, or none.",
         (
@@ -21,9 +21,9 @@ ROWS = (
         "fixed",
         "The norm is computed at every step, before anything is clipped.",
         ("mtrain/mcore/engine/optimizer.py",),
-        (guard_test("the_norm_is_told_without_clipping"),),
+        (issue_test("the_norm_is_told_without_clipping"),),
     ),
-    Guard(
+    KnownIssue(
         "epsilon in clipping",
         "Gradients are multiplied by clip_grad / (norm + 1e-6), as in torch: for a tiny limit that is far too little.",
         (Place("optimizer/clip_grads.py", 172, 172, "1.0e-6"),),
@@ -33,9 +33,9 @@ ROWS = (
         "Kept, since torch and transformers do the same; the log says so. It acts after the one division, so it does "
         "not depend on the layout.",
         ("mtrain/mcore/engine/optimizer.py", "mtrain/config/known_issues.py"),
-        (guard_test("the_epsilon_in_clipping_is_noted"),),
+        (issue_test("the_epsilon_in_clipping_is_noted"),),
     ),
-    Guard(
+    KnownIssue(
         "one step counter for all parameters",
         "After a load all parameters share one step tensor, which each of them advances: Adam's bias correction runs "
         "away.",
@@ -45,9 +45,9 @@ ROWS = (
         "fixed",
         "Each parameter gets a counter of its own.",
         ("mtrain/mcore/engine/optimizer_state.py",),
-        (guard_test("adam_counts_updates_once_after_a_load"),),
+        (issue_test("adam_counts_updates_once_after_a_load"),),
     ),
-    Guard(
+    KnownIssue(
         "loading before the first update",
         "An optimizer that has not stepped cannot tell its state, which loading starts with.",
         (Place(_DISTRIBUTED, 640, 642, "len(steps) == 1"),),
@@ -56,9 +56,9 @@ ROWS = (
         "fixed",
         "States are made where they are missing.",
         ("mtrain/mcore/engine/optimizer_state.py",),
-        (guard_test("states_are_loaded_before_the_first_update"),),
+        (issue_test("states_are_loaded_before_the_first_update"),),
     ),
-    Guard(
+    KnownIssue(
         "loading visits Adam's step",
         "Loading copies every state that Adam holds, its step too, which was not saved: a KeyError, or a stale value.",
         (Place(_DISTRIBUTED, 936, 940, "copy_"),),
@@ -67,9 +67,9 @@ ROWS = (
         "fixed",
         "Main weights and moments are set by name, the step from its own counter.",
         ("mtrain/mcore/engine/optimizer_state.py",),
-        (guard_test("loading_does_not_ask_for_adams_step"),),
+        (issue_test("loading_does_not_ask_for_adams_step"),),
     ),
-    Guard(
+    KnownIssue(
         "states shifted by padding",
         "The form that fits every layout takes buckets together without their padding, but looks parameters up in the "
         "padded buffer: states behind the first padding are those of other parameters.",
@@ -79,6 +79,6 @@ ROWS = (
         "fixed",
         "States are gathered bucket by bucket, each parameter from its place in its bucket.",
         ("mtrain/mcore/engine/optimizer_state.py",),
-        (guard_test("states_behind_padding_are_their_own"),),
+        (issue_test("states_behind_padding_are_their_own"),),
     ),
 )

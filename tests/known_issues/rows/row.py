@@ -1,4 +1,4 @@
-"""What a row of the table of guards says."""
+"""What a row of the table of known issues says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Outcome = Literal["fixed", "refused", "noted"]
 
 Condition = Callable[[Config, Layout], bool]
 
-GUARD_TESTS = "tests/known_issues/test_issues.py"
+ISSUE_TESTS = "tests/known_issues/test_issues.py"
 SPEC_TESTS = "tests/known_issues/test_whole_steps.py"
 
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Guard:
+class KnownIssue:
     """One fault of megatron-core and what becomes of it here."""
 
     name: str
@@ -61,9 +61,9 @@ class Guard:
     """Contents of `model.megatron` that a refused row turns away."""
 
 
-def guard_test(name: str) -> str:
+def issue_test(name: str) -> str:
     """A test of this table's own file."""
-    return f"{GUARD_TESTS}::test_{name}"
+    return f"{ISSUE_TESTS}::test_{name}"
 
 
 def spec_test(name: str) -> str:

@@ -5,16 +5,16 @@ When one is built, its rows get an outcome, and tests, of their own.
 
 from __future__ import annotations
 
-from tests.known_issues.rows.row import Guard, Place, has_field
+from tests.known_issues.rows.row import KnownIssue, Place, has_field
 
 _REFUSED = "Its fields are refused."
 _MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/schema/layout.py")
 _TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",)
 
 
-def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> Guard:
+def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> KnownIssue:
     """A row whose fields all belong to what is not built."""
-    return Guard(
+    return KnownIssue(
         name,
         fault,
         places,

@@ -9,11 +9,11 @@ import torch
 
 from mtrain.config import Config
 from mtrain.config.megatron_fields import PROVEN
+from mtrain.verify.core.samples import hard_samples, hard_texts
+from mtrain.verify.reference.model.shapes import shapes_of
+from mtrain.verify.reference.model.transformer import Transformer
 from mtrain.verify.reference.objective import evaluated
-from mtrain.verify.reference.shapes import shapes_of
 from mtrain.verify.reference.text import rows_of
-from mtrain.verify.reference.transformer import Transformer
-from mtrain.verify.samples import hard_samples, hard_texts
 from tests.config.samples import config
 from tests.oracle.loss import Sequence, Teacher
 from tests.oracle.model import parameter_shapes, random_parameters

@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.config.schema.train import AdamWSection
 from mtrain.verify.reference.schedule import published_rate, telling_steps
-from tests.test_lr import megatron_rates
+from tests.plan.test_lr import megatron_rates
 
 CASES: list[dict[str, Any]] = [
     {"schedule": "constant"},

@@ -1,1 +1,0 @@
-"""What can befall a running job, seen in time."""

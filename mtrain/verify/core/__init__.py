@@ -1,0 +1,1 @@
+"""What every check shares: ranks, layouts, samples, tolerances, results."""

@@ -1,0 +1,179 @@
+"""A layout's outcome against the exact values: every denominator, term, gradient, norm and new weight of every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.config import Config
+from mtrain.verify.core.exact import Exact
+from mtrain.verify.core.inputs import Fields, rate_deviations, sample_deviations
+from mtrain.verify.core.layouts import Prepared
+from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Tolerance
+from mtrain.verify.core.tolerances import update_tolerance
+from mtrain.verify.core.weights import EMBEDDING, OUTPUT, Arrays, Whole
+from mtrain.verify.core.worker import Outcome, disagreement
+from mtrain.verify.reference.adamw import AdamW, Moments, Updated
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+"""Of normal float32 numbers; keeps 0 / 0 out of the comparison of weights."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What layouts are compared with, beside exact values at their own weights."""
+
+    tolerances: Sequence[Tolerance]
+    """Of all kinds."""
+    tensors: Sequence[str]
+    """Names in the order of the forward pass."""
+    fields: Sequence[Fields]
+    """By step, the rows that are to be trained on."""
+    order_faults: Sequence[str]
+    """What is wrong with the order of samples."""
+
+
+def compared(
+    trial: Prepared,
+    everyone: Sequence[Outcome],
+    exact: Sequence[Exact],
+    expected: Expected,
+    seconds: float,
+) -> LayoutResult:
+    """The result of one layout.
+
+    Args:
+        trial: The layout.
+        everyone: What its ranks report.
+        exact: The exact values at the layout's own weights, one a step.
+        expected: What is the same for all layouts.
+        seconds: What the layout took.
+    """
+    first, config = everyone[0], trial.config
+    guards = [f"step {step.values.step}: {step.guard}" for step in first.steps if step.guard is not None]
+    guards += expected.order_faults
+    comparison = StepComparison(config, expected.tolerances, expected.tensors, lambda step: config.optimizer.lr)
+    inputs = [*_inputs(everyone, expected), *rate_deviations(first.rates, config)]
+    if split := disagreement(everyone):
+        guards.append(split)
+    return LayoutResult(
+        name=trial.name,
+        axes=trial.axes,
+        num_ranks=trial.layout.world_size,
+        seconds=seconds,
+        steps=tuple(step.values for step in first.steps),
+        expected=tuple(each.values for each in exact),
+        deviations=(*inputs, *comparison.of(first, exact)),
+        guards=tuple(guards),
+    )
+
+
+def _inputs(everyone: Sequence[Outcome], expected: Expected) -> Iterator[Deviation]:
+    readers = [outcome.batches for outcome in everyone if outcome.batches]
+    for number, fields in enumerate(expected.fields[: len(readers[0])]):
+        batches = [batch for steps in readers for batch in steps[number]]
+        yield from sample_deviations(number + 1, batches, fields)
+
+
+class StepComparison:
+    """Deviations in the order in which a step computes the quantities."""
+
+    def __init__(
+        self,
+        config: Config,
+        tolerances: Sequence[Tolerance],
+        tensors: Sequence[str],
+        rate: Callable[[int], float],
+        start: Moments = Moments(0, {}, {}),  # noqa: B008
+    ) -> None:
+        """
+        Args:
+            config: Of the layout.
+            tolerances: Of all kinds.
+            tensors: Names in the order of the forward pass.
+            rate: Learning rate of a step, counted from 1.
+            start: Adam's state before the first step that is compared.
+        """
+        self._config, self._tensors, self._rate = config, tensors, rate
+        self._tolerance = {each.kind: each.value for each in tolerances}
+        self._adamw = AdamW(config.optimizer, start)
+
+    def of(self, outcome: Outcome, exact: Sequence[Exact]) -> Iterator[Deviation]:
+        """All of them, step by step."""
+        assert outcome.initial is not None, "rank 0 holds the gathered weights"
+        before = outcome.initial.tensors
+        for step, expected in zip(outcome.steps, exact):
+            assert step.gradients is not None, "rank 0 holds what was gathered"
+            assert step.weights is not None, "rank 0 holds what was gathered"
+            yield from self._values(step.values, expected)
+            yield from self._gradients(step.values.step, step.gradients, expected.gradients)
+            yield self._norm(step.values, expected.values)
+            updated = self._updated(before, step.gradients.tensors, step.values, expected.biases)
+            yield from self._weights(step.values.step, step.weights, updated)
+            before = step.weights.tensors
+
+    def _values(self, found: StepValues, expected: Exact) -> Iterator[Deviation]:
+        exact = expected.values
+        for term, value in exact.denominators.items():
+            tolerance = 0.0 if term in expected.adds_exactly else self._tolerance["denominator"]
+            deviation = relative(found.denominators[term], value)
+            yield Deviation("denominator", term, found.step, deviation, tolerance)
+        for term, value in exact.means.items():
+            deviation = relative(found.means[term], value)
+            yield Deviation("loss", term, found.step, deviation, self._tolerance["loss"])
+
+    def _gradients(self, step: int, found: Whole, exact: Arrays) -> Iterator[Deviation]:
+        """From the loss backwards, as they are computed."""
+        for name in reversed([name for name in self._tensors if name in exact]):
+            value = self._tensor(name, found, exact[name])
+            yield Deviation("gradient", name, step, value, self._tolerance["gradient"])
+
+    def _tensor(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
+        """Largest difference, to the exact value or between ranks, over the largest exact element."""
+        own, padding = self._parts(name, found.tensors[name])
+        exact = self._parts(name, exact)[0]
+        if padding.any():
+            return math.inf
+        difference = max(float(np.abs(own - exact).max()), found.spread[name])
+        largest = float(np.abs(exact).max())
+        return difference / largest if largest > 0 else (0.0 if difference == 0 else math.inf)
+
+    def _norm(self, found: StepValues, exact: StepValues) -> Deviation:
+        value = relative(found.grad_norm, exact.grad_norm)
+        return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
+
+    def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
+        """Exact AdamW on the layout's own gradients, and exact biases; an empty step leaves all as it is."""
+        scales = {name: np.abs(value) + 1e-30 for name, value in before.items()}
+        if values.denominators["main"] == 0:
+            return Updated(before, scales)
+        updated = self._adamw.updated(before, gradients, values.grad_norm, self._rate(values.step))
+        moved = {name: np.abs(value) + np.abs(value - before[name]) for name, value in biases.items()}
+        return Updated({**before, **updated.weights, **biases}, {**scales, **updated.scales, **moved})
+
+    def _weights(self, step: int, found: Whole, exact: Updated) -> Iterator[Deviation]:
+        for name in self._tensors:
+            own, padding = self._parts(name, found.tensors[name])
+            expected, scale = (self._parts(name, each[name])[0] for each in (exact.weights, exact.scales))
+            scale = np.maximum(scale, _SMALLEST)
+            excess = np.abs(own - expected) / scale
+            spread = found.spread[name] / float(scale.max())
+            value = math.inf if padding.any() else max(float(excess.max()), spread)
+            yield Deviation("update", name, step, value, update_tolerance(step))
+
+    def _parts(self, name: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """A tensor, and its rows of the padded vocabulary, which are exactly 0 in a sound run."""
+        size = self._config.model.vocab_size
+        return (values[:size], values[size:]) if name in (EMBEDDING, OUTPUT) else (values, values[:0])
+
+
+def relative(found: float, exact: float) -> float:
+    """Difference / exact value; inf where that is 0 and the other is not."""
+    if exact == 0 or not math.isfinite(found):
+        return 0.0 if found == exact else math.inf
+    return abs(found - exact) / abs(exact)

@@ -1,0 +1,174 @@
+"""The exact values of steps, at weights that are given: the reference on this process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.schema.loss import TermSection
+from mtrain.loss.functions.load import load_loss_function
+from mtrain.loss.pair import LossPair, TermInputs
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.verify.core.result import StepValues
+from mtrain.verify.core.weights import Arrays, drawn
+from mtrain.verify.reference.adamw import AdamW
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, shapes_of
+from mtrain.verify.reference.model.transformer import Transformer
+from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
+from mtrain.verify.reference.text import Rows, Text, rows_of
+
+
+@dataclass(frozen=True)
+class Exact:
+    """One step."""
+
+    values: StepValues
+    adds_exactly: frozenset[str]
+    """Terms whose denominator is a sum that float64 does not round."""
+    gradients: Arrays
+    """float64, of the normalised objective, before clipping."""
+    biases: Arrays
+    """float64: the biases of the choice of experts after the step, where they move."""
+    outputs: dict[str, NDArray[Any]]
+    """Module -> [seq, batch, columns], where the step was watched; 0 where there is no text."""
+
+
+@dataclass(frozen=True)
+class ExactJob:
+    """What is evaluated."""
+
+    config: Config
+    steps: Sequence[Sequence[Text]]
+    """The samples of each step by slot."""
+    first: int = 0
+    """Index of the first of these steps in the run."""
+    watches: bool = False
+    """Whether the outputs of modules in the last of these steps are wanted."""
+
+
+def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> list[Exact]:
+    """Loss and gradients of each step at the weights that a layout had before it.
+
+    Args:
+        groups: Of one process.
+        job: The steps.
+        weights: One set a step.
+    """
+    evaluator = _Evaluator(groups.device, job.config)
+    last = len(weights) - 1
+    return [
+        evaluator.step(job.first + number, each, texts, watches=job.watches and number == last)
+        for number, (each, texts) in enumerate(zip(weights, job.steps))
+    ]
+
+
+def exact_run(groups: Groups, job: ExactJob) -> tuple[list[StepValues], list[str]]:
+    """The reference's own run of all steps with exact AdamW updates, and the names of all tensors in model order."""
+    evaluator = _Evaluator(groups.device, job.config)
+    optimizer, weights = AdamW(job.config.optimizer), initial_weights(job.config)
+    names, values = list(weights), []
+    for number, texts in enumerate(job.steps):
+        exact = evaluator.step(number, weights, texts, watches=False)
+        values.append(exact.values)
+        if exact.values.denominators["main"] != 0:
+            lr = job.config.optimizer.lr
+            new = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, lr).weights
+            weights = {**weights, **new, **exact.biases}
+    return values, names
+
+
+def initial_weights(config: Config, model: str = "trained") -> Arrays:
+    """What every layout starts from, in the order of the forward pass, without padding of the vocabulary."""
+    return {name: drawn(name, shape, config, model).numpy() for name, shape in shapes_of(config.model).items()}
+
+
+class _Evaluator:
+    """One model, and its teacher."""
+
+    def __init__(self, device: torch.device, config: Config) -> None:
+        self._device, self._config = device, config
+        self._teacher = None
+        if config.loss.teacher is not None:
+            self._teacher = Transformer(config.model, self._tensors(initial_weights(config, "teacher")))
+
+    def step(self, number: int, weights: Mapping[str, NDArray[Any]], texts: Sequence[Text], watches: bool) -> Exact:
+        """Values and gradients at these weights of the step with this index."""
+        config = self._config
+        rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, self._device)
+        found = evaluated(config, self._tensors(weights), rows, self._teacher, self._user_term)
+        return Exact(
+            values=_values(number, found),
+            adds_exactly=frozenset(name for name, term in found.terms.items() if term.adds_exactly),
+            gradients=_arrays(found.gradients.items()),
+            biases=_arrays(found.biases.items()),
+            outputs=_outputs(found, rows) if watches else {},
+        )
+
+    def _tensors(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+        """Float64, without the padding of the vocabulary."""
+        shapes = shapes_of(self._config.model)
+        return {
+            name: torch.from_numpy(weights[name][: shape[0]] if name in (EMBEDDING, OUTPUT) else weights[name]).to(
+                self._device, torch.float64
+            )
+            for name, shape in shapes.items()
+        }
+
+    def _user_term(self, section: TermSection, scene: Scene) -> tuple[Tensor, float]:
+        """What a loss function of the user's says: its definition stands nowhere else."""
+        inputs = TermInputs(
+            self._distribution(scene.logits),
+            scene.labels,
+            scene.weights,
+            scene.token_shares,
+            scene.tokens,
+            None if scene.teacher is None else self._distribution(scene.teacher),
+            aggregation=section.aggregation,
+        )
+        pair = load_loss_function(section.function, section.options)(inputs)
+        if not isinstance(pair, LossPair):
+            raise ConfigError(
+                f"loss.function={section.function!r} returned a {type(pair).__name__}, but has to return a "
+                "mtrain.loss.pair.LossPair(numerator, denominator)"
+            )
+        return pair.numerator, float(pair.denominator)
+
+    def _distribution(self, logits: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits(logits.transpose(0, 1), None, 0, self._config.model.vocab_size)
+
+
+def _values(number: int, found: Evaluated) -> StepValues:
+    return StepValues(
+        step=number + 1,
+        objective=found.objective,
+        means={name: float(term.mean.detach()) for name, term in found.terms.items()},
+        numerators={name: float(term.numerator.detach()) for name, term in found.terms.items()},
+        denominators={name: term.denominator for name, term in found.terms.items()},
+        grad_norm=found.grad_norm,
+    )
+
+
+def _arrays(tensors: Iterable[tuple[str, Tensor]]) -> Arrays:
+    return {name: each.detach().cpu().numpy() for name, each in tensors}
+
+
+def _outputs(found: Evaluated, rows: Rows) -> dict[str, NDArray[Any]]:
+    text = rows.is_text.unsqueeze(-1)
+    shown = ((name, torch.where(text, each.detach(), 0.0)) for name, each in found.forward.outputs.items())
+    return {name: each.transpose(0, 1).cpu().numpy() for name, each in shown}
+
+
+def text_places(texts: Sequence[Text], config: Config) -> NDArray[np.bool_]:
+    """[seq, batch]: positions that hold text."""
+    rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
+    is_text: NDArray[np.bool_] = rows.is_text.numpy().T
+    return is_text

@@ -1,0 +1,110 @@
+"""What a layout trained on and at which rates, against the raw samples and the published schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtrain.config import Config
+from mtrain.config.schema.loss import TermSection
+from mtrain.data.batch import Microbatch
+from mtrain.verify.core.result import Deviation
+from mtrain.verify.core.tolerances import RATE_TOLERANCE, UNIT_ROUNDOFF
+from mtrain.verify.reference.aggregation import token_weights
+from mtrain.verify.reference.schedule import published_rate
+from mtrain.verify.reference.text import Rows, Text, rows_of
+
+Fields = dict[str, NDArray[Any]]
+"""Name -> [rows, ...]."""
+
+
+def rate_deviations(rates: Mapping[int, float], config: Config) -> Iterator[Deviation]:
+    """The run's own schedule, relative to its highest rate."""
+    for number, found in rates.items():
+        exact = published_rate(number, config.optimizer, config.train.num_steps)
+        yield Deviation("lr", "lr", number + 1, abs(found - exact) / config.optimizer.lr, RATE_TOLERANCE)
+
+
+def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
+    """Rows of a global batch, by slot, from the raw samples."""
+    rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
+    places = torch.arange(rows.tokens.shape[1])
+    fields = {
+        "tokens": rows.tokens,
+        "labels": rows.labels,
+        "positions": torch.where(rows.is_text, rows.positions, 0),
+        "documents": torch.where(rows.is_text, places - rows.positions, 0),
+        "padding": ~rows.is_text,
+        **{f"weights of {name}": weights for name, weights in _weights(rows, config).items()},
+    }
+    return {name: field.numpy() for name, field in fields.items()}
+
+
+def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
+    sections: dict[str, TermSection] = {"main": config.loss, **config.loss.side_terms}
+    found = {name: token_weights(rows.weights, rows.sample_weights, term) for name, term in sections.items()}
+    for depth in range(1, config.model.mtp_depths + 1):
+        found[f"mtp_{depth}"] = token_weights(rows.ahead(depth).weights, rows.sample_weights, config.loss)
+    return found
+
+
+def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
+    """Which share of the rows is another one, whatever ranks and microbatches they are dealt out to.
+
+    Args:
+        step: Counted from 1.
+        batches: All microbatches of the step, of all ranks.
+        expected: From `expected_fields`.
+    """
+    found = [row for batch in batches for row in _rows(batch)]
+    pairs = _paired(found, expected["tokens"])
+    size = len(expected["tokens"])
+    yield Deviation("samples", "tokens", step, (max(size, len(found)) - len(pairs)) / size, 0.0)
+    for name, values in expected.items():
+        if name != "tokens":
+            differing = sum(not _is_alike(name, found[own], values[slot], expected, slot) for own, slot in pairs)
+            yield Deviation("samples", name, step, differing / size, 0.0)
+
+
+def _rows(batch: Microbatch) -> Iterator[Fields]:
+    starts = torch.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
+    for row in range(len(batch.tokens)):
+        padding = {} if batch.is_padding is None else {"padding": batch.is_padding[row].numpy()}
+        yield {
+            "tokens": batch.tokens[row].numpy(),
+            "labels": batch.labels[row].numpy(),
+            "positions": batch.positions[row].numpy(),
+            "documents": starts[row].numpy(),
+            **padding,
+            **{f"weights of {term}": weights[row].numpy() for term, weights in batch.weights.items()},
+        }
+
+
+def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:
+    """(row, slot) of rows with the same tokens."""
+    slots: dict[bytes, list[int]] = defaultdict(list)
+    for slot in reversed(range(len(tokens))):
+        slots[tokens[slot].tobytes()].append(slot)
+    pairs = []
+    for number, row in enumerate(found):
+        if slots[row["tokens"].tobytes()]:
+            pairs.append((number, slots[row["tokens"].tobytes()].pop()))
+    return pairs
+
+
+def _is_alike(name: str, row: Fields, exact: NDArray[Any], expected: Fields, slot: int) -> bool:
+    """Where it matters: labels where they count, positions and documents where there is text."""
+    if name not in row:
+        return name == "padding"  # nobody asks for it
+    own, is_text = row[name], ~expected["padding"][slot]
+    if name.startswith("weights of "):
+        return bool(np.all(np.abs(own - exact) <= 2 * UNIT_ROUNDOFF * np.abs(exact)))
+    if name == "labels":
+        counts = expected["weights of main"][slot] > 0
+        return bool(np.array_equal(own[counts], exact[counts]))
+    return bool(np.array_equal(own, exact) if name == "padding" else np.array_equal(own[is_text], exact[is_text]))

@@ -1,0 +1,183 @@
+"""Ranks on this machine: real processes that open a world, call one function and end.
+
+On CPUs a fork server imports megatron-core once, and every call forks fresh ranks on gloo from it: 20 ms a rank. So no
+call sees what another left behind, and a rank that raises or hangs takes only its own call down. (Kept ranks leak: the
+hooks of megatron-core's DDP tie each model to its process groups in a cycle through autograd that Python cannot
+collect, 6 threads and 12 open files a group.) On GPUs ranks are spawned, one a GPU on NCCL, because a process that has
+seen CUDA cannot be forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+from mtrain.base.errors import MtrainError
+from mtrain.plan.layout import Layout
+
+TIMEOUT_S = 120
+_PRELOADED = (
+    "numpy",
+    "mtrain.mcore",
+    "mtrain.training.step",
+    "mtrain.data.loader",
+    "torch._dynamo",
+    "mtrain.verify.core.ranks",
+)
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised, died or hung; carries its traceback."""
+
+
+def reason_of(fault: RankFailedError | MtrainError) -> str:
+    """What went wrong, in one line."""
+    lines = str(fault).strip().splitlines()
+    return lines[-1] if isinstance(fault, RankFailedError) else lines[0]
+
+
+class Pool:
+    """Starts ranks; at most one call runs at a time."""
+
+    def __init__(self, device: str = "cpu", preloaded: Sequence[str] = (), timeout_s: int = TIMEOUT_S) -> None:
+        """
+        Args:
+            device: cpu, or cuda for one GPU a rank.
+            preloaded: Further modules that the fork server imports.
+            timeout_s: How long a call may take.
+        """
+        self.device, self._timeout_s = device, timeout_s
+        self._context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            self._context.set_forkserver_preload([*_PRELOADED, *preloaded])
+
+    def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
+        """`function(groups, *arguments)` on each rank of the layout; results by rank.
+
+        Args:
+            function: Importable under its name.
+            layout: Decides the number of ranks.
+            *arguments: Pickled to every rank; tensors are better sent as numpy arrays.
+            seed: Of megatron-core's RNG tracker.
+
+        Raises:
+            MtrainError: A rank raised it.
+            RankFailedError: A rank raised something else, died or did not answer in time.
+        """
+        with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
+            job = (function, layout, arguments, seed, self.device, os.path.join(folder, "store"), self._timeout_s)
+            for rank in range(layout.world_size):
+                ranks.start(self._context, (*job, rank))
+            return ranks.results(self._timeout_s)
+
+
+class _Ranks:
+    """The processes of one call; none survives the `with` block."""
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            pipe.close()
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def start(self, context: Any, job: tuple[Any, ...]) -> None:
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there, job), daemon=True)
+        process.start()
+        there.close()
+        self._processes.append(process)
+        self._pipes.append(here)
+
+    def results(self, timeout_s: int) -> list[Any]:
+        """One a rank; raises the first failure."""
+        found: dict[int, Any] = {}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailedError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                found[rank] = self._result(rank)
+        return [found[rank] for rank in range(len(self._pipes))]
+
+    def _result(self, rank: int) -> Any:
+        try:
+            succeeded, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            self._processes[rank].join()
+            raise RankFailedError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+        if isinstance(value, MtrainError):
+            raise value
+        if not succeeded:
+            raise RankFailedError(f"rank {rank}: {value}")
+        return value
+
+
+def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = (True, _call(*job))
+    except MtrainError as error:
+        answer = (False, error)
+    except BaseException:  # whatever it is, the caller has to show it
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # by value: a tensor sent as multiprocessing does ends with its rank
+
+
+def _call(
+    function: Callable[..., Any],
+    layout: Layout,
+    arguments: Any,
+    seed: int,
+    kind: str,
+    store: str,
+    timeout_s: int,
+    rank: int,
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from mtrain.mcore.distributed.groups import opened_groups
+
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        **options,
+    )
+    try:
+        with opened_groups(layout, device, seed, timeout_s) as groups:
+            return function(groups, *arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,181 @@
+"""What the layouts are run on: the user's own batches, then batches that are hard on a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.collate import collate, loss_terms
+from mtrain.data.loader import StepLoader
+from mtrain.data.order import key_of, slots
+from mtrain.data.samples.sample import Sample, padded
+from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
+from mtrain.verify.reference.text import Text
+
+NUM_HARD_KINDS = 3
+_LONGEST = 512
+"""Tokens to which rows grow in search of answers; more would take minutes."""
+_TOKEN_WEIGHTS = (1.0, 0.5, 0.3, 0.125)
+_SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
+_NUM_EDGES = 3
+"""Between documents of a row."""
+_SHORT_EVERY = 5
+"""Of so many rows one has a quarter of padding, but not one that is to have loss tokens at its end."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps run on what."""
+
+    own_steps: int
+    """The first steps, on the user's data."""
+    hard_steps: int
+    """The steps after them, on random tokens under random masks."""
+    own_vocab_size: int = 0
+    """Of the user's data; larger than the model's where token ids are taken modulo the model's."""
+
+    @property
+    def num_steps(self) -> int:
+        """All of them."""
+        return self.own_steps + self.hard_steps
+
+    def describe(self) -> str:
+        """For the reader of a report."""
+        hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
+        return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
+
+
+class Batches:
+    """The microbatches of one data-parallel rank."""
+
+    def __init__(self, config: Config, plan: Plan, dp_rank: int, dp_size: int) -> None:
+        """
+        Raises:
+            DataError: a file is damaged, too small, or does not fit the model.
+        """
+        self._config, self._plan, self._dp_rank, self._dp_size = config, plan, dp_rank, dp_size
+        self._loader = own_loader(config, plan.own_vocab_size, dp_rank, dp_size) if plan.own_steps else None
+
+    def of_step(self, step: int) -> list[Microbatch]:
+        """Microbatches of a step, counted from 0."""
+        if step < self._plan.own_steps:
+            assert self._loader is not None
+            return [self._folded(batch) for batch in self._loader.batches(step)]
+        samples = hard_samples(self._config, step - self._plan.own_steps)
+        size = self._config.train.micro_batch_size
+        count = len(samples) // (self._dp_size * size)
+        return [self._microbatch(samples, slots(number, self._dp_rank, self._dp_size, size)) for number in range(count)]
+
+    def _folded(self, batch: Microbatch) -> Microbatch:
+        size = self._config.model.vocab_size
+        ahead = tuple(replace(each, tokens=each.tokens % size, labels=each.labels % size) for each in batch.ahead)
+        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size, ahead=ahead)
+
+    def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
+        rows = list(own)
+        return collate(
+            [samples[slot] for slot in rows],
+            self._config.data.seq_length,
+            loss_terms(self._config.loss),
+            first_of_step=0 if rows[0] == 0 else None,
+            with_documents=self._config.data.isolate_documents,
+            with_padding=self._config.model.experts is not None,
+            mtp_depths=self._config.model.mtp_depths,
+        )
+
+
+def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
+    """The user's data, by the user's vocabulary.
+
+    Raises:
+        DataError: a file is damaged, too small, or does not fit the model.
+    """
+    model = config.model.model_copy(update={"vocab_size": own_vocab_size})
+    return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
+
+
+def hard_samples(config: Config, number: int) -> list[Sample]:
+    """A global batch by slot as the trainer's own code gets it; a pure function of the configuration and the number."""
+    return [_sample(text, config) for text in hard_texts(config, number)]
+
+
+def _sample(text: Text, config: Config) -> Sample:
+    filled, edges = len(text.ids) - 1, np.array(text.edges, np.int64)
+    mask, starts = text.counts[1:].copy(), None
+    if config.data.isolate_documents:
+        starts = np.zeros(filled, np.int32)
+        starts[edges] = edges
+        starts = np.maximum.accumulate(starts)
+        mask[edges - 1] = 0.0  # no token is predicted across an edge
+    return padded(text.ids, mask, config.data.seq_length, text.pad_id, text.weight, starts)
+
+
+def hard_texts(config: Config, number: int) -> list[Text]:
+    """A global batch of random tokens by slot.
+
+    In turn: ragged masks, some samples without a loss token; fractional weights of tokens and samples; loss tokens in
+    two samples only, at one end of the row, so that ranks of data and of context parallelism have none. Some rows are
+    not full.
+    """
+    rng = np.random.default_rng([key_of(config.train.seed, number) & 0xFFFFFFFF, number])
+    batch, length = config.train.global_batch_size, config.data.seq_length
+    kind = number % NUM_HARD_KINDS
+    return [_text(rng, config, _mask(rng, kind, slot, batch, length), kind, slot) for slot in range(batch)]
+
+
+def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
+    mask = np.zeros(length)
+    if kind == 2:
+        if slot == 0:
+            mask[: max(1, length // 8)] = 1.0
+        elif slot == batch // 2:
+            mask[-max(1, length // 16) :] = 1.0
+        return mask
+    share = (1.0, 0.0, 0.03, 0.9, 0.5, 0.15)[slot % 6]  # of tokens that count
+    mask[rng.permutation(length)[: max(1, round(share * length)) if share else 0]] = 1.0
+    return mask * rng.choice(_TOKEN_WEIGHTS, length) if kind == 1 else mask
+
+
+def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], kind: int, slot: int) -> Text:
+    length = config.data.seq_length
+    ids = rng.integers(0, config.model.vocab_size, length + 1)
+    weight = float(rng.choice(_SAMPLE_WEIGHTS)) if kind == 1 else 1.0
+    is_short = slot % _SHORT_EVERY == 2 and slot != config.train.global_batch_size // 2
+    size = length - length // 4 if is_short else length
+    edges: tuple[int, ...] = ()
+    if config.data.isolate_documents:
+        count = min(_NUM_EDGES, size - 1)
+        edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
+    return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges)
+
+
+def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
+    """Whether most samples of the user's first global batch have something to learn at this row length.
+
+    Raises:
+        DataError: a file is damaged, too small, or does not fit the model.
+    """
+    (batch,) = own_loader(config, own_vocab_size, 0, 1).batches(0)
+    learned = (batch.weights["main"] != 0).any(dim=1)
+    return bool(learned.double().mean() > 0.5)
+
+
+def with_loss_tokens(made: Callable[[int], Shrunk], user: Config) -> Shrunk:
+    """The small configuration with rows long enough to hold loss tokens of the user's samples.
+
+    Args:
+        made: Shrinks to a row length.
+        user: The user's configuration.
+    """
+    length = SEQ_LENGTH
+    shrunk = made(length)
+    limit = min(user.data.seq_length, _LONGEST)
+    while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, user.model.vocab_size):
+        length *= 2
+        shrunk = made(length)
+    return shrunk

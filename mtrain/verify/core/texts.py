@@ -1,0 +1,106 @@
+"""The raw samples of every step: what the layouts and the reference make their rows of, each in its own way.
+
+Only which sample comes when is taken from the trainer; that order is held to what an order has to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtrain.config import Config
+from mtrain.data.formats.mock import MockSamples
+from mtrain.data.samples.pretrain import Windows
+from mtrain.data.sources import Blended, Sources
+from mtrain.verify.core.samples import Plan, hard_texts
+from mtrain.verify.reference.answers import num_lines, objects, text_of
+from mtrain.verify.reference.corpus import Corpus
+from mtrain.verify.reference.order import Turn, broken_order, is_permutation
+from mtrain.verify.reference.text import Text
+
+_NUM_ORDERED = 4096
+"""Samples whose order is looked at, more than a few steps need."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """All steps of a check."""
+
+    steps: tuple[tuple[Text, ...], ...]
+    """By step and slot."""
+    order_faults: tuple[str, ...] = ()
+    """What is wrong with the order of samples."""
+
+
+def texts_of(config: Config, plan: Plan) -> Texts:
+    """The samples of each step.
+
+    Raises:
+        DataError: a file is damaged, too small, or does not fit the model.
+    """
+    own, faults = _own_texts(config, plan) if plan.own_steps else ([], ())
+    size = config.train.global_batch_size
+    steps = [tuple(own[step * size : (step + 1) * size]) for step in range(plan.own_steps)]
+    steps += [tuple(hard_texts(config, number)) for number in range(plan.hard_steps)]
+    return Texts(tuple(steps), faults)
+
+
+def _own_texts(config: Config, plan: Plan) -> tuple[list[Text], tuple[str, ...]]:
+    model = config.model.model_copy(update={"vocab_size": plan.own_vocab_size})
+    user = config.model_copy(update={"model": model})
+    sources, count = Sources(user), plan.own_steps * config.train.global_batch_size
+    stream = sources.training()
+    if isinstance(stream, MockSamples):
+        return [_random(stream, number) for number in range(count)], ()
+    assert isinstance(stream, Blended), "there are two kinds of stream"
+    places = [stream.order.locate(number) for number in range(max(count, _NUM_ORDERED))]
+    turns = [Turn(place.source, place.epoch, place.index) for place in places]
+    sizes = [len(source) for source in stream.sources]
+    faults = list(broken_order(turns, sizes, [section.weight for section in config.data.train]))
+    if config.data.kind == "jsonl":
+        return _answers(user, sources, turns[:count], sizes, faults.append), tuple(faults)
+    return _windows(user, stream, turns[:count], faults.append), tuple(faults)
+
+
+def _random(samples: MockSamples, number: int) -> Text:
+    """Random tokens mean nothing, so there is nothing to read but what is drawn."""
+    sample = samples.sample(number)
+    return Text(np.append(sample.tokens, sample.labels[-1]), np.ones(len(sample.tokens) + 1))
+
+
+def _answers(
+    config: Config, sources: Sources, turns: list[Turn], sizes: list[int], tell: Callable[[str], None]
+) -> list[Text]:
+    assert sources.tokenizer is not None, "a rule of the section"
+    paths = [Path(section.path) for section in config.data.train]
+    for source, path in enumerate(paths):
+        count = _in_training(num_lines(path), config)
+        if sizes[source] != count and config.data.too_long == "truncate":
+            tell(f"source {source} has {sizes[source]} samples, but {path} has {count} lines of training")
+    lines = [
+        objects(path, {turn.index for turn in turns if turn.source == number}) for number, path in enumerate(paths)
+    ]
+    length = config.data.seq_length
+    return [text_of(lines[turn.source][turn.index], sources.tokenizer, length) for turn in turns]
+
+
+def _windows(config: Config, stream: Blended, turns: list[Turn], tell: Callable[[str], None]) -> list[Text]:
+    corpora = [Corpus.open(section.path) for section in config.data.train]
+    orders = {}
+    for source, epoch in sorted({(turn.source, turn.epoch) for turn in turns}):
+        windows = stream.sources[source]
+        assert isinstance(windows, Windows)
+        orders[source, epoch] = windows.document_order(epoch)
+        count = _in_training(corpora[source].num_documents, config)
+        if not is_permutation(orders[source, epoch], count):
+            tell(f"source {source}: epoch {epoch} does not hold each of its {count} documents once")
+    isolate, length = config.data.isolate_documents, config.data.seq_length
+    return [corpora[turn.source].window(orders[turn.source, turn.epoch], turn.index, length, isolate) for turn in turns]
+
+
+def _in_training(count: int, config: Config) -> int:
+    """Documents or lines that are trained on: the first ones, where a split holds others out."""
+    return count if config.data.split is None else round(count * config.data.split[0])

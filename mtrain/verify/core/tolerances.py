@@ -1,0 +1,147 @@
+"""How far rounding can carry a float32 run from the exact one: derived from the precision and the number of summands.
+
+u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
+
+- samples: rows are copied, not computed; they must be the same, weights of tokens to the one rounding to float32.
+- lr: a formula of a dozen operations in float64: within 8 u64 of the highest rate.
+- denominator: shares are added in float64. Shares that are whole multiples of a power of two, such as counts and
+  halves, add without rounding while the sum is below 2^53 multiples, so sums must be equal. Any other sum of n shares
+  that are not negative is within n u64, whatever the order (Higham, Accuracy and Stability of Numerical Algorithms,
+  section 4.2), even where its exact value is a whole number.
+- loss, gradient, grad_norm: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
+  products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
+  theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. Independent errors of sums that feed each other
+  add as squares: a quantity behind sums of n1, n2, ... summands is within s u sqrt(N), N = n1 + n2 + ... A loss is
+  behind the forward pass (N), a gradient behind twice as many sums and its own sum over all T tokens of the batch, the
+  gradient norm behind these and the sum over all P parameters. Cancellation makes a sum smaller than what was added, so
+  gradients are compared with the largest element of their tensor and not element by element. This is a model and not
+  a worst case: the worst case, u N, assumes that all errors have one sign and would be a thousand times too lax to see
+  a fault.
+- update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
+  that no error of a gradient is amplified by the division by sqrt(v). What is left are the roundings of a dozen
+  operations on each element and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k,
+  relative to |w| + lr m / (sqrt(v) + epsilon), where m is the moving mean of |gradient|. This bound is elementwise and
+  holds whatever the epsilon.
+
+Each step of a layout is compared with the exact values AT THE LAYOUT'S OWN WEIGHTS before that step, so nothing is
+carried from step to step: if every step is the exact function of the weights before it, the runs are the same run.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mtrain.config import Config
+from mtrain.plan import num_parameters
+from mtrain.verify.core.result import Tolerance
+
+UNIT_ROUNDOFF = 2.0**-24
+UNIT_ROUNDOFF_64 = 2.0**-53
+_CONFIDENCE = 4.0
+RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
+"""Of the learning rate, relative to the highest one."""
+
+
+def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
+    """One for each kind of quantity of some steps of a shrunk configuration, in their order."""
+    return (*_inputs(), denominator_tolerance(config), *_values(config), _update(num_steps))
+
+
+def update_tolerance(step: int) -> float:
+    """Of new weights in a step, counted from 1."""
+    return UNIT_ROUNDOFF * (16 + 8 * step)
+
+
+def forward_tolerance(config: Config) -> float:
+    """Of module outputs, relative to the module's largest."""
+    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(_num_summands(config))
+
+
+def _num_summands(config: Config) -> int:
+    """Of all sums that lie behind each other in a forward pass."""
+    model, length = config.model, config.data.seq_length
+    heads = model.num_attention_heads * model.head_size
+    attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
+    layer = 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
+    return model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
+
+
+def _inputs() -> tuple[Tolerance, Tolerance]:
+    return (
+        Tolerance(
+            "samples",
+            0.0,
+            "0",
+            {},
+            "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, "
+            "documents, padding, and what each token counts in each term.",
+        ),
+        Tolerance(
+            "lr",
+            RATE_TOLERANCE,
+            "8 u64",
+            {"u64": UNIT_ROUNDOFF_64},
+            "The run's own learning rate around every turn of its schedule and between, against the published formula, "
+            "relative to the highest rate.",
+        ),
+    )
+
+
+def denominator_tolerance(config: Config) -> Tolerance:
+    """Of sums of shares."""
+    num_shares = config.train.global_batch_size * config.data.seq_length
+    return Tolerance(
+        kind="denominator",
+        value=num_shares * UNIT_ROUNDOFF_64,
+        formula="T u64; 0 where all shares are whole or halves, quarters, ...",
+        inputs={"T": num_shares, "u64": UNIT_ROUNDOFF_64},
+        meaning=(
+            "What a term is divided by, relative to the exact sum over whole rows. T shares are added in float64: "
+            "counts must be equal to the last bit, other weights within the rounding of T additions."
+        ),
+    )
+
+
+def _values(config: Config) -> tuple[Tolerance, ...]:
+    summands, parameters = _num_summands(config), num_parameters(config.model)
+    tokens = config.train.global_batch_size * config.data.seq_length
+    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
+    unit = _CONFIDENCE * UNIT_ROUNDOFF
+    return (
+        Tolerance(
+            "loss",
+            unit * math.sqrt(summands),
+            "s u sqrt(N)",
+            inputs,
+            "The mean of each loss term over the global batch, relative to its exact value. N summands lie behind each "
+            "other in a forward pass.",
+        ),
+        Tolerance(
+            "gradient",
+            unit * math.sqrt(2 * summands + tokens),
+            "s u sqrt(2 N + T)",
+            inputs | {"T": float(tokens)},
+            "Every gradient after its division, relative to the largest element of the exact one. The N summands of "
+            "the forward pass are doubled by the backward pass, and T tokens are added up.",
+        ),
+        Tolerance(
+            "grad_norm",
+            unit * math.sqrt(2 * summands + tokens + parameters),
+            "s u sqrt(2 N + T + P)",
+            inputs | {"T": float(tokens), "P": float(parameters)},
+            "The global norm of all gradients before clipping, relative to the exact one: no element of a gradient may "
+            "be further off than above, and the squares of P parameters are added up.",
+        ),
+    )
+
+
+def _update(num_steps: int) -> Tolerance:
+    return Tolerance(
+        "update",
+        update_tolerance(num_steps),
+        "u (16 + 8 k)",
+        {"u": UNIT_ROUNDOFF, "k": float(num_steps)},
+        "Every new weight against exact AdamW on the layout's own gradients, relative to |w| + lr m / (sqrt(v) + "
+        "epsilon) element by element: roundings of a dozen operations, and "
+        "of 8 more for each of the k steps so far. The value here is that of the last step.",
+    )

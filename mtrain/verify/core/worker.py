@@ -1,0 +1,178 @@
+"""What every rank does for one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtrain.base.errors import NumericError
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.loss.objective import Objective
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import TermTotals
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_frozen_model, build_model
+from mtrain.mcore.state.gather import gradient_shards, parameter_shards
+from mtrain.mcore.state.teacher import Teacher
+from mtrain.plan import lr
+from mtrain.training.step import StepTotals, TrainingStep
+from mtrain.verify.core.activations import Piece, Watch
+from mtrain.verify.core.result import StepValues
+from mtrain.verify.core.samples import Batches, Plan
+from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
+from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.planted.planting import planted
+from mtrain.verify.reference.schedule import telling_steps
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layout's work."""
+
+    config: Config
+    """Shrunk, with the layout and its micro-batch size."""
+    plan: Plan
+    fault: str | None = None
+    """Name of the fault to plant."""
+    watched_step: int | None = None
+    """Index of the step, from 0, whose module outputs are wanted; the run ends after it."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One optimizer step as a rank reports it."""
+
+    values: StepValues
+    guard: str | None
+    """What the run's own checks said."""
+    gradients: Whole | None
+    """Normalised, before clipping; on rank 0."""
+    weights: Whole | None
+    """After the update; on rank 0."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a few steps."""
+
+    initial: Whole | None
+    """Weights before the first step; on rank 0."""
+    steps: list[StepOutcome]
+    pieces: list[Piece]
+    """Module outputs of the watched step that this rank holds."""
+    batches: list[list[Microbatch]] = field(default_factory=list)
+    """By step, the full rows that a rank trained on; empty but on one rank for each part of the data."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """Learning rate of the run's own schedule by update, counted from 0, at updates that tell."""
+
+
+class _WatchedStep(TrainingStep):
+    """Notes what the check of the totals says, and goes on so that everything else can be compared too."""
+
+    said: str | None = None
+
+    def check(self, terms: Mapping[str, TermTotals]) -> None:
+        self.said = None
+        try:
+            super().check(terms)
+        except NumericError as error:
+            self.said = str(error)
+
+
+def run_layout(groups: Groups, job: Job) -> Outcome:
+    """Trains a few steps from weights that do not depend on the layout. Collective."""
+    with planted(job.fault, PLANTS):
+        return _Runner(groups, job).run()
+
+
+class _Runner:
+    """One model on this rank."""
+
+    def __init__(self, groups: Groups, job: Job) -> None:
+        config = job.config
+        self._groups, self._job, self._config = groups, job, config
+        self._seen: list[list[Microbatch]] = []
+        reads = groups.tp_rank == 0
+        self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
+        self._chunks = build_model(config, groups)
+        set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
+        self._optimizer = Optimizer(config, self._chunks, groups)
+        objective = Objective.from_config(config.loss, config.model.mtp_depths)
+        teacher = small_teacher(config, groups)
+        self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher)
+
+    def run(self) -> Outcome:
+        """All steps, or those up to the watched one."""
+        initial = gathered(parameter_shards(self._chunks, self._groups))
+        watched = self._job.watched_step
+        steps: list[StepOutcome] = []
+        pieces: list[Piece] = []
+        for number in range(self._job.plan.num_steps if watched is None else watched + 1):
+            with Watch(self._chunks, self._groups, self._config, enabled=number == watched) as watch:
+                outcome = self._step(number)
+            steps.append(outcome)
+            pieces = watch.pieces
+            if outcome.weights is None and self._groups.rank == 0:
+                break
+        told = telling_steps(self._config.optimizer, self._config.train.num_steps)
+        return Outcome(initial, steps, pieces, self._seen, {number: rate(self._config, number) for number in told})
+
+    def _step(self, number: int) -> StepOutcome:
+        batches = None if self._batches is None else self._batches.of_step(number)
+        if batches is not None and self._groups.cp_rank == self._groups.pp_rank == 0:
+            self._seen.append(batches)
+        totals = self._training.forward_backward(batches)
+        gradients = gathered(gradient_shards(self._chunks, self._groups))
+        grad_norm, said = self._update(totals)
+        self._optimizer.gather_parameters()
+        weights = gathered(parameter_shards(self._chunks, self._groups))
+        return StepOutcome(step_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
+
+    def _update(self, totals: StepTotals) -> tuple[float, str | None]:
+        """The gradient norm, and what was said against it. The few steps are made at the highest rate, where an update
+        shows: the schedule is compared by itself."""
+        try:
+            update = self._training.update(totals, self._config.optimizer.lr)
+        except NumericError as error:
+            return float("nan"), str(error)
+        return 0.0 if update is None else update.grad_norm, None
+
+
+def small_teacher(config: Config, groups: Groups) -> Teacher | None:
+    """In the place of the user's teacher one of the size of the shrunk model, with weights of its own."""
+    if config.loss.teacher is None:
+        return None
+    chunks = build_frozen_model(config, groups)
+    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
+    return Teacher(config, chunks, groups)
+
+
+def rate(config: Config, number: int) -> float:
+    """Learning rate of the step with this index."""
+    return lr.learning_rate(number, config.optimizer, config.train.num_steps)
+
+
+def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
+    """What is reported of the step with this index."""
+    return StepValues(
+        step=number + 1,
+        objective=totals.objective,
+        means=dict(totals.means),
+        numerators={term: each.numerator for term, each in totals.terms.items()},
+        denominators={term: each.denominator for term, each in totals.terms.items()},
+        grad_norm=grad_norm,
+    )
+
+
+def disagreement(everyone: Sequence[Outcome]) -> str | None:
+    """Says which ranks report other numbers than rank 0; None where all agree to the last bit."""
+    first = [repr(step.values) for step in everyone[0].steps]
+    others = [rank for rank, outcome in enumerate(everyone) if [repr(step.values) for step in outcome.steps] != first]
+    return f"ranks {others} report another loss, denominator or gradient norm than rank 0" if others else None
+
+
+def pieces_of(everyone: Sequence[Any]) -> list[Piece]:
+    """Module outputs of all ranks."""
+    return [piece for outcome in everyone for piece in outcome.pieces]

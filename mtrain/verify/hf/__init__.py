@@ -1,0 +1,1 @@
+"""`mtrain verify hf`: steps here against the same steps in transformers."""

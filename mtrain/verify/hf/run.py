@@ -1,0 +1,240 @@
+"""`mtrain verify hf`: the first steps of the user's run from a folder of Hugging Face, against transformers.
+
+Nothing is made smaller. transformers, torch's AdamW, the sums of losses in mtrain/hf/io/training.py and the reference's
+rows, weights and learning rates are one side; the trainer's step under the layouts is the other. Both read the same
+samples and start from the same weights, in float32.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError, DataError, MtrainError
+from mtrain.config import Config
+from mtrain.config.schema.loss import LossSection
+from mtrain.hf.io.training import Rows as HfRows
+from mtrain.hf.io.training import StepInput, transformers_steps
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.verify.core.bisect import diagnosed
+from mtrain.verify.core.compare import relative
+from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
+from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, told
+from mtrain.verify.core.samples import Plan
+from mtrain.verify.core.shrink import refuse_incomparable
+from mtrain.verify.core.texts import texts_of
+from mtrain.verify.core.tolerances import denominator_tolerance
+from mtrain.verify.hf.worker import run_from_hf
+from mtrain.verify.parity.run import Progress, Request, device_for
+from mtrain.verify.planted.inject import chosen
+from mtrain.verify.reference.aggregation import divisor, token_weights
+from mtrain.verify.reference.schedule import published_rate
+from mtrain.verify.reference.text import Rows, Text, rows_of
+
+PRELOADED = ("mtrain.verify.hf.worker", "mtrain.verify.planted.faults")
+TIMEOUT_S = 6 * 3600
+"""Of a layout: models are as large as they are."""
+TOLERANCE = 1e-4
+"""Relative, of loss and gradient norm. Roundings of both sides are amplified by every update, since Adam divides
+gradients by their own size; what is not the same computation is wrong in the first digits."""
+
+
+def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> HfReport:
+    """Runs everything.
+
+    Args:
+        config: The user's, with `model.hf`.
+        request: The command line; without layouts the configuration's own.
+        progress: Told of every run that is done.
+        pool: Ranks that are at hand; None starts its own.
+
+    Raises:
+        ConfigError: transformers does not compute what the configuration asks for, or a layout is not possible.
+        DataError: the weights or the data cannot be read.
+        MachineError: the device that was asked for is not there.
+    """
+    device, max_ranks = device_for(config, request.max_ranks)
+    exact, changes = comparable(config)
+    trials = _trials(exact, request, max_ranks)
+    if request.fault is not None:
+        chosen(request.fault, exact, {axis for trial in trials for axis in trial.axes})
+    pool = pool or Pool(device, PRELOADED, TIMEOUT_S)
+    tolerances = _tolerances(exact)
+    inputs = _inputs(exact, request.num_steps)
+    reference = _reference(exact, inputs, progress)
+    layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
+    versions = {key: str(value) for key, value in program_versions().items()}
+    return HfReport(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment=versions | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        config=exact.model_dump(mode="json"),
+        changes=changes,
+        data="the first batches of the run's own data" if exact.data.kind != "mock" else "random tokens",
+        num_steps=request.num_steps,
+        tolerances=tolerances,
+        tensors=(),
+        reference=reference,
+        layouts=layouts,
+        injected=request.fault,
+        diagnosis=diagnosed(layouts, lambda result, step: None, HfReport.wording),
+    )
+
+
+def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The configuration in float32 and without what transformers does not compute, and what that changed.
+
+    Raises:
+        ConfigError: it cannot be compared.
+    """
+    refuse_incomparable(config)
+    plain, experts = LossSection(), config.model.experts
+    names = ("function", "options", "side_terms", "teacher", "router")
+    changed = [f"loss.{name}" for name in names if getattr(config.loss, name) != getattr(plain, name)]
+    if experts is not None and experts.bias_update_rate > 0:
+        changed.append("model.experts.bias_update_rate")
+    if changed:
+        raise ConfigError(
+            f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare "
+            "the rest"
+        )
+    wanted: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}, "model": {"mtp_depths": 0}}
+    lines = tuple(
+        f"{name}.{key}: {getattr(getattr(config, name), key)} -> {value}"
+        for name, values in wanted.items()
+        for key, value in values.items()
+        if getattr(getattr(config, name), key) != value
+    )
+    content = config.model_dump()
+    for name, values in wanted.items():
+        content[name] |= values
+    return Config.model_validate(content), lines
+
+
+def _trials(config: Config, request: Request, max_ranks: int) -> list[Prepared]:
+    if request.layouts is None:
+        return [own_layout(config, max_ranks)]
+    trials = parse_trials(request.layouts, config, max_ranks)
+    return [prepared(trial, config) for trial in dict.fromkeys(trials)]
+
+
+def _tolerances(config: Config) -> tuple[Tolerance, ...]:
+    meaning = {
+        "loss": "The mean of the next-token loss over the global batch, relative to that of transformers.",
+        "grad_norm": "The global norm of all gradients before clipping, relative to that of transformers.",
+    }
+    of_values = (Tolerance(kind, TOLERANCE, "1e-4", {}, words) for kind, words in meaning.items())
+    return (denominator_tolerance(config), *of_values)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What transformers trains on, from the raw samples."""
+
+    step: StepInput
+    adds_exactly: bool
+    """Whether float64 adds the shares of the denominator without rounding."""
+
+
+def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
+    texts = texts_of(config, Plan(num_steps, 0, config.model.vocab_size))
+    if texts.order_faults:
+        raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
+    return [_step_inputs(config, number, each) for number, each in enumerate(texts.steps)]
+
+
+def _step_inputs(config: Config, number: int, texts: Sequence[Text]) -> _Inputs:
+    rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
+    weights = token_weights(rows.weights, rows.sample_weights, config.loss)
+    shares = divisor(rows.weights, rows.sample_weights, config.loss)
+    lr = published_rate(number, config.optimizer, config.train.num_steps)
+    return _Inputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact)
+
+
+def _documents(rows: Rows, weights: Tensor) -> Iterator[HfRows]:
+    """Every document by itself, without padding."""
+    for row, documents in enumerate(rows.documents):
+        for number in range(int(documents.max()) + 1):
+            own = documents == number
+            yield HfRows(*(field[row, own].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
+
+
+def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> LayoutResult:
+    """The run in transformers."""
+    assert config.model.hf is not None, "the command line names it"
+    began = time.monotonic()
+    values = []
+    steps = [each.step for each in inputs]
+    for number, found in enumerate(transformers_steps(Path(config.model.hf), config.optimizer, steps)):
+        denominator = steps[number].denominator
+        mean = found.numerator / denominator if denominator else 0.0
+        terms = {MAIN_TERM: found.numerator}, {MAIN_TERM: denominator}
+        values.append(StepValues(number + 1, mean, {MAIN_TERM: mean}, *terms, found.grad_norm))
+        progress(f"transformers: step {number + 1} of {len(steps)} ({time.monotonic() - began:.1f} s)")
+    seconds = time.monotonic() - began
+    return LayoutResult("transformers", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
+
+
+class _Runs:
+    """The layouts, each from the weights of the folder."""
+
+    def __init__(
+        self,
+        inputs: Sequence[_Inputs],
+        expected: Sequence[StepValues],
+        tolerances: Sequence[Tolerance],
+        request: Request,
+        pool: Pool,
+    ) -> None:
+        self._inputs, self._expected, self._request, self._pool = inputs, expected, request, pool
+        self._tolerance = {each.kind: each.value for each in tolerances}
+
+    def all(self, trials: Sequence[Prepared], config: Config, progress: Progress) -> list[LayoutResult]:
+        """Every layout; where one fails and none was one process, that too: else nobody knows whose fault it is."""
+        results = [self._layout(trial, progress) for trial in trials]
+        if all(each.passed for each in results) or any(trial.layout.world_size == 1 for trial in trials):
+            return results
+        alone = prepared(Trial(micro_batch_size=1), config)
+        progress(f"{alone.name}: to see whether the layout is at fault")
+        return [self._layout(alone, progress), *results]
+
+    def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
+        began, request = time.monotonic(), self._request
+        steps: tuple[StepValues, ...] = ()
+        error = None
+        try:
+            found = self._pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)
+            steps = tuple(found[0])
+        except (RankFailedError, MtrainError) as fault:
+            error = reason_of(fault)
+        result = LayoutResult(
+            trial.name,
+            trial.axes,
+            trial.layout.world_size,
+            time.monotonic() - began,
+            steps,
+            tuple(self._expected),
+            deviations=tuple(self._deviations(steps)),
+            error=error,
+        )
+        progress(told(result))
+        return result
+
+    def _deviations(self, steps: Sequence[StepValues]) -> Iterator[Deviation]:
+        for inputs, found, wanted in zip(self._inputs, steps, self._expected):
+            denominators = found.denominators[MAIN_TERM], wanted.denominators[MAIN_TERM]
+            allowed = 0.0 if inputs.adds_exactly else self._tolerance["denominator"]
+            yield Deviation("denominator", MAIN_TERM, found.step, relative(*denominators), allowed)
+            means = found.means[MAIN_TERM], wanted.means[MAIN_TERM]
+            yield Deviation("loss", MAIN_TERM, found.step, relative(*means), self._tolerance["loss"])
+            norms = found.grad_norm, wanted.grad_norm
+            yield Deviation("grad_norm", "grad_norm", found.step, relative(*norms), self._tolerance["grad_norm"])

@@ -1,0 +1,1 @@
+"""`mtrain verify parity`: every layout against one process and the reference."""

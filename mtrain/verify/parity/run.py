@@ -1,0 +1,206 @@
+"""`mtrain verify parity`: the user's configuration, made small, under many layouts against one process in float64."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError, MachineError, MtrainError
+from mtrain.config import Config
+from mtrain.config.schema.loss import own_functions
+from mtrain.verify.core.activations import module_order, put_together
+from mtrain.verify.core.bisect import diagnosed, first_deviating, with_advice
+from mtrain.verify.core.compare import Expected, compared
+from mtrain.verify.core.exact import ExactJob, exact_run, exact_steps, text_places
+from mtrain.verify.core.inputs import expected_fields
+from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
+from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, told
+from mtrain.verify.core.samples import NUM_HARD_KINDS, Plan, with_loss_tokens
+from mtrain.verify.core.shrink import Shrunk, shrink
+from mtrain.verify.core.texts import texts_of
+from mtrain.verify.core.tolerances import forward_tolerance, tolerances
+from mtrain.verify.core.weights import Arrays, forward_order
+from mtrain.verify.core.worker import Job, Outcome, pieces_of, run_layout
+from mtrain.verify.planted.inject import chosen
+
+PRELOADED = ("mtrain.verify.core.worker", "mtrain.verify.core.exact", "mtrain.verify.planted.faults")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    layouts: str | None
+    """Names; None derives the set."""
+    num_steps: int
+    max_ranks: int
+    fault: str | None
+    command: str
+
+
+def verify_parity(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> ParityReport:
+    """Runs everything.
+
+    Args:
+        config: The user's.
+        request: The command line.
+        progress: Told of every layout that is done.
+        pool: Ranks that are at hand; None starts its own.
+
+    Raises:
+        ConfigError: the configuration, a layout or a fault cannot be checked.
+        DataError: the user's data cannot be read.
+        MachineError: the device that was asked for is not there.
+    """
+    device, max_ranks = device_for(config, request.max_ranks)
+    shrunk, trials = _small(config, request, max_ranks)
+    plan = _plan(shrunk, config, request.num_steps)
+    check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
+    layouts = check.run(progress)
+    environment = {key: str(value) for key, value in program_versions().items()}
+    return ParityReport(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment=environment | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        config=check.config.model_dump(mode="json"),
+        changes=shrunk.changes,
+        data=check.plan.describe(),
+        num_steps=check.plan.num_steps,
+        tolerances=check.tolerances,
+        tensors=check.tensors,
+        reference=check.reference,
+        layouts=tuple(layouts),
+        injected=request.fault,
+        diagnosis=with_advice(
+            diagnosed(layouts, check.first_module, ParityReport.wording), own_functions(check.config.loss)
+        ),
+    )
+
+
+def device_for(config: Config, max_ranks: int) -> tuple[str, int]:
+    """Where ranks run, and how many at most."""
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        if config.train.device == "cuda":
+            raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use auto")
+        return "cpu", max_ranks
+    return "cuda", min(max_ranks, torch.cuda.device_count())
+
+
+def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, list[Prepared]]:
+    """The shrunk configuration and the layouts on it, first of all one process with one microbatch."""
+    base = Trial(micro_batch_size=None)
+    if request.layouts is not None:
+        named = parse_trials(request.layouts, config, max_ranks)
+        shrunk = _shrunk(config, [base, *named])
+        return shrunk, [prepared(trial, shrunk.config) for trial in dict.fromkeys([base, *named])]
+    derived = derived_trials(config, max_ranks)
+    shrunk = _shrunk(config, derived)
+    legal = []
+    for trial in derived:
+        try:
+            legal.append(prepared(trial, shrunk.config))
+        except ConfigError:  # a variant that the user did not ask for, such as another cp_comm
+            continue
+    return shrunk, legal
+
+
+def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
+    return with_loss_tokens(lambda length: shrink(config, trials, length), config)
+
+
+def _plan(shrunk: Shrunk, config: Config, num_steps: int) -> Plan:
+    """The user's data where they are there, and hard batches in any case."""
+    if shrunk.reads_files:
+        return Plan(num_steps, NUM_HARD_KINDS, config.model.vocab_size)
+    return Plan(0, num_steps)
+
+
+class _Check:
+    """All runs of one check."""
+
+    def __init__(self, trials: list[Prepared], plan: Plan, fault: str | None, pool: Pool) -> None:
+        self._trials, self._pool, self._fault, self.plan = trials, pool, fault, plan
+        self._base = trials[0]
+        self.config = self._base.config
+        if fault is not None:
+            chosen(fault, self.config, {axis for trial in trials for axis in trial.axes})
+        self.tolerances = tolerances(self.config, self.plan.num_steps)
+        texts = texts_of(self.config, self.plan)
+        self._steps = texts.steps
+        self._weights: dict[str, list[Arrays]] = {}
+        self._lock = threading.Lock()
+        self.reference, self.tensors = self._reference()
+        fields = [expected_fields(step, self.config) for step in texts.steps]
+        self._expected = Expected(self.tolerances, self.tensors, fields, texts.order_faults)
+
+    def run(self, progress: Progress) -> list[LayoutResult]:
+        """Every layout; two at a time on CPUs, where the ranks of one often wait for each other."""
+        threads = ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1)
+        try:
+            return list(threads.map(lambda trial: self._layout(trial, progress), self._trials))
+        finally:
+            threads.shutdown(cancel_futures=True)  # an interrupted check starts no further layout
+
+    def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
+        began = time.monotonic()
+        values: list[StepValues]
+        values, names = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
+        seconds = time.monotonic() - began
+        result = LayoutResult("reference", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
+        return result, tuple(forward_order(names, names))
+
+    def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
+        began = time.monotonic()
+        try:
+            everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
+            weights = _before_each_step(everyone[0])
+            exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
+            seconds = time.monotonic() - began
+            result = compared(trial, everyone, exact, self._expected, seconds)
+        except (RankFailedError, MtrainError) as fault:
+            reason = reason_of(fault)
+            seconds = time.monotonic() - began
+            return self._done(
+                LayoutResult(trial.name, trial.axes, trial.layout.world_size, seconds, error=reason), progress
+            )
+        if not result.passed:
+            self._weights[trial.name] = weights
+        return self._done(result, progress)
+
+    def _done(self, result: LayoutResult, progress: Progress) -> LayoutResult:
+        with self._lock:
+            progress(told(result))
+        return result
+
+    def first_module(self, result: LayoutResult, step: int) -> str | None:
+        """Runs a layout again up to a step and finds the first module whose output deviates there."""
+        trial = next(each for each in self._trials if each.name == result.name)
+        job = Job(trial.config, self.plan, self._fault, watched_step=step - 1)
+        everyone = self._pool.run(run_layout, trial.layout, job)
+        weights, texts = self._weights[trial.name][step - 1 : step], self._steps[step - 1]
+        watched = ExactJob(self.config, [texts], first=step - 1, watches=True)
+        exact = self._pool.run(exact_steps, self._base.layout, watched, weights)[0][0]
+        is_text = text_places(texts, self.config)[..., None]
+        found = {
+            name: np.where(is_text, each, 0.0) for name, each in put_together(pieces_of(everyone), self.config).items()
+        }
+        order = module_order(self.config.model.num_layers)
+        return first_deviating(found, exact.outputs, order, forward_tolerance(self.config))
+
+
+def _before_each_step(outcome: Outcome) -> list[Arrays]:
+    """The weights that each step started from."""
+    assert outcome.initial is not None, "rank 0 holds what was gathered"
+    after = [step.weights.tensors for step in outcome.steps if step.weights is not None]
+    return [outcome.initial.tensors, *after[:-1]]

@@ -1,0 +1,37 @@
+"""What a known fault is; `mtrain.verify.planted.inject` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mtrain.config import Config
+
+
+def _anything(config: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and what it takes to happen."""
+
+    name: str
+    text: str
+    """What the faulty trainer does."""
+    axis: str | None
+    """The axis of the layout that it needs; None: one process with one microbatch shows it."""
+    condition: Callable[[Config], bool] = _anything
+    """Whether a configuration gives it a chance."""
+    condition_text: str = ""
+
+
+def isolates_documents(config: Config) -> bool:
+    """Whether rows hold documents that do not see each other."""
+    return config.data.isolate_documents
+
+
+def side_terms_differ(config: Config) -> bool:
+    """Whether a side term is divided by something else than the main one."""
+    main, sides = config.loss, config.loss.side_terms.values()
+    return any((side.aggregation, side.empty_sequences) != (main.aggregation, main.empty_sequences) for side in sides)

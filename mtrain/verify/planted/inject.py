@@ -1,0 +1,166 @@
+"""Known faults, each planted in one place on the ranks of a layout, to show that the check finds it.
+
+Every one of them has been made by a real trainer. The reference never carries one. `--inject NAME` is the only way in.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.plan import padded_vocab_size
+from mtrain.verify.planted.fault import Fault, isolates_documents, side_terms_differ
+from mtrain.verify.planted.shared_inject import SHARED_FAULTS
+
+
+def _decay_spares_norms(config: Config) -> bool:
+    return config.optimizer.weight_decay > 0 and not config.optimizer.decay_norms_and_biases
+
+
+def _is_padded(config: Config) -> bool:
+    return padded_vocab_size(config.model, 1) > config.model.vocab_size
+
+
+def _is_tied(config: Config) -> bool:
+    return config.model.tied_embeddings
+
+
+def _clips(config: Config) -> bool:
+    return config.optimizer.clip_grad > 0
+
+
+def _has_router_losses(config: Config) -> bool:
+    return bool(config.loss.router.coefficients)
+
+
+def _moves_biases(config: Config) -> bool:
+    return config.model.experts is not None and config.model.experts.bias_update_rate > 0
+
+
+def _predicts_ahead(config: Config) -> bool:
+    return config.model.mtp_depths > 0
+
+
+LAYOUT_FAULTS = (
+    Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
+    Fault("dp-means", "averages the token means of the data-parallel ranks", "dp"),
+    Fault("cp-counts-again", "adds up the denominator once for each context-parallel rank", "cp"),
+    Fault("tp-counts-again", "adds up the denominator once for each tensor-parallel rank", "tp"),
+    Fault("dp-size-in-denominator", "multiplies the loss by dp_size where gradients are summed, not averaged", "dp"),
+    Fault("cp-scaled-loss", "multiplies the loss by cp, as a two-part loss of Megatron-Core is", "cp"),
+    Fault("sp-norms-not-reduced", "does not sum the norms' gradients over the sequence-parallel ranks", "sp"),
+    Fault(
+        "tied-gradient-missed",
+        "does not sum the gradients of the tied tables between the first and the last stage",
+        "pp",
+        _is_tied,
+        "model.tied_embeddings=true",
+    ),
+    Fault("dropped-microbatch", "loses the last of several microbatches", "microbatches"),
+    Fault("labels-shifted-after-slicing", "shifts labels after the rows are cut over context parallelism", "cp"),
+    Fault("positions-not-zigzag", "numbers positions as if each rank held one piece of the row", "cp"),
+    Fault("keys-in-rank-order", "takes keys in the order of the ranks for keys in the order of the row", "cp"),
+    Fault(
+        "document-boundary-crossed",
+        "lets attention see the documents packed before",
+        None,
+        isolates_documents,
+        "data.isolate_documents=true",
+    ),
+    Fault(
+        "clip-before-normalisation",
+        "clips the sum of gradients before it is divided",
+        None,
+        _clips,
+        "optimizer.clip_grad > 0",
+    ),
+    Fault("clamped-denominator", "takes clamp(min=1) of each microbatch's denominator", "microbatches"),
+    Fault("epsilon-in-denominator", "adds 1e-8 to each microbatch's denominator", None),
+    Fault(
+        "int32-weights", "counts loss tokens in int32, as Megatron-Core does, so that weights lose their fraction", None
+    ),
+    Fault("dp-rank-not-reduced", "leaves one data-parallel rank's gradients out of the sum", "dp"),
+    Fault("dropout-left-on", "trains with a hidden dropout of 0.1 that the configuration does not have", None),
+    Fault(
+        "vocabulary-padding-in-softmax",
+        "gives the padding of the vocabulary probability",
+        None,
+        _is_padded,
+        "a model.vocab_size that is not a multiple of model.vocab_multiple",
+    ),
+    Fault(
+        "local-side-term-denominators",
+        "scales side terms by the denominators of one data-parallel rank",
+        "dp",
+        side_terms_differ,
+        "a side term with another aggregation than the main term",
+    ),
+    Fault(
+        "norms-decayed",
+        "applies weight decay to norms and biases",
+        None,
+        _decay_spares_norms,
+        "optimizer.weight_decay > 0 and optimizer.decay_norms_and_biases=false",
+    ),
+    Fault(
+        "norms-counted-per-tp-rank", "counts replicated gradients once for each tensor-parallel rank in the norm", "tp"
+    ),
+    Fault(
+        "router-losses-shared-out",
+        "divides losses of routers by tp x cp, as Megatron-Core does",
+        "cp",
+        _has_router_losses,
+        "a coefficient of loss.router above 0",
+    ),
+    Fault(
+        "expert-loads-per-rank",
+        "moves the biases of the choice by the load that one rank sees",
+        "dp",
+        _moves_biases,
+        "model.experts.bias_update_rate > 0",
+    ),
+    Fault(
+        "experts-left-out-of-norm", "takes the experts of one expert-parallel rank alone into the gradient norm", "ep"
+    ),
+    Fault(
+        "depths-divided-by-main",
+        "divides the losses of further tokens by the loss tokens of the main term, as Megatron-Core does",
+        None,
+        _predicts_ahead,
+        "model.mtp_depths > 0",
+    ),
+)
+"""By the order of loss, layout, data, engine."""
+
+FAULTS = (*LAYOUT_FAULTS, *SHARED_FAULTS)
+
+NAMES = tuple(fault.name for fault in FAULTS)
+
+
+def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Fault] = FAULTS) -> Fault:
+    """The fault of this name.
+
+    Args:
+        name: From the command line.
+        config: The shrunk configuration.
+        axes: Every axis that the layouts use.
+        faults: That there are.
+
+    Raises:
+        ConfigError: there is no such fault, or nothing here could show it.
+    """
+    fault = next((each for each in faults if each.name == name), None)
+    if fault is None:
+        near = difflib.get_close_matches(name, [each.name for each in faults], n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}?" if near else "see --list-injections"
+        raise ConfigError(f"--inject {name}: there is no such fault; {hint}")
+    if fault.axis is not None and fault.axis not in axes:
+        raise ConfigError(
+            f"--inject {name} cannot show: it needs a layout that uses {fault.axis}; set it in the configuration or "
+            "name one with --layouts"
+        )
+    if not fault.condition(config):
+        raise ConfigError(f"--inject {name} cannot show: it needs {fault.condition_text}; set it")
+    return fault

@@ -1,0 +1,176 @@
+"""Known faults that every layout has alike, one process with one microbatch among them.
+
+Comparing layouts with each other cannot find these; the reference does, because it shares no code with the trainer.
+`mtrain.verify.planted.inject` says what a fault is and lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mtrain.config import Config
+from mtrain.config.schema.loss import NORM_AGGREGATIONS
+from mtrain.verify.planted.fault import Fault, isolates_documents, side_terms_differ
+
+
+def _aggregates(*names: str) -> Callable[[Config], bool]:
+    """Whether a term is aggregated in one of these ways."""
+    return lambda config: any(term.aggregation in names for term in (config.loss, *config.loss.side_terms.values()))
+
+
+def _looks_ahead_in_documents(config: Config) -> bool:
+    return config.model.mtp_depths > 0 and config.data.isolate_documents
+
+
+def _has_window(config: Config) -> bool:
+    return config.model.sliding_window is not None
+
+
+def _reads_samples(config: Config) -> bool:
+    return config.data.kind != "mock"
+
+
+def _has_warmup(config: Config) -> bool:
+    return config.optimizer.warmup_steps > 0
+
+
+def _schedules(config: Config) -> bool:
+    return _has_warmup(config) or config.optimizer.schedule != "constant"
+
+
+def _decays(config: Config) -> bool:
+    return config.optimizer.weight_decay > 0
+
+
+def _balances(config: Config) -> bool:
+    return config.loss.router.sequence_balance_coefficient > 0
+
+
+def _scales_experts(config: Config) -> bool:
+    return config.model.experts is not None and config.model.experts.scaling_factor != 1
+
+
+def _smooths(config: Config) -> bool:
+    return bool(config.loss.options.get("label_smoothing"))
+
+
+_SEQUENCE_MEANS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+SHARED_FAULTS = (
+    Fault("last-token-masked", "leaves the last token of each document out of the loss", None),
+    Fault("masked-tokens-counted", "gives every token of text the weight 1, masked ones too", None),
+    Fault("token-weights-squared", "applies the weights of tokens twice", None),
+    Fault("sample-weights-ignored", "lets every sample count the same", None),
+    Fault("padding-counted", "counts padding as loss tokens", None),
+    Fault("labels-shifted-twice", "predicts the token behind the next one", None),
+    Fault(
+        "sample-read-twice",
+        "reads every second sample twice and the one after it never",
+        None,
+        _reads_samples,
+        "data from files",
+    ),
+    Fault(
+        "positions-not-restarted",
+        "counts positions over the row where documents are isolated",
+        None,
+        isolates_documents,
+        "data.isolate_documents=true",
+    ),
+    Fault(
+        "tokens-ahead-across-documents",
+        "predicts further tokens over the edge of a document",
+        None,
+        _looks_ahead_in_documents,
+        "model.mtp_depths > 0 and data.isolate_documents=true",
+    ),
+    Fault(
+        "sequence-mean-plus-one",
+        "divides the loss of a sequence of n tokens by n + 1",
+        None,
+        _aggregates("seq-mean-token-mean"),
+        "a term with aggregation=seq-mean-token-mean",
+    ),
+    Fault(
+        "square-root-left-out",
+        "divides by n where the aggregation says sqrt(n)",
+        None,
+        _aggregates("seq-mean-token-sqrt"),
+        "a term with aggregation=seq-mean-token-sqrt",
+    ),
+    Fault(
+        "norm-length-off",
+        "divides by norm_length + 1",
+        None,
+        _aggregates(*NORM_AGGREGATIONS),
+        "a term whose aggregation has a norm_length",
+    ),
+    Fault(
+        "empty-sequences-confused",
+        "counts sequences without loss tokens where they are excluded, and the other way round",
+        None,
+        _aggregates(*_SEQUENCE_MEANS),
+        "a term that is a mean over sequences",
+    ),
+    Fault(
+        "side-terms-divided-by-main",
+        "divides side terms by the denominator of the main term",
+        None,
+        side_terms_differ,
+        "a side term with another aggregation than the main term",
+    ),
+    Fault(
+        "smoothing-with-padding",
+        "smooths labels over the padded vocabulary",
+        None,
+        _smooths,
+        "loss.options.label_smoothing > 0",
+    ),
+    Fault(
+        "window-off-by-one",
+        "lets attention see one token more than the window",
+        None,
+        _has_window,
+        "model.sliding_window",
+    ),
+    Fault("rope-base-off", "rotates by another base", None),
+    Fault("softmax-scale-off", "multiplies attention scores by another scale", None),
+    Fault("norm-epsilon-off", "adds ten times the epsilon in norms", None),
+    Fault(
+        "router-losses-times-top-k",
+        "multiplies the balancing loss by the number of choices",
+        None,
+        _balances,
+        "loss.router.sequence_balance_coefficient > 0",
+    ),
+    Fault(
+        "expert-scaling-ignored",
+        "leaves the factor of the chosen scores out",
+        None,
+        _scales_experts,
+        "model.experts.scaling_factor other than 1",
+    ),
+    Fault("bias-correction-missing", "leaves Adam's bias correction out", None),
+    Fault(
+        "decay-not-times-rate",
+        "does not multiply weight decay by the learning rate",
+        None,
+        _decays,
+        "optimizer.weight_decay > 0",
+    ),
+    Fault(
+        "rate-one-step-late",
+        "gives each update the learning rate of the one before",
+        None,
+        _schedules,
+        "a schedule other than constant, or a warm-up",
+    ),
+    Fault(
+        "warmup-off-by-one",
+        "warms up for one step more",
+        None,
+        _has_warmup,
+        "optimizer.warmup_steps > 0",
+    ),
+)
+"""By the order of data, loss, model, optimizer."""

@@ -1,0 +1,128 @@
+"""Layers of experts, each token's choice as its definition says, and what is asked of their routers.
+
+Sources: Switch Transformer (Fedus et al. 2021), section 2.2; ST-MoE (Zoph et al. 2022), section 3; DeepSeek-V3 (2024),
+equations 12 to 20; auxiliary-loss-free balancing (Wang et al. 2024), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.loss import RouterLossSection
+from mtrain.verify.reference.model.modules import Module, linear, network
+
+Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one router saw and did."""
+
+    name: str
+    """Of the router."""
+    logits: Tensor
+    """[batch, seq, experts]."""
+    chosen: Tensor
+    """[batch, seq, experts] bool."""
+    is_text: Tensor
+    """[batch, seq] bool: positions that count."""
+
+
+def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Seen]) -> Tensor:
+    """The output of a layer's experts, [batch, seq, hidden]; notes what the router did."""
+    section = part.model.experts
+    assert section is not None
+    logits = linear(part, "router", x)
+    chosen, weights = routed(logits, part.get("router.expert_bias"), section)
+    seen.append(Seen(f"{part.name}.router", logits, chosen, is_text))
+    output = torch.zeros_like(x)
+    for expert in range(section.num_experts):
+        rows, places = chosen[..., expert].nonzero(as_tuple=True)
+        said = network(part.inner(f"experts.{expert}"), x[rows, places])[1]
+        output = output.index_put((rows, places), said * weights[rows, places, expert, None], accumulate=True)
+    if section.shared_ffn_hidden_size:
+        output = output + network(part.inner("shared_experts"), x)[1]
+    return output
+
+
+def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> tuple[Tensor, Tensor]:
+    """Where tokens go and with what weight, [batch, seq, experts] each; the bias moves the choice alone."""
+    if section.score == "sigmoid":
+        scores = torch.sigmoid(logits)
+    else:
+        scores = logits.softmax(-1) if section.pre_softmax else logits
+    ranking = (scores if expert_bias is None else scores + expert_bias).detach()
+    chosen = _best(_inside_groups(ranking, section), section.top_k)
+    if section.score == "sigmoid":
+        kept = scores * chosen
+        weights = kept / kept.sum(-1, keepdim=True) if section.top_k > 1 else kept
+    elif section.pre_softmax:
+        weights = scores * chosen
+    else:
+        weights = logits.masked_fill(~chosen, -math.inf).softmax(-1)
+    return chosen, weights * section.scaling_factor
+
+
+def _inside_groups(ranking: Tensor, section: ExpertsSection) -> Tensor:
+    """-inf outside the best groups; a group counts by the sum of its best ones, as many as the section says, else
+    those that a token would take from each open group."""
+    if section.num_groups is None or section.group_top_k is None:
+        return ranking
+    grouped = ranking.view(*ranking.shape[:-1], section.num_groups, -1)
+    count = section.top_k // section.group_top_k if section.group_score_top_k is None else section.group_score_top_k
+    best = grouped.sort(-1, descending=True).values[..., :count]
+    is_open = _best(best.sum(-1), section.group_top_k)
+    return grouped.masked_fill(~is_open.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Marks the `count` highest of the last axis."""
+    order = values.argsort(-1, descending=True)[..., :count]
+    return torch.zeros_like(values, dtype=torch.bool).scatter(-1, order, True)
+
+
+def coefficients(section: RouterLossSection) -> dict[str, float]:
+    """Of the terms that are on."""
+    both = {Z: section.z_coefficient, SEQUENCE_BALANCE: section.sequence_balance_coefficient}
+    return {name: value for name, value in both.items() if value > 0}
+
+
+def router_numerator(term: str, seen: Sequence[Seen], section: ExpertsSection) -> Tensor:
+    """Summed over all routers, and over tokens (z) or sequences (balance)."""
+    of_one = _z if term == Z else _balance
+    return torch.stack([of_one(each, section) for each in seen]).sum()
+
+
+def router_shares(term: str, is_text: Tensor) -> tuple[float, ...]:
+    """What the tokens (z) or sequences (balance) that hold text add to the divisor of a term."""
+    counts = is_text.sum(1).tolist()
+    return tuple(float(count if term == Z else count > 0) for count in counts)
+
+
+def _z(seen: Seen, section: ExpertsSection) -> Tensor:
+    return (torch.logsumexp(seen.logits[seen.is_text], -1) ** 2).sum()
+
+
+def _balance(seen: Seen, section: ExpertsSection) -> Tensor:
+    """Sum over sequences of E x sum over experts of (share of the choices) x (mean score)."""
+    total = seen.logits.new_zeros(())
+    for logits, is_text in zip(seen.logits, seen.is_text, strict=True):
+        if is_text.any():
+            own = logits[is_text]
+            scores = torch.sigmoid(own) if section.score == "sigmoid" else own.exp()
+            scores = scores / scores.sum(-1, keepdim=True)
+            shares = _best(scores.detach(), section.top_k).double().mean(0) / section.top_k
+            total = total + section.num_experts * (shares * scores.mean(0)).sum()
+    return total
+
+
+def moved_bias(bias: Tensor, seen: Seen, rate: float) -> Tensor:
+    """The bias of the choice after a step: up where an expert had less than the mean load, down where more."""
+    counts = (seen.chosen & seen.is_text.unsqueeze(-1)).sum((0, 1))
+    return bias + rate * (counts.sum() - counts * len(counts)).sign().to(bias.dtype)

@@ -1,0 +1,112 @@
+"""A decoder-only transformer as plain functions of its tensors, one global batch at a time.
+
+Source of multi-token prediction: DeepSeek-V3 report (2024), section 2.2, equations 21 to 25, the embedding first in the
+concatenation as in the published weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.verify.reference.model.attention import attention
+from mtrain.verify.reference.model.experts import Seen, experts
+from mtrain.verify.reference.model.modules import Module, network, norm
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_experts
+from mtrain.verify.reference.text import Rows
+
+
+@dataclass
+class Forward:
+    """One forward pass; [batch, seq, ...]."""
+
+    logits: Tensor
+    """Of the next token."""
+    ahead: list[Tensor] = field(default_factory=list)
+    """Logits of the tokens behind it, by depth."""
+    seen: list[Seen] = field(default_factory=list)
+    """By router, in the order of the forward pass."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """By module, of the layers that predict the next token."""
+
+
+class Transformer:
+    """One model."""
+
+    def __init__(self, model: ModelSection, tensors: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            model: The architecture; dropout is taken to be off.
+            tensors: By name, float64, tables without the padding of the vocabulary.
+        """
+        self._model, self._tensors = model, tensors
+
+    def forward(self, rows: Rows, looks_ahead: bool = True) -> Forward:
+        """Logits of all rows, and of the tokens ahead where the model predicts them."""
+        found = Forward(logits=torch.empty(0))
+        hidden = self._embedded(rows.tokens)
+        found.outputs["embedding"] = hidden
+        for number in range(self._model.num_layers):
+            name = f"decoder.layers.{number}"
+            hidden = self._layer(name, number, hidden, rows, rows.is_text, found, f"layer {number}")
+        hidden = norm(self._module("decoder.final_layernorm"), hidden)
+        found.outputs["final_layernorm"] = hidden
+        found.logits = found.outputs["output_layer"] = self._head(hidden)
+        for depth in range(self._model.mtp_depths if looks_ahead else 0):
+            hidden = self._depth(depth, hidden, rows, found)
+            found.ahead.append(self._head(hidden))
+        return found
+
+    def _depth(self, depth: int, hidden: Tensor, rows: Rows, found: Forward) -> Tensor:
+        """What a depth says, under its final norm."""
+        name, ahead = f"mtp.layers.{depth}", rows.ahead(depth + 1)
+        embedded = norm(self._module(f"{name}.enorm"), self._embedded(ahead.tokens))
+        before = norm(self._module(f"{name}.hnorm"), hidden)
+        joined = torch.cat([embedded, before], dim=-1) @ self._tensors[f"{name}.eh_proj.weight"].T
+        last = self._model.num_layers - 1
+        output = self._layer(f"{name}.transformer_layer", last, joined, rows, ahead.is_text, found, None)
+        return norm(self._module(f"{name}.final_layernorm"), output)
+
+    def _layer(
+        self, name: str, number: int, hidden: Tensor, rows: Rows, is_text: Tensor, found: Forward, place: str | None
+    ) -> Tensor:
+        """A layer of the kind of layer `number`; `place` is its name among the outputs."""
+        part = self._module(name)
+        normed = norm(part.inner("input_layernorm"), hidden)
+        attended = attention(part.inner("self_attention"), number, normed, rows)
+        between = hidden + self._sandwiched(part, "post_self_attn_layernorm", attended.output)
+        inner = norm(part.inner("pre_mlp_layernorm"), between)
+        if has_experts(self._model, number):
+            shown = output = experts(part.inner("mlp"), inner, is_text, found.seen)
+        else:
+            shown, output = network(part.inner("mlp"), inner)
+        after = between + self._sandwiched(part, "post_mlp_layernorm", output)
+        if place is not None:
+            found.outputs |= {
+                f"{place} input_layernorm": normed,
+                f"{place} self_attention.core_attention": attended.context,
+                f"{place} self_attention": attended.projected,
+                f"{place} pre_mlp_layernorm": inner,
+                f"{place} mlp": shown,
+                place: after,
+            }
+        return after
+
+    def _sandwiched(self, part: Module, name: str, x: Tensor) -> Tensor:
+        """The norm behind a part of a layer, where the model has one."""
+        return norm(part.inner(name), x) if self._model.sandwich_norm else x
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        hidden = self._tensors[EMBEDDING][tokens]
+        return hidden * math.sqrt(self._model.hidden_size) if self._model.scale_embeddings else hidden
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return hidden @ self._tensors[EMBEDDING if self._model.tied_embeddings else OUTPUT].T
+
+    def _module(self, name: str) -> Module:
+        return Module(self._model, self._tensors, name)

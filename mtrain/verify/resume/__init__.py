@@ -1,0 +1,1 @@
+"""`mtrain verify resume`: a resumed run against one that never stopped."""

@@ -1,0 +1,246 @@
+"""A resumed run against the run that never stopped: everything, bit by bit, in the order in which it is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.config import Config
+from mtrain.metrics.jsonl import read_records
+from mtrain.metrics.record import StepRecord, to_json_line
+from mtrain.verify.core.compare import StepComparison, relative
+from mtrain.verify.core.exact import Exact
+from mtrain.verify.core.result import Deviation, StepValues, Tolerance
+from mtrain.verify.core.weights import Arrays
+from mtrain.verify.core.worker import Outcome, StepOutcome
+from mtrain.verify.reference.adamw import Moments
+from mtrain.verify.reference.schedule import published_rate
+from mtrain.verify.resume.worker import Print, Seen, State
+from mtrain.verify.wording import TITLES
+
+_LEAST = float(np.finfo(np.float32).tiny)
+"""Told where bits differ, but none of the elements that were kept, or none as a number."""
+_OF_THE_MACHINE = ("seconds", "tokens_per_second", "mfu")
+_COMPARED_BY_KIND = ("lr", "denominator", "loss", "grad_norm", "terms", "kind", "step")
+
+
+def records_of(run: Path) -> list[StepRecord]:
+    """The step records of a run folder, in the order of the file.
+
+    Raises:
+        DataError: As `read_records`.
+    """
+    return [record for record in read_records(run / "metrics.jsonl") if isinstance(record, StepRecord)]
+
+
+def step_values(record: StepRecord) -> StepValues:
+    """A record as the reports have it."""
+    return StepValues(
+        step=record.step,
+        objective=record.loss if record.objective is None else record.objective,
+        means={term: each.loss for term, each in record.terms.items()},
+        numerators={term: each.numerator for term, each in record.terms.items()},
+        denominators={term: each.denominator for term, each in record.terms.items()},
+        grad_norm=record.grad_norm,
+    )
+
+
+def same_layout(
+    everyone: Sequence[Seen], straight: Sequence[Seen], records: Sequence[StepRecord], expected: Sequence[StepRecord]
+) -> list[Deviation]:
+    """On the layout that saved: no bit may differ.
+
+    Args:
+        everyone: Of the resumed run, by rank.
+        straight: Of the straight run, by rank.
+        records: Of the resumed run's folder.
+        expected: Of the straight run's.
+    """
+    found = list(_start(everyone, straight))
+    for own, other in zip(everyone, straight, strict=True):
+        for step in sorted(own.states.keys() & other.states.keys()):
+            found += _states(step, own.states[step], other.states[step])
+    found += samples(everyone, straight)
+    found += _recorded(records, expected, everyone[0].start_step)
+    return found
+
+
+def other_layout(
+    everyone: Sequence[Seen],
+    saved: Sequence[Seen],
+    straight: Sequence[Seen],
+    records: Sequence[StepRecord],
+    expected: Sequence[StepRecord],
+    steps: Sequence[Deviation],
+) -> list[Deviation]:
+    """On another layout: what was loaded has the bits of the files, and every step is the exact one to rounding.
+
+    Args:
+        everyone: As for `same_layout`.
+        saved: Of the run that stopped.
+        straight: As for `same_layout`.
+        records: As there.
+        expected: As there.
+        steps: From `exact_deviations`.
+    """
+    found, start = list(_start(everyone, saved)), everyone[0].start_step
+    for own in everyone:
+        differing = {(kind, name): share for kind, name, share in own.unlike_files}
+        found += [
+            Deviation(kind, name, start, differing.get((kind, name), 0.0), 0.0)
+            for kind, name in own.states[start].tensors
+            if kind != "random"
+        ]
+        if start in saved[0].states:
+            found += _counters(start, own.states[start], saved[0].states[start])
+    found += samples(everyone, straight)
+    found += _steps_recorded(records, expected)
+    rates = {record.step: record.lr for record in expected}
+    found += [_exact("lr", "lr", each.step, each.lr, rates[each.step]) for each in records if each.step > start]
+    return [*found, *steps]
+
+
+def exact_deviations(
+    config: Config,
+    tolerances: Sequence[Tolerance],
+    tensors: Sequence[str],
+    first: Seen,
+    records: Sequence[StepRecord],
+    exact: Sequence[Exact],
+) -> list[Deviation]:
+    """Every step after the start against its exact values.
+
+    Args:
+        config: Of the layout.
+        tolerances: Of all kinds.
+        tensors: Names in the order of the forward pass.
+        first: What rank 0 has seen.
+        records: Of the resumed run's folder.
+        exact: The exact values at the run's own weights, one a step.
+    """
+    values = [step_values(record) for record in records if record.step > first.start_step]
+    steps = [StepOutcome(each, None, seen.gradients, seen.weights) for each, seen in zip(values, first.steps)]
+    num_updates = round(first.states[first.start_step].counters["adam_step"])
+    start = Moments(num_updates, first.initial["exp_avg"].tensors, first.initial["exp_avg_sq"].tensors)
+    outcome = Outcome(first.initial["weights"], steps, [])
+
+    def rate(step: int) -> float:
+        return published_rate(step - 1, config.optimizer, config.train.num_steps)
+
+    return list(StepComparison(config, tolerances, tensors, rate, start).of(outcome, exact))
+
+
+def weights_before_each_step(first: Seen) -> list[Arrays]:
+    """Of a start that gathers, on rank 0."""
+    return [first.initial["weights"].tensors, *(step.weights.tensors for step in first.steps[:-1])]
+
+
+def samples(everyone: Sequence[Seen], straight: Sequence[Seen]) -> Iterator[Deviation]:
+    """The rows of every step by their place in the global batch, whatever rank had them."""
+    own, other = _all_samples(everyone), _all_samples(straight)
+    for step in sorted(own.keys() & other.keys()):
+        slots = own[step].keys() | other[step].keys()
+        differing = sum(own[step].get(slot) != other[step].get(slot) for slot in slots)
+        yield Deviation("samples", "samples", step, differing / len(slots), 0.0)
+
+
+def _all_samples(everyone: Sequence[Seen]) -> dict[int, dict[int, str]]:
+    whole: dict[int, dict[int, str]] = {}
+    for seen in everyone:
+        for step, slots in seen.samples.items():
+            for slot, digest in slots.items():
+                known = whole.setdefault(step, {}).setdefault(slot, digest)
+                whole[step][slot] = known if known == digest else "another on another rank"
+    return whole
+
+
+def _start(everyone: Sequence[Seen], other: Sequence[Seen]) -> Iterator[Deviation]:
+    """Where the runs went on; the other run is watched from there."""
+    expected = min(other[0].states)
+    for seen in everyone:
+        yield _exact("counters", "step", expected, float(seen.start_step), float(expected))
+
+
+def _states(step: int, own: State, other: State) -> Iterator[Deviation]:
+    yield from _counters(step, own, other)
+    for key, expected in other.tensors.items():
+        yield Deviation(*key, step, _difference(own.tensors[key], expected), 0.0)
+
+
+def _counters(step: int, own: State, other: State) -> Iterator[Deviation]:
+    for name, value in other.counters.items():
+        yield _exact("counters", name, step, own.counters[name], value)
+
+
+def _difference(own: Print, other: Print) -> float:
+    """Relative to the largest element of those that were kept; 0 only where all bits are equal."""
+    if own.digest == other.digest:
+        return 0.0
+    if own.sample.shape != other.sample.shape:
+        return float("inf")
+    difference = float(np.abs(own.sample - other.sample).max(initial=0.0))
+    largest = float(np.abs(other.sample).max(initial=0.0))
+    return max(_LEAST, difference / largest if largest > 0 else float("inf") if difference > 0 else 0.0)
+
+
+def _recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord], start: int) -> Iterator[Deviation]:
+    """What metrics.jsonl says, the steps before the stop among it."""
+    yield from _steps_recorded(records, expected)
+    by_step = {record.step: record for record in records}
+    for other in expected:
+        own = by_step.get(other.step)
+        if own is None:
+            continue
+        for kind, name, found, value in _numbers(own, other):
+            yield _exact(kind, name, other.step, found, value)
+        differing = [name for name, value in _fields(other).items() if _fields(own)[name] != value]
+        for name in _fields(other):
+            yield Deviation("records", name, other.step, float(name in differing), 0.0)
+
+
+def _steps_recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
+    """One record a step, in order; told at the first step where that ends."""
+    own, other = [record.step for record in records], [record.step for record in expected]
+    same = next((number for number, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
+    step = other[min(same, len(other) - 1)]
+    yield Deviation("records", "steps", step, 0.0 if own == other else 1 - same / max(len(own), len(other)), 0.0)
+
+
+def _numbers(own: StepRecord, other: StepRecord) -> Iterator[tuple[str, str, float, float]]:
+    yield "lr", "lr", own.lr, other.lr
+    for term, value in other.terms.items():
+        yield "denominator", term, own.terms[term].denominator, value.denominator
+        yield "loss", term, own.terms[term].loss, value.loss
+    yield "grad_norm", "grad_norm", own.grad_norm, other.grad_norm
+
+
+def _fields(record: StepRecord) -> Mapping[str, Any]:
+    """What a record says beside the quantities that have kinds of their own and what the machine decides."""
+    content = json.loads(to_json_line(record))
+    return {name: value for name, value in content.items() if name not in (*_COMPARED_BY_KIND, *_OF_THE_MACHINE)}
+
+
+def _exact(kind: str, name: str, step: int, found: float, expected: float) -> Deviation:
+    value = 0.0 if repr(found) == repr(expected) else max(_LEAST, relative(found, expected))
+    return Deviation(kind, name, step, value, 0.0)
+
+
+def worst_in_order(found: Sequence[Deviation], tensors: Sequence[str]) -> list[Deviation]:
+    """The worst of all ranks for each quantity and step, in the order of time and of the forward pass.
+
+    Args:
+        found: In any order.
+        tensors: Names of parameters in the order of the forward pass.
+    """
+    worst: dict[tuple[str, str, int], Deviation] = {}
+    for each in found:
+        key = (each.kind, each.name, each.step)
+        if key not in worst or each.excess > worst[key].excess or each.value > worst[key].value:
+            worst[key] = each
+    order = {kind: number for number, kind in enumerate(TITLES)}
+    place = {name: number for number, name in enumerate(tensors)}
+    return sorted(worst.values(), key=lambda each: (each.step, order[each.kind], place.get(each.name, 0)))

@@ -1,0 +1,65 @@
+"""Known faults of resuming, each planted while a run goes on from its checkpoint, to show that the check finds it.
+
+Every one of them has been made by a real trainer. `mtrain verify resume --inject NAME` is the only way in.
+"""
+
+from __future__ import annotations
+
+from mtrain.config import Config
+from mtrain.config.rules import dropout_keys
+from mtrain.verify.planted.fault import Fault
+
+CRASH = "crash"
+"""The axis of the case that goes on after a rank was killed."""
+
+
+def _has_dropout(config: Config) -> bool:
+    return bool(dropout_keys(config.model))
+
+
+def _rate_changes(config: Config) -> bool:
+    return config.optimizer.schedule != "constant" or config.optimizer.warmup_steps > 0
+
+
+def _is_half(config: Config) -> bool:
+    return config.train.precision != "fp32"
+
+
+def _scales(config: Config) -> bool:
+    return config.train.precision == "fp16"
+
+
+RESUME_FAULTS = (
+    Fault("run-step-off-by-one", "goes on one step later than it stopped, so that a batch is left out", None),
+    Fault("samples-restarted", "reads the data from the first sample again", None),
+    Fault(
+        "learning-rate-restarted",
+        "counts the steps of the learning rate from the start of this process",
+        None,
+        _rate_changes,
+        "a learning rate that changes: another optimizer.schedule than constant, or a warm-up",
+    ),
+    Fault("moments-not-restored", "begins with moments of 0", None),
+    Fault("adam-step-off-by-one", "counts one update too many in Adam's bias correction", None),
+    Fault("adam-step-shared", "lets all parameters advance one counter, as Megatron-Core does after a load", None),
+    Fault(
+        "main-weights-rounded",
+        "makes the float32 main weights from the half-precision ones",
+        None,
+        _is_half,
+        "train.precision=bf16 or fp16",
+    ),
+    Fault("stale-shard", "leaves the last rank's part of one tensor as it was before the load", None),
+    Fault("loss-scale-restarted", "begins with the initial loss scale", None, _scales, "train.precision=fp16"),
+    Fault(
+        "random-states-not-restored",
+        "seeds the generators of dropout anew",
+        None,
+        _has_dropout,
+        "model.attention_dropout or model.hidden_dropout above 0",
+    ),
+    Fault("records-kept", "leaves the records of steps that a crash has lost in metrics.jsonl", CRASH),
+)
+"""By the order of counters, data, optimizer, randomness, records."""
+
+RESUME_NAMES = tuple(fault.name for fault in RESUME_FAULTS)

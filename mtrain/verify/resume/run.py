@@ -1,0 +1,335 @@
+"""`mtrain verify resume`: the user's configuration, made small, stopped and resumed, against a run that never stopped.
+
+Every start is a world of new processes in which the real trainer runs: it finds the checkpoint that the start before it
+left in the run folder, loads it, and goes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError, MtrainError, NumericError
+from mtrain.config import Config
+from mtrain.config.rules import layout_dependent_keys
+from mtrain.metrics.record import StepRecord
+from mtrain.verify.core.bisect import diagnosed
+from mtrain.verify.core.exact import ExactJob, exact_steps
+from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials, parse_trials, prepared
+from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, told
+from mtrain.verify.core.samples import Plan, with_loss_tokens
+from mtrain.verify.core.shrink import Shrunk, small
+from mtrain.verify.core.texts import texts_of
+from mtrain.verify.core.tolerances import tolerances
+from mtrain.verify.core.weights import forward_order
+from mtrain.verify.parity.run import Progress, Request, device_for
+from mtrain.verify.planted.inject import chosen
+from mtrain.verify.resume.compare import (
+    exact_deviations,
+    other_layout,
+    records_of,
+    same_layout,
+    step_values,
+    weights_before_each_step,
+    worst_in_order,
+)
+from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS
+from mtrain.verify.resume.worker import Seen, Start, run_start
+
+PRELOADED = ("mtrain.verify.resume.worker", "mtrain.verify.core.exact")
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+_ONE_PROCESS = Trial(micro_batch_size=None)
+
+
+@dataclass(frozen=True)
+class ResumeRequest(Request):
+    """What the command line asks for."""
+
+    at: int
+    """Updates after which the run stops."""
+
+
+def verify_resume(config: Config, request: ResumeRequest, progress: Progress, pool: Pool | None = None) -> ResumeReport:
+    """Runs everything.
+
+    Args:
+        config: The user's.
+        request: The command line.
+        progress: Told of every case that is done.
+        pool: Ranks that are at hand; None starts its own.
+
+    Raises:
+        ConfigError: the configuration, a layout, a step or a fault cannot be checked.
+        DataError: the user's data cannot be read.
+        MachineError: the device that was asked for is not there.
+    """
+    if not 1 <= request.at < request.num_steps:
+        raise ConfigError(
+            f"--at {request.at} must lie between 1 and --steps {request.num_steps} - 1, so that there is something to "
+            "save and something to go on with"
+        )
+    device, max_ranks = device_for(config, request.max_ranks)
+    plan = planned(config, request, max_ranks)
+    if request.fault is not None:
+        chosen(request.fault, plan.base.config, {CRASH}, RESUME_FAULTS)
+    with tempfile.TemporaryDirectory(prefix="mtrain-resume-") as folder:
+        check = ResumeCheck(plan, request.at, Path(folder), pool or Pool(device, PRELOADED))
+        check.prepare()
+        results = check.run(progress, request.fault)
+    environment = {key: str(value) for key, value in program_versions().items()}
+    return ResumeReport(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment=environment | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        config=plan.base.config.model_dump(mode="json"),
+        changes=(*plan.shrunk.changes, *plan.notes),
+        data=_data(plan, request),
+        num_steps=request.num_steps,
+        tolerances=plan.tolerances,
+        tensors=check.tensors,
+        reference=check.reference,
+        layouts=tuple(results),
+        injected=request.fault,
+        diagnosis=diagnosed(results, lambda result, step: None, ResumeReport.wording),
+    )
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """What is compared with what."""
+
+    shrunk: Shrunk
+    base: Prepared
+    """The layout that saves, with the user's precision, dropout and schedule."""
+    comparable: Prepared
+    """The same in float32 without dropout, for other layouts to go on with; equal to `base` where that is so anyway."""
+    one: Prepared
+    """One process with one microbatch, for exact values."""
+    others: list[Prepared]
+    tolerances: tuple[Tolerance, ...]
+    own_vocab_size: int
+    notes: tuple[str, ...]
+
+
+def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePlan:
+    """The layouts and the small configurations.
+
+    Raises:
+        ConfigError: as `verify_resume` does.
+        DataError: as `verify_resume` does.
+    """
+    base = full_trial(config, max_ranks)
+    named = None if request.layouts is None else parse_trials(request.layouts, config, max_ranks)
+    trials = other_trials(config, max_ranks) if named is None else named
+    also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config, request.num_steps)}
+    also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
+    shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, also), config)
+    model, train = shrunk.config.model, shrunk.config.train
+    quiet = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0})
+    full = train.model_copy(update={"precision": "fp32"})
+    comparable = shrunk.config.model_copy(update={"model": quiet, "train": full})
+    notes = []
+    if comparable != shrunk.config:
+        notes.append("for other layouts: train.precision: fp32, no dropout, whose draws follow the layout")
+    if keys := layout_dependent_keys(config.model, config.loss):
+        notes.append(f"other layouts are left out: {', '.join(keys)} changes with the layout by definition")
+        trials = []
+    saving = prepared(base, shrunk.config)
+    others = [each for trial in trials if (each := _fitting(trial, comparable, named is not None)) is not None]
+    return ResumePlan(
+        shrunk,
+        saving,
+        prepared(base, comparable),
+        prepared(_ONE_PROCESS, comparable),
+        [each for each in others if each.name != saving.name],
+        tolerances(comparable, request.num_steps) if others else (),
+        config.model.vocab_size if shrunk.reads_files else shrunk.config.model.vocab_size,
+        tuple(notes),
+    )
+
+
+def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
+    """None for a layout that the user did not ask for and that the model does not allow."""
+    try:
+        return prepared(trial, config)
+    except ConfigError:
+        if is_named:
+            raise
+        return None
+
+
+def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
+    """The user's schedule over the few steps: each of its phases has some."""
+    warmup = min(config.optimizer.warmup_steps, max(1, num_steps // 3))
+    is_wsd = config.optimizer.schedule == "wsd"  # whose decay would have the one step that begins it
+    return {"warmup_steps": warmup, "decay_steps": min(max(2, num_steps // 3), num_steps - warmup) if is_wsd else None}
+
+
+def _data(plan: ResumePlan, request: ResumeRequest) -> str:
+    samples = "the run's own data" if plan.shrunk.reads_files else "random tokens"
+    return f"{request.num_steps} steps of {samples}, stopped after {request.at}"
+
+
+class _Finding(NamedTuple):
+    """What came out of one case."""
+
+    records: list[StepRecord]
+    deviations: list[Deviation]
+
+
+class ResumeCheck:
+    """All runs of one check; the straight run and the stop are made once, by `prepare`."""
+
+    def __init__(self, plan: ResumePlan, at: int, folder: Path, pool: Pool) -> None:
+        """
+        Args:
+            plan: What is compared with what.
+            at: Updates after which the run stops.
+            folder: For the run folders; empty.
+            pool: Starts the ranks.
+        """
+        self._plan, self._at, self._folder, self._pool = plan, at, folder, pool
+        self._lock = threading.Lock()
+        self._saved: dict[str, list[Seen]] = {}
+
+    def prepare(self) -> None:
+        """The straight run, and those that stop."""
+        plan = self._plan
+        stops = {"stopped": plan.base}
+        if plan.others and plan.comparable.config != plan.base.config:
+            stops["comparable"] = plan.comparable
+        with ThreadPoolExecutor(self._at_once) as threads:
+            straight = threads.submit(self._straight)
+            saved = {folder: threads.submit(self._stopped, trial, folder) for folder, trial in stops.items()}
+            self._everyone = straight.result()
+            self._saved = {folder: stop.result() for folder, stop in saved.items()}
+
+    def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
+        """Every case; two at a time on CPUs."""
+        others = (partial(self.elsewhere, trial) for trial in self._plan.others)
+        threads = ThreadPoolExecutor(self._at_once)
+        try:
+            return list(
+                threads.map(lambda case: self._reported(case(fault), progress), (self.alike, self.crashed, *others))
+            )
+        finally:
+            threads.shutdown(cancel_futures=True)  # an interrupted check starts nothing further
+
+    @property
+    def _at_once(self) -> int:
+        return 2 if self._pool.device == "cpu" else 1
+
+    def _start(self, trial: Prepared, folder: str, saving: Mapping[str, Any] = EMPTY, **how: Any) -> list[Seen]:
+        run = trial.config.run.model_copy(update={"dir": str(self._folder / folder)})
+        checkpoint = trial.config.checkpoint.model_copy(update=saving)
+        config = trial.config.model_copy(update={"run": run, "checkpoint": checkpoint})
+        start = Start(config, self._plan.own_vocab_size, **how)
+        return self._pool.run(run_start, trial.layout, start, seed=config.train.seed)
+
+    def _straight(self) -> list[Seen]:
+        began, base = time.monotonic(), self._plan.base
+        everyone = self._start(base, "straight", watched_from=self._at)
+        seconds = time.monotonic() - began
+        self._expected = records_of(self._folder / "straight")
+        names = dict.fromkeys(name for seen in everyone for name in seen.parameter_names)
+        self.tensors = tuple(forward_order(names, list(names)))
+        steps = tuple(map(step_values, self._expected))
+        self.reference = LayoutResult("straight", {}, base.layout.world_size, seconds, steps, steps)
+        return everyone
+
+    def _stopped(self, trial: Prepared, folder: str) -> list[Seen]:
+        return self._start(trial, folder, watched_from=self._at, stop_after=self._at)
+
+    def alike(self, fault: str | None) -> LayoutResult:
+        """Goes on on the layout that saved."""
+        return self._judged("same layout", self._plan.base, {}, lambda: self._resumed_alike("stopped", fault))
+
+    def crashed(self, fault: str | None) -> LayoutResult:
+        """Goes on after the last rank was killed between saves."""
+        base, at = self._plan.base, self._at
+        crash, rank = min(at + 2, base.config.train.num_steps), base.layout.world_size - 1
+
+        def find() -> _Finding:
+            source = self._new_folder()
+            try:
+                self._start(base, source, {"interval_steps": at, "async_save": False}, crash_in=crash)
+            except RankFailedError:
+                return self._resumed_alike(source, fault)
+            raise NumericError("the rank that was to be killed went on")
+
+        return self._judged(f"after a crash of rank {rank} in step {crash}", base, {CRASH: f"rank {rank}"}, find)
+
+    def elsewhere(self, trial: Prepared, fault: str | None) -> LayoutResult:
+        """Goes on on another layout."""
+        axes = _changed_axes(self._plan.base, trial)
+        return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_elsewhere(trial, fault))
+
+    def _resumed_alike(self, source: str, fault: str | None) -> _Finding:
+        everyone, records = self._resumed(self._plan.base, source, fault=fault)
+        return _Finding(records, same_layout(everyone, self._everyone, records, self._expected))
+
+    def _resumed_elsewhere(self, trial: Prepared, fault: str | None) -> _Finding:
+        source = list(self._saved)[-1]
+        everyone, records = self._resumed(trial, source, gathers=True, fault=fault)
+        first, one = everyone[0], self._plan.one
+        texts = texts_of(one.config, Plan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
+        job = ExactJob(one.config, texts.steps[first.start_step :], first.start_step)
+        exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
+        steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)
+        found = other_layout(everyone, self._saved[source], self._everyone, records, self._expected, steps)
+        return _Finding(records, found)
+
+    def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[Seen], list[StepRecord]]:
+        """Goes on in a copy of a run folder; what the ranks have seen, and all records."""
+        folder = self._new_folder()
+        shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)
+        everyone = self._start(trial, folder, **how)
+        return everyone, records_of(self._folder / folder)
+
+    def _new_folder(self) -> str:
+        return Path(tempfile.mkdtemp(dir=self._folder)).name
+
+    def _judged(self, name: str, trial: Prepared, axes: dict[str, str], find: Callable[[], _Finding]) -> LayoutResult:
+        began, error, finding = time.monotonic(), None, _Finding([], [])
+        try:
+            finding = find()
+        except (RankFailedError, MtrainError) as fault:
+            error = reason_of(fault)
+        seconds, at = time.monotonic() - began, self._at
+        return LayoutResult(
+            name,
+            axes,
+            trial.layout.world_size,
+            seconds,
+            steps=tuple(step_values(record) for record in finding.records if record.step > at),
+            expected=tuple(step_values(record) for record in self._expected if record.step > at),
+            deviations=tuple(worst_in_order(finding.deviations, self.tensors)),
+            error=error,
+        )
+
+    def _reported(self, result: LayoutResult, progress: Progress) -> LayoutResult:
+        with self._lock:
+            progress(told(result))
+        return result
+
+
+def _changed_axes(base: Prepared, trial: Prepared) -> dict[str, str]:
+    """What is other than on the layout that saved: axis -> `2 -> 1`."""
+    axes = dict.fromkeys((*base.axes, *trial.axes))
+    return {
+        axis: f"{base.axes.get(axis, 1)} -> {trial.axes.get(axis, 1)}"
+        for axis in axes
+        if axis != "microbatches" and base.axes.get(axis) != trial.axes.get(axis)
+    }

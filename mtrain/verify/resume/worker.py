@@ -1,0 +1,256 @@
+"""What every rank does for one start of a run: the real trainer from its run folder, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtrain.base.signals import StopSignal
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.store.directory import step_name
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.order import slots
+from mtrain.mcore.distributed import rng
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Update
+from mtrain.mcore.state.gather import Shard, gradient_shards, parameter_shards
+from mtrain.mcore.state.local_state import WEIGHTS, Held, held_state
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import Run, build_run
+from mtrain.training.step import StepTotals, TrainingStep
+from mtrain.training.trainer import train_on
+from mtrain.verify.core.weights import EMBEDDING, OUTPUT, Whole, gathered
+from mtrain.verify.core.worker import small_teacher
+from mtrain.verify.planted.planting import planted
+from mtrain.verify.resume.faults import PLANTS
+
+SAMPLE = 4096
+"""Elements of a tensor that are kept to say how far it deviates; the rest is known by its digest alone."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run."""
+
+    config: Config
+    """run.dir among it: a folder that is new, or the one that an earlier start left."""
+    own_vocab_size: int
+    """Of the samples; larger than the model's where token ids are taken modulo the model's."""
+    watched_from: int = 0
+    """Updates completed, from which on the state is looked at."""
+    stop_after: int | None = None
+    """The last rank asks to stop in the step that completes so many updates."""
+    crash_in: int | None = None
+    """The last rank kills itself in the step that would complete so many updates."""
+    gathers: bool = False
+    """Whether gradients and weights of each step are wanted whole, and the loaded state is compared with the files."""
+    fault: str | None = None
+    """Name of the fault to plant."""
+
+
+class Print(NamedTuple):
+    """A tensor to compare with another one."""
+
+    digest: str
+    sample: NDArray[Any]
+    """Up to SAMPLE elements, evenly spread."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank holds after so many updates."""
+
+    tensors: dict[tuple[str, str], Print]
+    """(kind, name) -> what is known of it; `random` is a kind, too."""
+    counters: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """One step that must be compared with its exact values; on rank 0."""
+
+    gradients: Whole
+    weights: Whole
+
+
+@dataclass
+class Seen:
+    """What a rank reports of one start."""
+
+    start_step: int = 0
+    states: dict[int, State] = field(default_factory=dict)
+    """Updates completed -> state; the first is that of the start."""
+    samples: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Step, counted from 1 -> slot of the global batch -> digest of its row."""
+    unlike_files: list[tuple[str, str, float]] = field(default_factory=list)
+    """(kind, name, share of elements) of what was loaded with other bits than the files have."""
+    initial: dict[str, Whole] = field(default_factory=dict)
+    """Kind -> whole tensors at the start; on rank 0."""
+    steps: list[StepSeen] = field(default_factory=list)
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the parameters that this rank holds, in the order of the model."""
+        first = self.states[min(self.states)]
+        return [name for kind, name in first.tensors if kind == WEIGHTS]
+
+
+def run_start(groups: Groups, start: Start) -> Seen:
+    """Trains from the run folder until the end, a stop or a crash. Collective."""
+    seen = Seen()
+
+    def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
+        run = build_run(config, groups, folder, small_teacher)
+        watched = WatchedStep(run, start, seen)
+        watched.begin(folder)
+        return replace(run, training=watched)
+
+    with planted(start.fault, PLANTS), contextlib.redirect_stdout(io.StringIO()):
+        train_on(groups, start.config, StopSignal(), build)
+    return seen
+
+
+class WatchedStep(TrainingStep):
+    """Notes what goes in and what comes out of each step; changes nothing."""
+
+    def __init__(self, run: Run, start: Start, seen: Seen) -> None:
+        super().__init__(run.config, run.groups, run.chunks, run.optimizer, run.objective, run.teacher)
+        self._run, self._start, self._seen = run, start, seen
+        self._is_last_rank = run.groups.rank == run.groups.layout.world_size - 1
+        self._done = run.start_step
+
+    def begin(self, folder: RunFolder) -> None:
+        """Looks at what was loaded."""
+        run, seen = self._run, self._seen
+        seen.start_step = run.start_step
+        self._note_state()
+        if self._start.gathers:
+            path = folder.checkpoints / step_name(run.start_step)
+            seen.unlike_files = list(self._unlike_files(path)) if path.exists() else []
+            seen.initial = {kind: whole for kind in (WEIGHTS, *optimizer_state.STATES) if (whole := self._whole(kind))}
+
+    def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
+        folded = self._all_folded(batches)
+        if folded is not None:
+            self._seen.samples[self._done + 1] = self._digests(folded)
+        stops = self._is_last_rank and self._start.stop_after == self._done + 1
+        totals = super().forward_backward(folded, flag or stops)
+        if self._is_last_rank and self._start.crash_in == self._done + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return totals
+
+    def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
+        super().try_weights(self._all_folded(batches))
+
+    def update(self, totals: StepTotals, lr: float) -> Update | None:
+        gathers, run = self._start.gathers, self._run
+        gradients = gathered(gradient_shards(run.chunks, run.groups)) if gathers else None
+        update = super().update(totals, lr)
+        self._done += 1
+        self._note_state()
+        if gathers:
+            weights = gathered(parameter_shards(run.chunks, run.groups))
+            if gradients is not None and weights is not None:
+                self._seen.steps.append(StepSeen(gradients, weights))
+        return update
+
+    def _note_state(self) -> None:
+        """Collective where the watch has begun: as the optimizer's gathering of parameters, and one all-reduce."""
+        if self._done < self._start.watched_from:
+            return
+        run = self._run
+        run.optimizer.gather_parameters()
+        boxes: dict[tuple[str, str], list[torch.Tensor]] = {}
+        for held in held_state(run.chunks, run.optimizer, run.groups):
+            boxes.setdefault((held.kind, held.name), []).append(held.part.data)
+        for name, values in rng.random_states(run.groups).items():
+            boxes["random", name] = [values]
+        tensors = {key: _print(parts) for key, parts in boxes.items()}
+        counters = {"adam_step": float(optimizer_state.adam_step(run.optimizer.inner))}
+        scaler = optimizer_state.loss_scaler(run.optimizer.inner)
+        if scaler is not None:
+            counters |= {f"loss_scaler.{name}": float(value) for name, value in scaler.model_dump().items()}
+        self._seen.states[self._done] = State(tensors, counters)
+
+    def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
+        """What this rank holds with other bits than the checkpoint; padding of the vocabulary left out."""
+        files, run = CheckpointTensors(path), self._run
+        for held in held_state(run.chunks, run.optimizer, run.groups):
+            sizes = self._rows_of_tokens(held)
+            if 0 in sizes:
+                continue
+            own = held.part.data.view(held.part.sizes)[tuple(slice(size) for size in sizes)].cpu()
+            saved = files.read(held.part.key, held.part.offset, sizes)
+            share = 1.0 if own.dtype != saved.dtype else float((_bytes(own) != _bytes(saved)).mean())
+            if share > 0:
+                yield held.kind, held.name, share
+
+    def _rows_of_tokens(self, held: Held) -> tuple[int, ...]:
+        """Sizes of the box without padding rows."""
+        part = held.part
+        if held.name not in (EMBEDDING, OUTPUT):
+            return part.sizes
+        rows = max(0, min(part.sizes[0], self._run.config.model.vocab_size - part.offset[0]))
+        return (rows, *part.sizes[1:])
+
+    def _whole(self, kind: str) -> Whole | None:
+        """One kind of state, put together on rank 0. One gather of objects."""
+        run = self._run
+        shards = []
+        for held in held_state(run.chunks, run.optimizer, run.groups):
+            if held.kind == kind:
+                part = held.part
+                axes = held.num_stacked
+                values = part.data.detach().float().cpu().clone().view(part.sizes[axes:])
+                shards.append(Shard(held.name, part.global_shape[axes:], part.offset[axes:], values))
+        return gathered(shards)
+
+    def _all_folded(self, batches: Sequence[Microbatch] | None) -> list[Microbatch] | None:
+        return None if batches is None else [self._folded(batch) for batch in batches]
+
+    def _folded(self, batch: Microbatch) -> Microbatch:
+        size = self._run.config.model.vocab_size
+        if self._start.own_vocab_size <= size:
+            return batch
+        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size)
+
+    def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
+        """Slot -> digest of the row's tokens, labels and weights."""
+        groups, size = self._run.groups, self._run.config.train.micro_batch_size
+        digests = {}
+        for number, batch in enumerate(batches):
+            for row, slot in enumerate(slots(number, groups.dp_rank, groups.layout.dp, size)):
+                digest = hashlib.sha256(batch.tokens[row].numpy().tobytes() + batch.labels[row].numpy().tobytes())
+                for weights in batch.weights.values():
+                    digest.update(weights[row].numpy().tobytes())
+                digests[slot] = digest.hexdigest()
+        return digests
+
+
+def _print(parts: Sequence[torch.Tensor]) -> Print:
+    digest, samples = hashlib.sha256(), []
+    count = sum(part.numel() for part in parts)
+    stride = max(1, -(-count // SAMPLE))
+    for part in parts:
+        flat = part.detach().flatten().cpu()
+        digest.update(_bytes(flat).data)
+        samples.append(flat[::stride].float().numpy())
+    return Print(digest.hexdigest(), np.concatenate(samples))
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Of one dimension; not-a-number is equal to itself."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy()

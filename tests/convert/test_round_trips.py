@@ -1,0 +1,131 @@
+"""Hugging Face -> checkpoint -> Hugging Face, judged by transformers and by megatron-core."""
+
+import filecmp
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.verification import verify_files
+from mtrain.config import Config
+from mtrain.config.load import load_config, save_config
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.importing import import_hf
+from mtrain.convert.logits import random_tokens
+from mtrain.convert.verifying import verify_hf
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.logits import transformers_logits
+from mtrain.plan.layout import Layout
+from tests.hf import hf_ranks
+from tests.hf.folders import CONFIGS, save
+from tests.mcore.state import checkpoint_ranks
+from tests.pool import Pool
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_comes_back_byte_for_byte_and_computes_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
+    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    model = save(name, theirs)
+    (theirs / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (theirs / "modeling_evil.py").write_text("raise SystemExit")
+    import_hf(theirs, ours, None, num_workers=2)
+    proof = export_hf(ours, back, None, None, num_workers=2)
+
+    assert proof.num_tensors == len(HfFolder(theirs).names())
+    assert names(back) == names(theirs) - {"modeling_evil.py"}
+    assert [file for file in names(back) if not filecmp.cmp(theirs / file, back / file, shallow=False)] == []
+    again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto", attn_implementation="eager").eval()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key]), key
+    tokens = random_tokens(model.config.vocab_size)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, again(tokens).logits)
+    expected = transformers_logits(back, tokens).numpy()
+    np.testing.assert_allclose(
+        pool.run(hf_ranks.logits, Layout(), ours)[0], expected, rtol=0, atol=2e-5 * np.abs(expected).max()
+    )
+
+
+def test_an_import_loads_on_uneven_stages_and_tensor_parallel_ranks(pool: Pool, tmp_path: Path) -> None:
+    save("qwen3", tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    verify_files(load_entry(tmp_path / "ours"), load_entry(tmp_path / "ours").manifest.files)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run: {dir: unused}\ntrain: {global_batch_size: 2, num_steps: 1, precision: bf16}\noptimizer: {lr: 1}\n"
+        "data: {kind: mock, seq_length: 8}\nlayout: {tp: 2, pp: 2, stage_layers: [1, 2]}\n"
+    )
+    config = load_config([path, tmp_path / "ours" / "model.yaml"], [])
+    assert config.checkpoint.initialize_from == str(tmp_path / "ours")
+    split = pool.run(hf_ranks.weights, Layout.from_config(config, 4), tmp_path / "ours", config)[0]
+    alone = Config.model_validate({**config.model_dump(), "layout": {}})
+    whole = pool.run(hf_ranks.weights, Layout(), tmp_path / "ours", alone)[0]
+    assert split.keys() == whole.keys()
+    for key, value in whole.items():
+        rows = 57 if value.shape[0] > 57 and "layers" not in key else value.shape[0]
+        np.testing.assert_array_equal(split[key][:rows], value[:rows], err_msg=key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_casts_are_those_that_were_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = save("llama", tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", dtype, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert again.dtype == dtype
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.to(dtype), again.state_dict()[key]), key
+
+
+def test_a_trained_model_is_exported_from_shards(pool: Pool, tmp_path: Path) -> None:
+    """Of a run that began with Megatron-LM's weights: bf16 weights as they compute, or float32 main weights."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / ".metadata").touch()
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {
+                "num_layers": 3,
+                "hidden_size": 32,
+                "ffn_hidden_size": 48,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "vocab_size": 57,
+                "vocab_multiple": 4,
+                "qk_norm": True,
+            },
+            "train": {"global_batch_size": 2, "num_steps": 3, "precision": "bf16"},
+            "optimizer": {"lr": 1e-2, "schedule": "constant"},
+            "data": {"kind": "mock", "seq_length": 8},
+            "layout": {"tp": 2, "pp": 2, "stage_layers": [2, 1]},
+            "checkpoint": {"initialize_from": str(tmp_path / "megatron")},
+        }
+    )
+    save_config(config, tmp_path / "config.yaml")
+    layout, folder = Layout.from_config(config, 4), tmp_path / "checkpoints"
+    pool.run(checkpoint_ranks.train, layout, config, folder, None, 2, 1)
+    export_hf(tmp_path, tmp_path / "half", None, None, num_workers=1)
+    export_hf(tmp_path, tmp_path / "full", None, torch.float32, num_workers=2)
+
+    half, full = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("half", "full")
+    )
+    assert (half.config.model_type, half.dtype, full.dtype) == ("qwen3", torch.bfloat16, torch.float32)
+    wider = [key for key, value in full.state_dict().items() if not torch.equal(value, value.bfloat16().float())]
+    assert "model.layers.1.mlp.down_proj.weight" in wider
+    for key, value in half.state_dict().items():
+        assert torch.equal(value, full.state_dict()[key].bfloat16()), key
+    verify_hf(tmp_path, tmp_path / "half", num_workers=1)
+    verify_hf(tmp_path, tmp_path / "full", num_workers=1)
+    for exported, is_main in ((half.float(), False), (full, True)):
+        with torch.no_grad():
+            expected = exported(random_tokens(57)).logits.numpy()
+        ours = pool.run(hf_ranks.logits, Layout(), folder / "step_00000001", is_main)[0]
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-5)

@@ -1,0 +1,123 @@
+"""Ranks that are stopped or silent: the launcher ends them, says which, and leaves working ones alone."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mtrain.launch.local import run_ranks
+from mtrain.launch.watch import Heartbeats
+from tests.fault_table import Notice
+from tests.launch.test_local import launcher, program, wait_for_both
+
+__all__ = ["program"]
+
+READY = """
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+tell(f'ready{rank}', os.getpid())
+while not received: time.sleep(0.01)
+"""
+BEATING = """
+from mtrain.base.heartbeat import Heartbeat, Phase
+with Heartbeat(here / 'heartbeats', rank, 1, 1.0) as heartbeat:
+    heartbeat.enter(Phase.SAVE, 7)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.fault(
+    "signals",
+    "SIGTERM while a rank is stopped by SIGSTOP",
+    happens="after a grace of 10 s the launcher ends all ranks and names the stopped one",
+    exit_code=5,
+)
+@pytest.mark.parametrize("stopped", [[1], [0, 1]], ids=["one", "all"])
+def test_stopped_ranks_are_ended_after_the_grace(
+    program: Callable[[str], Path], tmp_path: Path, stopped: list[int], notice: Notice
+) -> None:
+    with launcher(program(READY), 2, grace_s=0.5) as process:
+        wait_for_both("ready", tmp_path, process)
+        pids = [int((tmp_path / f"ready{rank}").read_text()) for rank in range(2)]
+        for rank in stopped:
+            psutil.Process(pids[rank]).suspend()
+        with notice:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(20)
+        _, errors = process.communicate()
+    assert code == notice.exit_code
+    assert f"rank {stopped[0]} is stopped and has not answered SIGTERM within 0.5 s" in errors
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_rank_that_is_stopped_for_a_moment_may_still_save(program: Callable[[str], Path], tmp_path: Path) -> None:
+    with launcher(program(READY), 2, grace_s=10) as process:
+        wait_for_both("ready", tmp_path, process)
+        rank = psutil.Process(int((tmp_path / "ready1").read_text()))
+        rank.suspend()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)  # so that the launcher has seen it
+        rank.resume()
+        assert process.wait(20) == 0
+
+
+def watched(path: Path, num_ranks: int, limit_s: float) -> int:
+    heartbeats = Heartbeats(path.parent / "heartbeats", limit_s)
+    return run_ranks([sys.executable, str(path)], num_ranks, path.parent / "logs", heartbeats=heartbeats)
+
+
+@pytest.mark.fault(
+    "ranks",
+    "SIGSTOP of a lone rank, or of all ranks",
+    happens="the launcher misses their heartbeats for `train.process_group_timeout_s` and names step and phase",
+    exit_code=5,
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_silent_ranks_are_ended(
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str], num_ranks: int, notice: Notice
+) -> None:
+    path = program(BEATING + "    os.kill(os.getpid(), signal.SIGSTOP)")
+    with notice:
+        code = watched(path, num_ranks, limit_s=2.0)
+    assert code == notice.exit_code
+    errors = capfd.readouterr().err
+    assert "error: rank 0 has given no sign of life for 2 s, nor has any other rank" in errors
+    assert "(last seen in save of step 7)" in errors
+
+
+@pytest.mark.fault(
+    "ranks",
+    "SIGSTOP of a rank before its first heartbeat",
+    happens="as later: the launcher counts from the start of the rank",
+    exit_code=5,
+)
+def test_ranks_that_never_gave_a_sign_are_ended(program: Callable[[str], Path], notice: Notice) -> None:
+    with notice:
+        code = watched(program("os.kill(os.getpid(), signal.SIGSTOP)"), 1, limit_s=1.0)
+    assert code == notice.exit_code
+
+
+WORKING = {
+    "beating": BEATING + "    time.sleep(3)",
+    "computing, but unable to write": "began = time.monotonic()\nwhile time.monotonic() - began < 3: pass",
+    "one of two beating": BEATING + "    if rank == 0: time.sleep(3)",
+}
+
+
+@pytest.mark.parametrize("body", WORKING.values(), ids=WORKING.keys())
+def test_ranks_that_do_something_are_left_alone(program: Callable[[str], Path], body: str) -> None:
+    assert watched(program(body), 2 if "rank == 0" in body else 1, limit_s=1.5) == 0
+
+
+def test_what_an_earlier_start_left_is_no_sign_of_life(
+    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = program(BEATING)
+    assert watched(path, 1, limit_s=30.0) == 0
+    path.write_text(path.read_text().replace(BEATING, "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert watched(path, 1, limit_s=30.0) == 5
+    assert "was killed by SIGKILL; the other" in capfd.readouterr().err, "without the place of the start before"

@@ -1,0 +1,90 @@
+"""Devices, and how ranks agree."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import MachineError, RankLostError
+from mtrain.mcore.distributed.init import choose_device, open_world
+from mtrain.plan.layout import Layout
+from tests.fault_table import Notice
+from tests.mcore.distributed import init_ranks
+from tests.pool import Pool
+
+ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+
+
+def test_every_rank_gets_what_rank_zero_found(pool: Pool) -> None:
+    assert pool.run(init_ranks.result_of_rank_zero, Layout(dp=3)) == [7, 7, 7]
+
+
+def test_every_rank_raises_what_rank_zero_raised(pool: Pool) -> None:
+    assert pool.run(init_ranks.error_of_rank_zero, Layout(dp=3)) == [("seen on rank 0", True)] * 3
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", 0) == torch.device("cpu")
+    assert choose_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(MachineError, match=r"train\.device=cuda needs a GPU"):
+        choose_device("cuda", 0)
+
+
+LOST = {
+    "gloo": RuntimeError("[/third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
+    "gloo, timeout": RuntimeError("[/gloo/buffer.cc:81] Timed out waiting 3000ms for recv operation to complete"),
+    "nccl": dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL 2.27\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    ),
+    "nccl, aborted": dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    "nccl, timeout": dist.DistBackendError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=3000)"
+    ),
+    "store": dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"),
+    "store, gone": dist.DistNetworkError("failed to recv, got 0 bytes"),
+}
+"""What torch raises: gloo's and the store's as seen, NCCL's as ProcessGroupNCCL.cpp and nccl's init.cc word them."""
+
+
+@pytest.mark.parametrize("error", LOST.values(), ids=LOST.keys())
+def test_a_lost_rank_is_recognised_whatever_the_backend(error: RuntimeError) -> None:
+    with pytest.raises(RankLostError, match="rank 0 lost the connection") as caught, open_world(ALONE, "auto", 10):
+        raise error
+    assert caught.value.exit_code == 5
+    assert "third_party" not in str(caught.value)
+
+
+def test_other_faults_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="a shape does not fit"), open_world(ALONE, "auto", 10):
+        raise RuntimeError("a shape does not fit")
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**52), lambda: np.empty(2**52), lambda: bytearray(2**62)])
+@pytest.mark.fault(
+    "input",
+    "a model, a batch or a sequence for which the machine has no memory",
+    happens="one message says what to lower",
+    exit_code=7,
+)
+def test_a_lack_of_memory_says_what_to_lower(allocate: Callable[[], object], notice: Notice) -> None:
+    words = r"not enough memory .* lower train\.micro_batch_size"
+    with notice, pytest.raises(MachineError, match=words) as error, open_world(ALONE, "auto", 10):
+        allocate()
+    assert error.value.exit_code == notice.exit_code
+    assert "alloc_cpu.cpp" not in str(error.value)
+
+
+def test_a_world_that_cannot_meet_says_where() -> None:
+    lonely = RankEnvironment(
+        rank=1, world_size=2, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=1
+    )
+    with (
+        pytest.raises(MachineError, match=r"rank 1 of 2 cannot meet the others at 127\.0\.0\.1:1"),
+        open_world(lonely, "auto", 1),
+    ):
+        raise AssertionError("not reached")

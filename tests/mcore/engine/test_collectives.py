@@ -1,0 +1,139 @@
+"""What the loss pairs cost a step: they travel in the collective and the read that the gradient norm needs anyway."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.mcore.engine.counting import Steps, count_steps
+from tests.parity.batches import three_steps
+from tests.parity.cases import SINGLE, Case, case
+from tests.pool import Pool
+
+CASES = [
+    SINGLE,
+    case(4, dp=2),
+    case(4, cp=2),
+    case(4, tp=2, sp=True),
+    case(8, pp=2),
+    case(4, pp=2, vpp=2, dp=2),
+    case(4, tp=2, pp=2),
+]
+SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
+OUR_READ = Counter({"mtrain/mcore/engine/loss_reduction.py": 1})
+NORM = {("allreduce_", 1): 1}
+"""megatron-core's own, which it calls on one rank as well."""
+
+
+_counted: dict[str, list[Steps]] = {}
+
+
+def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
+    """One report a rank; what was counted once is kept."""
+    key = f"{case} {changes}"
+    if key not in _counted:
+        config = case.config(**changes)
+        _counted[key] = pool.run(count_steps, case.resolved(config), config, three_steps()[0])
+    return _counted[key]
+
+
+def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], int]:
+    """One sum of a short vector, in each of so many stages apart: each rank swaps with log2(ranks) others."""
+    size = math.prod(case.layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")) // stages
+    assert size & (size - 1) == 0
+    return {("send", numbers): size.bit_length() - 1} if size > 1 else {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_collective_beside_those_of_a_step_without_normalisation(pool: Pool, case: Case) -> None:
+    for steps in steps_of_all_ranks(pool, case):
+        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=7)
+        assert steps.bare.collectives - steps.ours.collectives == NORM
+        assert (steps.megatrons.collectives - steps.bare.collectives).total() >= 2
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+def test_replicated_optimizers_need_one_as_well(pool: Pool, case: Case) -> None:
+    for steps in steps_of_all_ranks(pool, case, train__distributed_optimizer=False):
+        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=7)
+        assert steps.bare.collectives - steps.ours.collectives == NORM
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+def test_side_terms_of_the_same_denominator_cost_none(pool: Pool, case: Case) -> None:
+    alike = {"z": {"function": "z_loss", "coefficient": 0.1}}
+    for steps in steps_of_all_ranks(pool, case, loss__side_terms=alike):
+        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=10)
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: Pool, case: Case) -> None:
+    """Within the stage. A loss function's own collectives over TP are as many as for the main term."""
+    for steps in steps_of_all_ranks(pool, case, loss__side_terms=SIDE_TERMS):
+        added = steps.ours.collectives - steps.bare.collectives
+        assert added == small(case, numbers=10) | small(case, numbers=2, stages=case.layout.get("pp", 1))
+
+
+EXPERTS: dict[str, Any] = {
+    "model__experts": {
+        "num_experts": 4,
+        "top_k": 2,
+        "ffn_hidden_size": 16,
+        "score": "sigmoid",
+        "expert_bias": True,
+        "bias_update_rate": 0.01,
+    }
+}
+
+
+@pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, cp=2), case(4, pp=2, dp=2)], ids=str)
+def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(pool: Pool, case: Case) -> None:
+    """A z-loss alone costs the plan, moving biases one sum a step. A balance of sequences costs one sum for each router
+    and microbatch where ranks share rows. The host waits for none of it."""
+    stages, is_shared = case.layout.get("pp", 1), "dp" not in case.layout
+    biases = Counter({("allreduce_", 4 // stages * 4): 1})
+    for steps in steps_of_all_ranks(pool, case, loss__router={"z_coefficient": 0.1}, **EXPERTS):
+        added = steps.ours.collectives - steps.bare.collectives
+        assert added == Counter(small(case, numbers=10) | small(case, numbers=2, stages=stages)) + biases
+    both = {"z_coefficient": 0.1, "sequence_balance_coefficient": 0.1}
+    for steps in steps_of_all_ranks(pool, case, loss__router=both, **EXPERTS):
+        added = steps.ours.collectives - steps.bare.collectives
+        sums = Counter({("allreduce_", 4 * 4): 4 * 4 if is_shared else 0})
+        assert added == Counter(small(case, numbers=13) | small(case, numbers=3, stages=stages)) + biases + sums
+        assert steps.ours.reads - steps.bare.reads == OUR_READ
+
+
+JUDGED: dict[str, Any] = {
+    "loss__function": "tests.parity.losses:preference",
+    "loss__options": {"slope": 0.03},
+    "loss__aggregation": "seq-mean-token-sum",
+}
+
+
+@pytest.mark.parametrize("case", [case(4, cp=2), case(4, dp=2), case(4, pp=2, cp=2)], ids=str)
+def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them(pool: Pool, case: Case) -> None:
+    """One in forward and one in backward for each microbatch, of one number a row, on the last stage."""
+    layout, is_shared = case.resolved(case.config(**JUDGED)), "cp" in case.layout
+    for rank, steps in enumerate(steps_of_all_ranks(pool, case, **JUDGED)):
+        is_last = layout.coordinate(rank).pp == layout.pp - 1
+        sums = Counter({("allreduce_", 4): 2 * 4 if is_shared and is_last else 0})
+        assert steps.ours.collectives - steps.bare.collectives == Counter(small(case, numbers=7)) + sums
+        assert steps.ours.reads - steps.bare.reads == OUR_READ
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"loss__side_terms": SIDE_TERMS}], ids=["one term", "two terms"])
+def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(
+    pool: Pool, changes: dict[str, Any], case: Case
+) -> None:
+    for steps in steps_of_all_ranks(pool, case, **changes):
+        assert steps.ours.reads - steps.megatrons.reads == OUR_READ
+        assert steps.megatrons.reads.total() - steps.ours.reads.total() >= 1
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
+    for steps in steps_of_all_ranks(pool, case, train__precision="bf16"):
+        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=7)
+        assert steps.ours.reads - steps.megatrons.reads == OUR_READ

@@ -1,0 +1,30 @@
+"""Padding and loss tokens are those of the global batch, on every rank of every layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.mcore.engine.token_ranks import counted
+from tests.parity.batches import three_steps
+from tests.parity.cases import SINGLE, Case, case
+from tests.pool import Pool
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SINGLE,
+        case(4, dp=2),
+        case(4, cp=2, dp=2),
+        case(4, tp=2, sp=True, pp=2),
+        case(4, pp=2, vpp=2, dp=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, precision: str, case: Case) -> None:
+    batch = [replace(sample, num_padding=slot) for slot, sample in enumerate(three_steps()[0])]
+    wanted = sum(range(len(batch))), sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0)
+    assert 0 < wanted[1] < sum(len(sample.mask) for sample in batch)
+    config = case.config(train__precision=precision, train__initial_loss_scale=2.0**10)
+    assert pool.run(counted, case.resolved(config), config, batch) == [wanted] * case.resolved(config).world_size

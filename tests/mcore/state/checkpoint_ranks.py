@@ -1,0 +1,247 @@
+"""What every rank does in a checkpoint test; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from megatron.core import dist_checkpointing
+from torch import Tensor
+
+from mtrain.base.errors import MtrainError
+from mtrain.checkpoint.format.training_state import LossScaler
+from mtrain.checkpoint.store.directory import load_entry, step_name
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.loss.objective import Objective
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.optimizer_state import adam_step, loss_scaler, portions
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.model.init_weights import sharded_tensors
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.gather import Shard, gather_whole, parameter_shards
+from mtrain.mcore.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
+from mtrain.mcore.state.save import Saver
+from mtrain.training.step import TrainingStep
+from tests.crash import kill_self_before_operation
+from tests.mcore.state.whole_states import whole_states
+
+Arrays = dict[str, Any]
+"""Tensors by name, as numpy: a torch tensor would travel between processes as an open file."""
+
+
+class Step(NamedTuple):
+    """One optimizer step."""
+
+    loss: float
+    grad_norm: float
+    """NaN where fp16 overflowed."""
+
+
+class Standing(NamedTuple):
+    """Everything that a rank continues from."""
+
+    parameters: list[Any]
+    """This rank's model weights."""
+    held: list[Arrays]
+    """This rank's part of each parameter's main weights, moments and step counter, as they lie in the optimizer."""
+    adam_step: int
+    loss_scaler: LossScaler | None
+    random_bytes: bytes
+    """State of the generator that dropout draws from."""
+
+
+class Whole(NamedTuple):
+    """The model on all ranks together, by global name; on rank 0, else empty."""
+
+    parameters: Arrays
+    main: Arrays
+    """Float32 main weights."""
+    moments: Arrays
+    """Second moments."""
+
+
+class Outcome(NamedTuple):
+    """A run of a few steps."""
+
+    steps: list[Step]
+    begin: Standing
+    end: Standing
+    loaded: LoadedState | None
+    """Where it was resumed, if it was."""
+    saved: Standing | None
+    """When a checkpoint was saved, if one was."""
+    whole: dict[str, Whole]
+    """At "begin", "save" and "end", if asked for."""
+
+
+class Parts(NamedTuple):
+    """A model ready to train on this rank."""
+
+    chunks: list[Any]
+    optimizer: Optimizer
+    training: TrainingStep
+
+
+def build(groups: Groups, config: Config) -> Parts:
+    """Model, optimizer and step on the initial weights."""
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    training = TrainingStep(
+        config, groups, chunks, optimizer, Objective.from_config(config.loss, config.model.mtp_depths)
+    )
+    return Parts(chunks, optimizer, training)
+
+
+def train(
+    groups: Groups,
+    config: Config,
+    folder: Path,
+    resume_at: int | None,
+    stop: int,
+    save_at: int | None = None,
+    gathers: bool = False,
+) -> Outcome:
+    """Trains from the start, or from the checkpoint of a step, until `stop` steps are done; may save on the way."""
+    parts, loaded, saved = build(groups, config), None, None
+    if resume_at is not None:
+        loaded = load_checkpoint(_entry(folder, resume_at), parts.chunks, parts.optimizer, groups, config)
+    begin, wholes = standing(parts), {"begin": whole(parts, groups)} if gathers else {}
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+    steps = []
+    for step in range(resume_at or 0, stop):
+        if step == save_at:
+            save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+            saved = standing(parts)
+            wholes |= {"save": whole(parts, groups)} if gathers else {}
+        totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
+        update = parts.training.update(totals, config.optimizer.lr)
+        assert update is not None
+        steps.append(Step(totals.loss, update.grad_norm))
+    parts.optimizer.gather_parameters()
+    wholes |= {"end": whole(parts, groups)} if gathers else {}
+    return Outcome(steps, begin, standing(parts), loaded, saved, wholes)
+
+
+def start_from(groups: Groups, config: Config, folder: Path, step: int) -> tuple[int, Whole]:
+    """Takes the weights of a checkpoint into a new run: updates that Adam has made, and the model."""
+    parts = build(groups, config)
+    load_weights(_entry(folder, step), parts.chunks, parts.optimizer, groups, config)
+    return adam_step(parts.optimizer.inner), whole(parts, groups)
+
+
+def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> None:
+    """Saves the initial weights under the numbers of some steps; all of them count as good."""
+    parts, saver = build(groups, config), Saver(folder, groups, config)
+    for step in steps:
+        saver.confirm(step)
+        saver.save(parts.chunks, parts.optimizer, step)
+        saver.finish()
+
+
+def save_and_die(groups: Groups, config: Config, folder: Path, step: int, victim: int, operation: int) -> None:
+    """One rank is killed in the middle of a save, before one of its operations with files of the checkpoints."""
+    parts = build(groups, config)
+    if groups.rank == victim:
+        kill_self_before_operation(operation, folder)
+    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+
+
+def save_without_psutil(groups: Groups, config: Config, folder: Path) -> int:
+    """Saves where psutil cannot be imported; the number of processes that this started and left."""
+    parts = build(groups, config)
+    sys.modules["psutil"] = None  # type: ignore[assignment]
+    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
+    sys.modules["psutil"] = psutil
+    return len(psutil.Process().children(recursive=True))
+
+
+def save_on_full_disk(groups: Groups, config: Config, folder: Path, victim: int) -> tuple[str, str]:
+    """Class and text of what saving raises on this rank when the files of one rank may not grow."""
+    parts = build(groups, config)
+    if groups.rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 2))
+
+
+def save_error(groups: Groups, config: Config, folder: Path, step: int) -> tuple[str, str]:
+    """Class and text of what saving raises on this rank."""
+    parts = build(groups, config)
+    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step))
+
+
+def load_errors(groups: Groups, cases: Sequence[tuple[Config, Path]]) -> list[tuple[str, str]]:
+    """Class and text of what loading raises on this rank, for each configuration and folder of one checkpoint."""
+    return [_load_error(groups, config, folder) for config, folder in cases]
+
+
+def _load_error(groups: Groups, config: Config, folder: Path) -> tuple[str, str]:
+    parts = build(groups, config)
+    (path,) = folder.glob("step_*")
+    return _raised(lambda: load_checkpoint(load_entry(path), parts.chunks, parts.optimizer, groups, config))
+
+
+def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
+    """Global tensors as megatron-core's own loader reads them, by checkpoint key."""
+    return _arrays(dist_checkpointing.load_plain_tensors(str(folder / step_name(step))))
+
+
+def standing(parts: Parts) -> Standing:
+    """What this rank would continue from."""
+    inner = parts.optimizer.inner
+    held = []
+    for part in inner.chained_optimizers:
+        state_of = {id(main): state for main, state in part.optimizer.state.items()}
+        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in portions(inner)]
+    parameters = [_numpy(parameter) for chunk in parts.chunks for parameter in chunk.parameters()]
+    random_bytes = bytes(torch.get_rng_state().numpy())
+    return Standing(parameters, held, adam_step(inner), loss_scaler(inner), random_bytes)
+
+
+def whole(parts: Parts, groups: Groups) -> Whole:
+    """The model, gathered."""
+    states: dict[str, dict[Tensor, Tensor]] = {}
+    for parameter, name, values in whole_states(parts.chunks, parts.optimizer, groups):
+        states.setdefault(name, {})[parameter] = values
+    return Whole(
+        _arrays(gather_whole(parameter_shards(parts.chunks, groups))),
+        _arrays(gather_whole(_shards(parts, groups, states["param"]))),
+        _arrays(gather_whole(_shards(parts, groups, states["exp_avg_sq"]))),
+    )
+
+
+def _entry(folder: Path, step: int) -> Any:
+    return load_entry(folder / step_name(step))
+
+
+def _raised(action: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        action()
+    except MtrainError as fault:
+        return type(fault).__name__, str(fault)
+    return "nothing", ""
+
+
+def _shards(parts: Parts, groups: Groups, values: Mapping[Tensor, Tensor]) -> list[Shard]:
+    shards = []
+    for chunk in parts.chunks:
+        for part in sharded_tensors(unwrap(chunk), groups, values.get):
+            axes = part.prepend_axis_num
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])
+            shards.append(Shard(name, shape, offset, part.data.clone()))
+    return shards
+
+
+def _arrays(tensors: Mapping[str, Tensor] | None) -> Arrays:
+    return {name: _numpy(tensor) for name, tensor in (tensors or {}).items()}
+
+
+def _numpy(tensor: Tensor) -> Any:
+    return tensor.detach().float().numpy().copy()

@@ -1,0 +1,59 @@
+"""What every rank does in tests of the state of experts; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.mcore.state.load import load_checkpoint, load_weights, save_checkpoint
+from tests.mcore.state.checkpoint_ranks import Arrays, Parts, _arrays, _entry, build
+
+
+def initial_weights(groups: Groups, config: Config) -> Arrays:
+    """Whole tensors on rank 0."""
+    return _arrays(gather_whole(parameter_shards(build_model(config, groups), groups)))
+
+
+def save_with_biases(groups: Groups, config: Config, folder: Path) -> None:
+    """Saves initial weights whose biases for the choice are numbers of their layer and expert."""
+    parts = build(groups, config)
+    for router in routers(parts):
+        router.expert_bias.copy_(router.layer_number + torch.arange(len(router.expert_bias)) / 1024)
+    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
+
+
+def loaded_biases(groups: Groups, config: Config, folder: Path) -> tuple[Arrays, Arrays]:
+    """The biases in a run that resumes, and in one that starts from the weights."""
+    resumed, started = build(groups, config), build(groups, config)
+    load_checkpoint(_entry(folder, 1), resumed.chunks, resumed.optimizer, groups, config)
+    load_weights(_entry(folder, 1), started.chunks, started.optimizer, groups, config)
+    return _biases(resumed, groups), _biases(started, groups)
+
+
+def routers(parts: Parts) -> list[torch.nn.Module]:
+    """Of this rank."""
+    layers = [layer for chunk in parts.chunks for layer in unwrap(chunk).decoder.layers]
+    return [layer.mlp.router for layer in layers if layer.is_moe_layer]
+
+
+def _biases(parts: Parts, groups: Groups) -> Arrays:
+    whole = _arrays(gather_whole(parameter_shards(parts.chunks, groups)))
+    return {name: values for name, values in whole.items() if name.endswith("expert_bias")}
+
+
+def loss_scales_after_an_overflow(groups: Groups, config: Config) -> list[float]:
+    """One expert's gradient overflows on the last rank, twice; the scales of all optimizers of this rank."""
+    parts = build(groups, config)
+    for _ in range(2):
+        parts.optimizer.zero_grad()
+        if groups.rank == dist.get_world_size() - 1:
+            layers = [layer for chunk in parts.chunks for layer in unwrap(chunk).decoder.layers]
+            layers[-1].mlp.experts.linear_fc1.weight.main_grad.fill_(float("inf"))
+        assert parts.optimizer.unscale_and_update(0.01).overflowed
+    return [float(part.grad_scaler.scale) for part in parts.optimizer.inner.chained_optimizers]

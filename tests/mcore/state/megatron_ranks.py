@@ -1,0 +1,125 @@
+"""Checkpoints as Megatron-LM writes them, by megatron-core's own models and writer; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.runs.folder import RunFolder
+from mtrain.training.resume import resume_or_initialize
+from tests.known_issues.expert_ranks import with_their_router
+from tests.known_issues.plain import plain_config
+from tests.mcore.state.checkpoint_ranks import build
+
+ITERATION = 100
+
+
+def save_like_megatron_lm(groups: Groups, config: Config, folder: Path, prefix: str, stacked: bool) -> float:
+    """Writes iter_0000100 of a newly drawn GPTModel and the file that names it; its loss on the first batch.
+
+    Args:
+        groups: One pipeline stage.
+        config: The same model in our words.
+        folder: Of the checkpoints.
+        prefix: Of all keys.
+        stacked: Whether all layers are one tensor.
+    """
+    model = _model(groups, config)
+    weights: Any = model.sharded_state_dict(prefix=prefix, metadata={"non_homogeneous_layers": not stacked})
+    state = {
+        "args": argparse.Namespace(num_layers=config.model.num_layers),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "model": weights,
+        "rng_state": ShardedObject(
+            "rng_state", [torch.get_rng_state()], (groups.layout.world_size,), (groups.rank,), replica_id=0
+        ),
+    }
+    target = folder / f"iter_{ITERATION:07d}"
+    if groups.rank == 0:
+        target.mkdir(parents=True)
+    torch.distributed.barrier()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts processes
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), groups.dp_cp)
+    dist_checkpointing.save(state, str(target), strategy)
+    for child in psutil.Process().children(recursive=True):
+        child.kill()  # their manager would outlive us
+    if groups.rank == 0:
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+    return _loss(model, config)
+
+
+def _model(groups: Groups, config: Config) -> GPTModel:
+    model, experts, fields = config.model, config.model.experts, dict[str, Any]()
+    if experts is not None:
+        fields = {
+            "num_moe_experts": experts.num_experts,
+            "moe_router_topk": experts.top_k,
+            "moe_router_pre_softmax": experts.pre_softmax,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+            "expert_model_parallel_size": groups.layout.ep,
+        }
+    translated: TransformerConfig = plain_config(groups, model, fields | {"qk_layernorm": model.qk_norm})
+    torch.manual_seed(7)
+    built = GPTModel(
+        config=translated,
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=None if experts is None else experts.num_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=model.qk_norm,
+            normalization="RMSNorm",
+        ),
+        vocab_size=-(-model.vocab_size // 64) * 64,
+        max_sequence_length=64,
+        parallel_output=False,
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(model.rope.base),
+        pg_collection=groups.collection,
+    )
+    for name, parameter in built.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return built
+
+
+@torch.no_grad()
+def _loss(model: GPTModel, config: Config) -> float:
+    """Mean over the tokens of the first global batch, padding of the vocabulary left out; in nats."""
+    numerator = denominator = 0.0
+    for batch in StepLoader(config, 0, 1).batches(0):
+        with with_their_router():
+            logits = model(batch.tokens, batch.positions, None)[..., : config.model.vocab_size]
+        losses = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        weights = batch.weights["main"].flatten()
+        numerator, denominator = numerator + float((losses * weights).sum()), denominator + float(weights.sum())
+    return numerator / denominator
+
+
+def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> float:
+    """The loss of our model on the same batch."""
+    parts = build(groups, config)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+    assert resume_or_initialize(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader) == 0
+    whole = gather_whole(parameter_shards(parts.chunks, groups))
+    assert whole is None or not whole["embedding.word_embeddings.weight"][config.model.vocab_size :].any()
+    return parts.training.forward_backward(None if loader is None else loader.batches(0)).loss

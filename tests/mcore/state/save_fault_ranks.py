@@ -1,0 +1,125 @@
+"""What every rank does in a test of faults while saving; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.base import fault_points
+from mtrain.base.errors import MtrainError
+from mtrain.checkpoint.store.directory import newest_good, published_steps
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.load import load_checkpoint
+from mtrain.mcore.state.save import Saver
+from mtrain.mcore.state.verified import opened_checkpoint
+from mtrain.runs.folder import RunFolder
+from tests.mcore.state.checkpoint_ranks import Parts, build
+
+
+class Ending(NamedTuple):
+    """How a rank's steps and saves ended."""
+
+    steps: int
+    """Training steps that were made."""
+    error: tuple[str, str]
+    """Class and text of what was raised; ("nothing", "") where nothing was."""
+    seconds: float
+    warnings: list[str]
+    """Lines for the user."""
+
+
+def train_and_save(
+    groups: Groups, config: Config, folder: Path, saves: list[int], fault: str | None, num_steps: int = 4
+) -> Ending:
+    """Trains some steps and saves after those named, numbered as they are; a fault strikes once."""
+    if fault is not None:
+        os.environ[fault_points.VARIABLE] = fault
+    parts = build(groups, config)
+    return _ending(lambda count: _train(groups, config, parts, Saver(folder, groups, config), saves, num_steps, count))
+
+
+def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
+    """Saves after one step; the steps that are published when `save` returns."""
+    parts, saver = build(groups, config), Saver(folder, groups, config)
+    saver.save(parts.chunks, parts.optimizer, 1)
+    found = published_steps(folder)
+    saver.finish()
+    return found
+
+
+def lose_the_folder(groups: Groups, config: Config, run: Path) -> Ending:
+    """Another run puts its name into the lock file while a save of this one is in flight."""
+    folder = RunFolder(run)
+    folder.create()
+    parts = build(groups, config)
+    with folder.locked() as lock:
+        saver = Saver(folder.checkpoints, groups, config, check=lock.check)
+
+        def work(count: Callable[[], None]) -> None:
+            saver.save(parts.chunks, parts.optimizer, 1)
+            saver.wait()
+            count()
+            saver.save(parts.chunks, parts.optimizer, 2)
+            folder.lock_file.write_text("process 1 on another-node [c0ffee]\n")
+            saver.finish()
+
+        return _ending(work)
+
+
+def resume_or_initialize(groups: Groups, config: Config, folder: Path) -> tuple[int, list[str], tuple[str, str]]:
+    """Step of the checkpoint that is verified and loaded (0: none), the warnings, and what was raised."""
+    parts, found = build(groups, config), (0, list[str]())
+    try:
+        with opened_checkpoint(lambda unusable: newest_good(folder, unusable), lambda text: None) as newest:
+            if newest.entry is not None:
+                state = load_checkpoint(newest.entry, parts.chunks, parts.optimizer, groups, config)
+                found = (state.step, list(newest.warnings))
+    except MtrainError as error:
+        return (*found, (type(error).__name__, str(error)))
+    return (*found, ("nothing", ""))
+
+
+def _train(
+    groups: Groups,
+    config: Config,
+    parts: Parts,
+    saver: Saver,
+    saves: list[int],
+    num_steps: int,
+    count: Callable[[], None],
+) -> None:
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+    for step in range(num_steps):
+        totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
+        parts.training.update(totals, config.optimizer.lr)
+        saver.confirm(step)
+        saver.poll()
+        count()
+        if step + 1 == num_steps:
+            saver.confirm(num_steps)  # the trainer does so after a forward pass
+        if step + 1 in saves:
+            saver.save(parts.chunks, parts.optimizer, step + 1)
+    saver.finish()
+
+
+def _ending(work: Callable[[Callable[[], None]], Any]) -> Ending:
+    began, steps = time.monotonic(), 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    error = ("nothing", "")
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            work(count)
+        except MtrainError as fault:
+            error = (type(fault).__name__, str(fault))
+    return Ending(steps, error, time.monotonic() - began, told.getvalue().splitlines())

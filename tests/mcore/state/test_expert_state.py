@@ -1,0 +1,162 @@
+"""The state of experts: initial weights, checkpoints, moments and buffers, the same on every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.config import Config
+from mtrain.plan.layout import Layout
+from tests.mcore.state import checkpoint_ranks, expert_ranks
+from tests.mcore.state.checkpoint_ranks import Arrays, Outcome
+from tests.mcore.state.test_save_and_load import (
+    BF16,
+    FP16,
+    NOT_DISTRIBUTED,
+    OVERLAP,
+    TIED,
+    assert_same_bits,
+    assert_same_model,
+    assert_same_standing,
+    configured,
+)
+from tests.pool import Pool
+
+DENSE_FIRST = {
+    "num_experts": 8,
+    "top_k": 2,
+    "ffn_hidden_size": 24,
+    "shared_ffn_hidden_size": 16,
+    "first_dense_layers": 1,
+    "score": "sigmoid",
+    "expert_bias": True,
+    "bias_update_rate": 0.1,
+}
+"""Layers differ, so their numbers are in the keys of the checkpoint. The biases of the choice move: where they were not
+resumed, tokens would go elsewhere."""
+EVERYWHERE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40}
+"""Layers are alike and stacked in the checkpoint."""
+ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, ep=2, etp=2)
+
+
+def with_experts(experts: dict[str, Any], **changes: Any) -> Config:
+    """The small model of the checkpoint tests, with experts."""
+    return configured(**{"model.experts": experts}, **changes)
+
+
+@pytest.fixture(scope="module", params=[DENSE_FIRST, EVERYWHERE], ids=["dense first", "everywhere"])
+def single(request: pytest.FixtureRequest, pool: Pool) -> tuple[Config, Arrays]:
+    config = with_experts(request.param)
+    return config, pool.run(expert_ranks.initial_weights, Layout(), config)[0]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4, ep=4), Layout(pp=2, vpp=2, dp=2, ep=2), ALL_AXES], ids=str)
+def test_initial_weights_are_the_same_bits(pool: Pool, single: tuple[Config, Arrays], layout: Layout) -> None:
+    config, weights = single
+    found = pool.run(expert_ranks.initial_weights, layout, config)[0]
+    found = {name: values[: len(weights[name])] for name, values in found.items()}  # padding of the vocabulary
+    whole = {name: values[: len(found[name])] for name, values in weights.items()}
+    assert_same_bits(whole, found)
+    drawn = [name for name, values in weights.items() if values.ndim > 1]
+    assert len({weights[name].tobytes() for name in drawn}) == len(drawn)  # no two tensors are alike
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(tp=2, sp=True, dp=2, ep=2), FP16),
+        (Layout(pp=4, dp=2, ep=2), FP16 | NOT_DISTRIBUTED),  # the first stage has no experts
+        (Layout(dp=4, ep=2), BF16 | TIED | OVERLAP),
+    ],
+    ids=str,
+)
+def test_resuming_on_the_same_layout_is_exact(
+    pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any]
+) -> None:
+    config = with_experts(DENSE_FIRST, **changes)
+    straight: list[Outcome] = pool.run(checkpoint_ranks.train, layout, config, tmp_path, None, 5, 3)
+    resumed: list[Outcome] = pool.run(checkpoint_ranks.train, layout, config, tmp_path, 3, 5)
+    for one, other in zip(straight, resumed):
+        assert one.saved is not None
+        assert_same_standing(one.saved, other.begin)
+        assert repr(one.steps[3:]) == repr(other.steps)
+        assert_same_standing(one.end, other.end)
+
+
+@pytest.fixture(scope="module")
+def saved(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A float32 run that saved after two steps and went on: (its experts, its folder, rank 0)."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = with_experts(request.param)
+    return request.param, folder, pool.run(checkpoint_ranks.train, ALL_AXES, config, folder, None, 4, 2, True)[0]
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Layout):
+        return str(value)
+    names = [name for name, experts in (("dense first", DENSE_FIRST), ("everywhere", EVERYWHERE)) if experts is value]
+    return "".join(names or value.values())
+
+
+SEQUENTIAL, GROUPED = {"implementation": "sequential"}, {"implementation": "grouped"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "layout", "experts"),
+    [
+        (DENSE_FIRST, Layout(), SEQUENTIAL),
+        (DENSE_FIRST, Layout(dp=4, ep=4), GROUPED),
+        (DENSE_FIRST, Layout(tp=2, sp=True, pp=2), {}),
+        (DENSE_FIRST, Layout(tp=2, sp=True, etp=2), {}),
+        (DENSE_FIRST, Layout(tp=4, sp=True, ep=2, etp=2), {}),
+        (DENSE_FIRST, Layout(pp=4, dp=2, ep=2), {}),  # the first stage has no experts
+        (EVERYWHERE, Layout(), SEQUENTIAL),
+        (EVERYWHERE, Layout(dp=2), GROUPED),
+        (EVERYWHERE, Layout(tp=2, sp=True, ep=2), {"dispatcher": "allgather"}),
+        (EVERYWHERE, Layout(tp=2, sp=True, dp=2, ep=2, etp=2), {}),
+        (EVERYWHERE, Layout(pp=2, vpp=2, dp=2, ep=2), {}),
+        (EVERYWHERE, Layout(cp=2, dp=2, ep=4), {}),
+    ],
+    indirect=["saved"],
+    ids=_named,
+)
+def test_experts_get_the_same_bits_on_another_layout_and_train_alike(
+    pool: Pool, saved: Any, layout: Layout, experts: dict[str, Any]
+) -> None:
+    base, folder, straight = saved
+    config = with_experts(base | experts)
+    resumed: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, 2, 4, None, True)[0]
+    assert_same_model(straight.whole["save"], resumed.whole["begin"])
+    for one, other in zip(straight.steps[2:], resumed.steps, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
+def test_biases_of_the_choice_travel_between_layouts(pool: Pool, tmp_path: Path) -> None:
+    """In bf16 too they are float32: no bfloat16 holds these values."""
+    config = with_experts(DENSE_FIRST, **BF16)
+    pool.run(expert_ranks.save_with_biases, Layout(tp=2, sp=True, pp=2, ep=2), config, tmp_path)
+    expected = {
+        f"decoder.layers.{layer}.mlp.router.expert_bias": (layer + 1 + np.arange(8) / 1024).astype(np.float32)
+        for layer in (1, 2, 3)
+    }
+    for layout in (Layout(), Layout(dp=2, ep=2)):
+        for found in pool.run(expert_ranks.loaded_biases, layout, config, tmp_path)[0]:
+            assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("saved", [DENSE_FIRST, EVERYWHERE], indirect=True, ids=_named)
+def test_checkpoint_keys_are_megatrons(pool: Pool, saved: Any) -> None:
+    base, folder, straight = saved
+    stored = pool.run(checkpoint_ranks.read_by_megatron, Layout(), folder, 2)[0]
+    fc1 = "mlp.experts.experts.linear_fc1.weight"
+    if base is DENSE_FIRST:
+        found = stored[f"decoder.layers.2.{fc1}"]
+        assert "decoder.layers.2.pre_mlp_layernorm.weight" in stored
+        assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in stored
+    else:
+        found = stored[f"decoder.layers.{fc1}"][2]
+        assert "decoder.layers.pre_mlp_layernorm.weight" in stored
+    whole = straight.whole["save"].parameters
+    for expert, values in enumerate(found):
+        np.testing.assert_array_equal(values, whole[f"decoder.layers.2.mlp.experts.{expert}.linear_fc1.weight"])

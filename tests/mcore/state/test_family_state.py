@@ -1,0 +1,44 @@
+"""The state of Gemma-3 and GPT-OSS: checkpoints, the same on every layout, under Megatron-Bridge's names."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
+
+from mtrain.checkpoint.store.directory import step_name
+from mtrain.plan.layout import Layout
+from tests.mcore.state import checkpoint_ranks
+from tests.mcore.state.checkpoint_ranks import Outcome
+from tests.mcore.state.test_save_and_load import assert_same_model, configured
+from tests.parity.families import GEMMA, GPT_OSS
+from tests.pool import Pool
+
+FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
+    "gemma": (
+        GEMMA,
+        Layout(tp=2, sp=True, pp=2, dp=2),
+        Layout(pp=2, vpp=2, cp=2),
+        {"self_attention.linear_proj.post_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight"},
+    ),
+    "gpt_oss": (
+        GPT_OSS | {"model__qk_norm": False},
+        Layout(tp=2, sp=True, pp=2, dp=2, ep=2),
+        Layout(tp=4, sp=True, dp=2, ep=4),
+        {"self_attention.core_attention.softmax_offset", "mlp.router.bias"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_layout_loads_and_trains_alike(pool: Pool, tmp_path: Path, family: str) -> None:
+    knobs, first, second, keys = FAMILIES[family]
+    config = configured(**{name.replace("__", "."): value for name, value in knobs.items()})
+    saved: Outcome = pool.run(checkpoint_ranks.train, first, config, tmp_path, None, 4, 2, True)[0]
+    loaded: Outcome = pool.run(checkpoint_ranks.train, second, config, tmp_path, 2, 4, None, True)[0]
+    assert_same_model(saved.whole["save"], loaded.whole["begin"])
+    for one, other in zip(saved.steps[2:], loaded.steps, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5)
+    found = load_tensors_metadata(str(tmp_path / step_name(2)))
+    assert {f"decoder.layers.{key}" for key in keys} <= set(found)

@@ -1,0 +1,119 @@
+"""Checkpoints of Megatron-LM and Megatron-Bridge as start weights, on other layouts than saved them."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.plan.layout import Layout
+from tests.config.samples import config
+from tests.mcore.state.megatron_ranks import loss_from_foreign_weights, save_like_megatron_lm
+from tests.parity.expert_models import MIXTRAL, QWEN
+from tests.pool import Pool
+
+SMALL: dict[str, Any] = {
+    "model__num_layers": 2,
+    "model__hidden_size": 32,
+    "model__ffn_hidden_size": 48,
+    "model__num_attention_heads": 4,
+    "model__num_query_groups": 2,
+    "model__vocab_size": 117,
+    "model__vocab_multiple": 8,
+    "train__precision": "fp32",
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 2,
+    "data__seq_length": 16,
+}
+LLAMA: dict[str, Any] = {}
+TIED_QWEN3: dict[str, Any] = {"model__tied_embeddings": True, "model__qk_norm": True}
+QWEN_MOE: dict[str, Any] = QWEN | {"model__tied_embeddings": False, "model__qk_norm": True}
+
+
+def sample(**changes: Any) -> Config:
+    """A small model."""
+    return config(**(SMALL | changes))
+
+
+def loss(pool: Pool, folder: Path, num_ranks: int, **changes: Any) -> float:
+    """Of our model on a layout, from these weights."""
+    user = sample(checkpoint__initialize_from=str(folder), **changes)
+    return float(pool.run(loss_from_foreign_weights, Layout.from_config(user, num_ranks), user, folder)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "saving", "prefix", "stacked", "loading"),
+    [
+        (LLAMA, {"layout__tp": 2}, "", True, {"layout__pp": 2}),
+        (TIED_QWEN3, {}, "model.", False, {"layout__tp": 2, "layout__sp": True}),
+        (MIXTRAL, {"layout__ep": 2}, "", False, {"layout__tp": 2, "layout__sp": True}),
+        (QWEN_MOE, {}, "model0.module.", True, {"layout__ep": 2}),
+    ],
+    ids=["llama", "qwen3", "mixtral", "qwen3-moe"],
+)
+def test_weights_of_megatron_lm_give_the_same_loss_on_another_layout(
+    pool: Pool,
+    tmp_path: Path,
+    model: dict[str, Any],
+    saving: dict[str, Any],
+    prefix: str,
+    stacked: bool,
+    loading: dict[str, Any],
+) -> None:
+    user = sample(**model, **saving)
+    num_ranks = 2 if saving else 1
+    theirs = pool.run(save_like_megatron_lm, Layout.from_config(user, num_ranks), user, tmp_path, prefix, stacked)
+    assert loss(pool, tmp_path, 2, **model, **loading) == pytest.approx(theirs[0], rel=2e-6)
+
+
+@pytest.fixture(scope="module")
+def llama(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Megatron-LM's."""
+    folder, user = tmp_path_factory.mktemp("megatron"), sample()
+    pool.run(save_like_megatron_lm, Layout.from_config(user, 1), user, folder, "", True)
+    return folder
+
+
+def test_what_does_not_fit_is_refused_by_name(pool: Pool, llama: Path) -> None:
+    for changes, words in (
+        ({"model__ffn_hidden_size": 40}, ["linear_fc1.weight has shape [2, 96, 32]", "[2, 80, 32]"]),
+        ({"model__tied_embeddings": True}, ["holds output_layer.weight, which the model has not"]),
+        ({"model__qk_norm": True}, ["lacks", "self_attention.k_layernorm.weight, ", "which the model has"]),
+        ({"model__vocab_size": 500}, ["embedding.word_embeddings.weight has shape [128, 32]"]),
+    ):
+        with pytest.raises(DataError) as caught:
+            loss(pool, llama, 1, **changes)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_common_files_are_never_read_and_bridges_configuration_is_compared(
+    pool: Pool, llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "iter_0000100"
+    shutil.copytree(llama / "iter_0000100", folder)
+    expected = loss(pool, folder, 1)
+    (folder / "common.pt").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    (folder / "run_config.yaml").write_text("model: {num_layers: 2, rotary_base: 10000, _target_: any.thing}\n")
+    assert loss(pool, folder, 1) == expected
+    assert not (tmp_path / "ran").exists()
+    (folder / "run_config.yaml").write_text("model: {num_layers: 2, rotary_base: 500000}\n")
+    with pytest.raises(DataError, match=r"rotary_base=500000, but model.rope.base=10000"):
+        loss(pool, folder, 1)
+    (folder / "run_config.yaml").write_text("model: !!python/object/apply:os.abort []\n")
+    with pytest.raises(DataError, match="cannot be understood"):
+        loss(pool, folder, 1)
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)

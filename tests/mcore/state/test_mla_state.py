@@ -1,0 +1,74 @@
+"""The state of latent attention: initial weights and checkpoints, the same on every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
+
+from mtrain.checkpoint.store.directory import step_name
+from mtrain.config import Config
+from mtrain.plan.layout import Layout
+from tests.mcore.state import checkpoint_ranks
+from tests.mcore.state.checkpoint_ranks import Outcome
+from tests.mcore.state.test_save_and_load import BF16, assert_same_bits, assert_same_model, configured
+from tests.pool import Pool
+
+SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+SAVED = Layout(tp=2, sp=True, pp=2, dp=2)
+KEYS = {
+    "input_layernorm.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_proj.weight",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+}
+"""Of a layer, as megatron-core's TransformerEngine layers have them."""
+
+
+def latent(q_lora_rank: int | None, **changes: Any) -> Config:
+    """The small model of the checkpoint tests, with latents."""
+    plain = {"model.num_query_groups": None, "model.qk_norm": False, "model.qkv_bias": False}
+    return configured(**plain, **{"model.mla": {**SIZES, "q_lora_rank": q_lora_rank}}, **changes)
+
+
+@pytest.fixture(scope="module", params=[{}, BF16], ids=["fp32", "bf16"])
+def straight(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run on tp2sp-pp2-dp2 that saved after two steps and went on: (configuration, its folder, rank 0)."""
+    config, folder = latent(8, **request.param), tmp_path_factory.mktemp("latent")
+    return config, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 4, 2, True)[0]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(pp=2, vpp=2, cp=2)], ids=str)
+def test_another_layout_starts_saves_and_trains_alike(pool: Pool, straight: Any, layout: Layout) -> None:
+    config, folder, whole = straight
+    resumed: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, 2, 4, None, True)[0]
+    assert resumed.begin.adam_step == 2
+    assert_same_model(whole.whole["save"], resumed.whole["begin"])
+    if config.train.precision == "fp32":
+        for one, other in zip(whole.steps[2:], resumed.steps, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5)
+    fresh: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, None, 0, None, True)[0]
+    assert_same_model(whole.whole["begin"], fresh.whole["begin"])
+
+
+def test_the_keys_are_megatrons(straight: Any) -> None:
+    _, folder, _ = straight
+    keys = load_tensors_metadata(str(folder / step_name(2)))
+    prefix = "decoder.layers."
+    assert {key.removeprefix(prefix) for key in keys if key.startswith(prefix)} == KEYS
+
+
+def test_direct_queries_travel_as_well(pool: Pool, tmp_path: Path) -> None:
+    config = latent(None)
+    saved: Outcome = pool.run(checkpoint_ranks.train, Layout(tp=2), config, tmp_path, None, 2, 1, True)[0]
+    loaded: Outcome = pool.run(checkpoint_ranks.train, Layout(pp=2), config, tmp_path, 1, 1, None, True)[0]
+    assert_same_model(saved.whole["save"], loaded.whole["begin"])
+    assert_same_bits(saved.whole["save"].main, loaded.whole["begin"].parameters)

@@ -1,0 +1,223 @@
+"""Faults while saving, each made to happen: an intact newest checkpoint stays, and one message says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import MachineError, RunFolderError
+from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, newest_good, published_steps, step_name
+from mtrain.checkpoint.store.verification import verify_files
+from mtrain.plan.layout import Layout
+from tests.fault_table import Notice
+from tests.mcore.state import save_fault_ranks as ranks
+from tests.mcore.state.test_save_and_load import configured
+from tests.pool import Pool, RankFailed
+
+LAYOUT = Layout(dp=2)
+WAITS = {"checkpoint.async_save": False}
+BEFORE = 1
+"""The step that is saved before the fault strikes in the save of the next."""
+POINTS = [
+    *((0, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.20", "write.44", "written")),
+    *((0, phase) for phase in ("list", "state", "publish", "rename", "retention", "end")),
+    *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.20", "write.44", "written")),
+]
+"""Rank and phase; all but `snapshot` lie in the thread that writes."""
+
+
+def newest_whole(folder: Path) -> CheckpointEntry:
+    """The newest checkpoint, every byte of it read."""
+    entry = newest_good(folder).entry
+    assert entry is not None
+    verify_files(entry, entry.manifest.files)
+    return entry
+
+
+@pytest.fixture
+def saved(pool: Pool, tmp_path: Path) -> Path:
+    """A folder with one checkpoint."""
+    (ending, _) = pool.run(ranks.train_and_save, LAYOUT, configured(), tmp_path, [BEFORE], None, 1)
+    assert ending.error == ("nothing", "")
+    return tmp_path
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "kill -9 of a rank at any of 21 points of a save",
+    happens="the checkpoint before stays the newest, or the new one is whole; a start deletes leftovers",
+    exit_code=5,
+)
+def test_a_process_killed_at_any_of_many_points_of_a_save(pool: Pool, saved: Path, notice: Notice) -> None:
+    assert len(POINTS) >= 20
+    for number, (rank, phase) in enumerate(POINTS):
+        step = 2
+        fault = f"kill rank={rank} step={step} phase={phase}"
+        with notice, pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|peer"):
+            pool.run(ranks.train_and_save, LAYOUT, configured(), saved, [step], fault)
+        is_published = phase in ("retention", "end")
+        assert newest_whole(saved).step == (step if is_published else BEFORE), fault
+        clean_leftovers(saved)
+        assert {path.name for path in saved.iterdir()} <= {"latest", step_name(BEFORE), step_name(step)}, number
+        if is_published:
+            for name in (saved / step_name(step)).iterdir():
+                name.unlink()
+            (saved / step_name(step)).rmdir()
+
+
+def test_a_save_that_training_waits_for_writes_the_same_bytes(pool: Pool, tmp_path: Path) -> None:
+    beside, waiting = tmp_path / "beside", tmp_path / "waiting"
+    pool.run(ranks.save_once, LAYOUT, configured(), beside)
+    assert pool.run(ranks.save_once, LAYOUT, configured(**WAITS), waiting) == [[1], [1]]
+    one, other = (dict(newest_whole(folder).manifest.files) for folder in (waiting, beside))
+    assert one.pop("config.yaml") != other.pop("config.yaml"), "checkpoint.async_save differs"
+    assert one == other
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "the disk is full for one rank in a save",
+    happens="the save fails on all ranks, with the rank's name; the next one succeeds",
+    exit_code=None,
+)
+@pytest.mark.parametrize(("victim", "changes"), [(0, {}), (1, {}), (1, WAITS)], ids=["0", "1", "1 waits"])
+def test_a_full_disk_fails_one_save_and_training_goes_on(
+    pool: Pool, saved: Path, victim: int, changes: dict[str, Any], notice: Notice
+) -> None:
+    fault = f"full rank={victim} step=2 phase=write.20"
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, configured(**changes), saved, [2, 4], fault)
+    assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
+    assert newest_whole(saved).step == 4
+    assert published_steps(saved) == [BEFORE, 4]
+    (line,) = endings[0].warnings
+    assert line.startswith(f"warning: no checkpoint of step 2: rank {victim}: could not save")
+    assert "No space left on device" in line
+    assert line.endswith("training goes on")
+    assert endings[1].warnings == []
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "`latest` cannot be written when a checkpoint has been published",
+    happens="a warning; the checkpoint counts, and older ones are deleted as ever",
+    exit_code=None,
+)
+def test_a_checkpoint_counts_though_latest_cannot_be_written(pool: Pool, saved: Path, notice: Notice) -> None:
+    (saved / "latest").unlink()
+    (saved / "latest").mkdir()
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 1}), saved, [2, 4], None)
+    assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
+    assert notice.exit_code is None
+    assert BEFORE not in published_steps(saved)
+    assert newest_whole(saved).step == 4
+    for line, step in zip(endings[0].warnings, (2, 4), strict=True):
+        assert line.startswith(f"warning: {saved / step_name(step)} is published, but mtrain could not write ")
+        assert "latest: Is a directory" in line
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "a save fails or hangs, with checkpoint.on_save_failure=stop",
+    happens="every rank stops, after save_timeout_s where it hangs",
+    exit_code=7,
+)
+@pytest.mark.parametrize(("fault", "phase"), [("full", "write.20"), ("full", "publish"), ("hang", "write.20")])
+def test_a_failed_save_stops_training_where_it_is_told_to(
+    pool: Pool, saved: Path, fault: str, phase: str, notice: Notice
+) -> None:
+    """A writer that hangs is noticed within checkpoint.save_timeout_s."""
+    config = configured(**{"checkpoint.on_save_failure": "stop", "checkpoint.save_timeout_s": 1})
+    injected = f"{fault} rank=0 step=2 phase={phase}"
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2], injected, 2000)
+    assert notice.exit_code == MachineError.exit_code
+    for ending in endings:
+        kind, text = ending.error
+        assert kind == "MachineError"
+        assert ("No space left" if fault == "full" else "save_timeout_s=1") in text
+        assert "step 2" in text
+        assert ending.steps < 2000
+        assert ending.seconds < 20
+    assert newest_whole(saved).step == BEFORE
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "the writer of a checkpoint hangs (dead file system), to the end of the run",
+    happens="that save fails after save_timeout_s, the next at once; no second copy of the state; one message",
+    exit_code=7,
+)
+def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, saved: Path, notice: Notice) -> None:
+    """The next save fails at once, as its writer would add a second copy of the state; the last one must succeed."""
+    config = configured(**{"checkpoint.save_timeout_s": 1})
+    with notice:
+        endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2, 4], "hang rank=1 step=2 phase=open", 6)
+    assert notice.exit_code == MachineError.exit_code
+    for ending in endings:
+        assert ending.steps == 6
+        assert ending.error[0] == "MachineError"
+        assert "rank 1" in ending.error[1]
+        assert ending.seconds < 20
+    first, second = endings[0].warnings
+    assert "no checkpoint of step 2: rank 1: not finished within checkpoint.save_timeout_s=1" in first
+    assert "no checkpoint of step 4: rank 1: the disk still holds the writer of an earlier checkpoint" in second
+    assert newest_whole(saved).step == BEFORE
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "the run folder is taken over from elsewhere during a save",
+    happens="the older run publishes nothing",
+    exit_code=6,
+)
+def test_a_run_that_lost_its_folder_publishes_nothing(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+    with notice:
+        (ending,) = pool.run(ranks.lose_the_folder, Layout(), configured(), tmp_path)
+    assert notice.exit_code == RunFolderError.exit_code
+    kind, text = ending.error
+    assert kind == "RunFolderError"
+    assert "taken over by process 1 on another-node" in text
+    assert ending.steps == 1
+    assert newest_whole(tmp_path / "checkpoints").step == 1
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "flipped bit in a shard": (lambda folder: _flip(folder / "__1_0.distcp"), "SHA-256"),
+    "flipped bit in the list": (lambda folder: _flip(folder / ".metadata"), "SHA-256"),
+    "truncated shard": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"PK"), "has 2 bytes"),
+    "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "is missing"),
+}
+
+
+@pytest.mark.fault(
+    "checkpoints",
+    "flipped bit, truncated or missing file of a checkpoint",
+    happens="the newest good one is taken, with a warning for each that is not; none good: exit code 3",
+    exit_code=None,
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, saved: Path, notice: Notice) -> None:
+    for step, (damage, why) in enumerate(DAMAGES.values(), start=2):
+        pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 9}), saved, [step], None, step)
+        damage(saved / step_name(step))
+        with notice:
+            found = pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved)
+        for taken, warnings, error in found:
+            assert error == ("nothing", "")
+            assert taken == BEFORE
+            assert len(warnings) == step - BEFORE
+            assert why in warnings[0]
+            assert f"step {step} is passed over" in warnings[0]
+    _flip(saved / step_name(BEFORE) / "training_state.json")
+    for _, _, (kind, text) in pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved):
+        assert kind == "DataError"
+        assert "no usable checkpoint" in text

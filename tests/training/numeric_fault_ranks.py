@@ -1,0 +1,75 @@
+"""What every rank does in a test of numeric faults: the real trainer, to its end or to its error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mtrain.base import fault_points
+from mtrain.base.errors import MtrainError
+from mtrain.base.signals import StopSignal
+from mtrain.checkpoint.format.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.writer import write_list, write_parts
+from mtrain.checkpoint.store.directory import begin_attempt, publish
+from mtrain.checkpoint.store.manifest import Facts
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.shards import parts_to_save
+from mtrain.training.trainer import train_on
+from tests.mcore.state.checkpoint_ranks import build
+
+
+class Ending(NamedTuple):
+    """How a start of a run ended on this rank."""
+
+    exit_code: int
+    message: str
+    """Of the error; empty where there was none."""
+    output: str
+    """What this rank printed."""
+
+
+def run(groups: Groups, config: Config, fault: str | None = None) -> Ending:
+    """One start of the run; a fault strikes where it is named."""
+    os.environ.pop(fault_points.VARIABLE, None)
+    if fault is not None:
+        os.environ[fault_points.VARIABLE] = fault
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            with StopSignal() as signal:
+                train_on(groups, config, signal)
+        except MtrainError as error:
+            return Ending(error.exit_code, str(error), printed.getvalue())
+    return Ending(0, "", printed.getvalue())
+
+
+def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
+    """A checkpoint with NaN in it, as a program that does not look would publish it. On one rank."""
+    built = build(groups, config)
+    parts = parts_to_save(built.chunks, built.optimizer, groups)
+    for part in parts:
+        if part.key == "decoder.final_layernorm.weight":
+            part.data.view(-1)[0] = torch.nan
+    attempt = begin_attempt(Path(config.run.dir) / "checkpoints", step)
+    written = write_parts(attempt.path / "__0_0.distcp", parts)
+    write_list(attempt.path, written.places)
+    batch_size, vocab_size = config.train.global_batch_size, config.model.vocab_size
+    write_state(
+        attempt.path,
+        TrainingState(
+            step=step,
+            consumed_samples=step * batch_size,
+            adam_step=step,
+            loss_scaler=None,
+            layout=str(groups.layout),
+            device="cpu",
+            vocab_size=vocab_size,
+        ),
+    )
+    publish(attempt, Facts(step=step, layout=str(groups.layout), config_hash="", versions={}))

@@ -1,0 +1,150 @@
+"""Stop signals at any time of a run: while programs load and before the first step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mtrain.base import fault_points
+from mtrain.launch.local import free_port
+from tests.fault_table import Notice
+from tests.paths import ROOT
+from tests.training.test_trainer import DEADLINE_S, command, finished, records, start_cold
+
+__all__ = ["command", "start_cold"]
+pytestmark = pytest.mark.usefixtures("hangup")
+
+
+def has_handler(pid: int, number: signal.Signals) -> bool:
+    """Whether the process handles the signal by now."""
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The ranks that are up."""
+    ranks = {}
+    for child in psutil.Process(launcher.pid).children():
+        if "RANK" in (environment := child.environ()):
+            ranks[int(environment["RANK"])] = child
+    return ranks
+
+
+def loads_torch(pid: int) -> bool:
+    """Whether the process has begun to load torch, which takes seconds."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+LAUNCHER_LOADS = "while the launcher loads"
+RANK_LOADS = "while a rank loads torch"
+DATA_OPENS = "while a rank builds model and data"
+
+
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [
+        pytest.param(
+            number,
+            at,
+            marks=pytest.mark.fault(
+                "signals", f"{number.name} {at}", happens="every rank leaves with the marker REQUEUE", exit_code=0
+            ),
+            id=f"{number.name}-{at}",
+        )
+        for number, at in [
+            (signal.SIGTERM, LAUNCHER_LOADS),
+            (signal.SIGHUP, RANK_LOADS),
+            (signal.SIGUSR1, DATA_OPENS),
+        ]
+    ],
+)
+def test_a_signal_before_the_first_step_leaves_the_marker_alone(
+    command: Any,
+    start_cold: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    at: str,
+    notice: Notice,
+) -> None:
+    """To the launcher, or to one rank of two only."""
+    if at == DATA_OPENS:
+        monkeypatch.setenv(fault_points.VARIABLE, "usr1 rank=1 step=0 phase=build")
+    process = start_cold(command("layout.cp=2", ranks=2))
+    with notice:
+        if at == LAUNCHER_LOADS:
+            wait_until(lambda: has_handler(process.pid, number))
+            assert not ranks_of(process)
+            process.send_signal(number)
+        if at == RANK_LOADS:
+            wait_until(lambda: 1 in ranks_of(process) and loads_torch(ranks_of(process)[1].pid))
+            ranks_of(process)[1].send_signal(number)
+        code, _, errors = finished(process)
+    assert code == notice.exit_code, errors
+    assert "stopped by a signal before" in (tmp_path / "run" / "REQUEUE").read_text()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert records(tmp_path / "run") == []
+    assert errors == ""
+
+
+@pytest.mark.fault(
+    "signals",
+    "SIGUSR1 while torchrun loads",
+    happens="every rank leaves with the marker REQUEUE; torchrun itself says 1",
+    exit_code=1,
+)
+def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
+    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
+) -> None:
+    config = command("layout.cp=2")[4:]
+    path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"  # the script takes the first python
+    environment = ["env", path, "NPROC_PER_NODE=2", f"MASTER_PORT={free_port()}"]
+    process = start_cold([*environment, "bash", str(ROOT / "launch" / "torchrun.sh"), *config])
+    wait_until(lambda: loads_torch(process.pid))
+    with notice:
+        process.send_signal(signal.SIGUSR1)
+        code, _, errors = finished(process)
+    assert code == notice.exit_code, errors
+    assert "stopped by a signal before" in (tmp_path / "run" / "REQUEUE").read_text()
+    assert "torchrun was stopped by SIGUSR1" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_wrong_configuration_is_reported_although_a_signal_came(command: Any, start_cold: Any) -> None:
+    process = start_cold(command("layout.tp=3"))
+    wait_until(lambda: has_handler(process.pid, signal.SIGTERM))
+    process.send_signal(signal.SIGTERM)
+    code, _, errors = finished(process)
+    assert code == 2
+    assert errors.startswith("error:")
+
+
+@pytest.mark.fault("signals", "Ctrl-C twice while programs load", happens="the program ends at once", exit_code=130)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_interrupts_end_a_start_at_once(command: Any, start_cold: Any, ranks: int, notice: Notice) -> None:
+    process = start_cold(command(ranks=ranks))
+    wait_until(lambda: has_handler(process.pid, signal.SIGUSR1))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert process.poll() is None, "one is not enough"
+    with notice:
+        process.send_signal(signal.SIGINT)
+        code, output, errors = finished(process)
+    assert code == notice.exit_code
+    assert (output, errors) == ("", "")

@@ -1,0 +1,46 @@
+"""Tolerances follow from their formula and leave no room for a fault."""
+
+import math
+
+import pytest
+
+from mtrain.verify.core.result import KINDS
+from mtrain.verify.core.shrink import shrink
+from mtrain.verify.core.tolerances import tolerances, update_tolerance
+from tests.config.samples import config
+
+_FORMULAS = {
+    "s u sqrt(N)": lambda x: x["s"] * x["u"] * math.sqrt(x["N"]),
+    "s u sqrt(2 N + T)": lambda x: x["s"] * x["u"] * math.sqrt(2 * x["N"] + x["T"]),
+    "s u sqrt(2 N + T + P)": lambda x: x["s"] * x["u"] * math.sqrt(2 * x["N"] + x["T"] + x["P"]),
+    "0": lambda x: 0.0,
+    "8 u64": lambda x: 8 * x["u64"],
+    "T u64; 0 where all shares are whole or halves, quarters, ...": lambda x: x["T"] * x["u64"],
+    "u (16 + 8 k)": lambda x: x["u"] * (16 + 8 * x["k"]),
+}
+
+
+def test_there_is_one_of_each_kind_and_its_formula_gives_its_value() -> None:
+    found = tolerances(shrink(config(), []).config, 4)
+    assert tuple(each.kind for each in found) == KINDS
+    for each in found:
+        assert each.value == pytest.approx(_FORMULAS[each.formula](each.inputs), rel=1e-12)
+        assert each.meaning.endswith(".")
+
+
+def test_they_are_far_below_what_a_fault_does() -> None:
+    by_kind = {each.kind: each.value for each in tolerances(shrink(config(), []).config, 4)}
+    assert by_kind["denominator"] < 1e-12
+    assert 1e-6 < by_kind["loss"] < by_kind["gradient"] < 1e-4
+    assert by_kind["gradient"] < by_kind["grad_norm"] < 2e-4
+    assert by_kind["update"] == update_tolerance(4) < 4e-6
+
+
+def test_longer_sums_have_more_room() -> None:
+    small, large = (
+        {each.kind: each.value for each in tolerances(shrink(config(**sizes), []).config, 3)}
+        for sizes in ({}, {"model__ffn_hidden_size": 256})
+    )
+    assert small["loss"] < large["loss"]
+    assert small["gradient"] < large["gradient"]
+    assert small["denominator"] == large["denominator"]

@@ -1,0 +1,41 @@
+"""Whole tensors: drawn by name, put together from shards, ordered as the forward pass."""
+
+import numpy as np
+
+from mtrain.mcore.state.gather import Shard
+from mtrain.verify.core.weights import EMBEDDING, OUTPUT, assembled, drawn, forward_order
+from tests.config.samples import config
+
+
+def shard(name: str, offset: int, values: list[float]) -> Shard:
+    return Shard(name, (4,), (offset,), np.array(values, np.float64))  # type: ignore[arg-type]
+
+
+def test_shards_are_put_together_and_the_spread_of_replicas_is_told() -> None:
+    whole = assembled([shard("a", 0, [1, 2]), shard("a", 2, [3, 4]), shard("a", 1, [2, 3.5]), shard("b", 0, [1] * 4)])
+    assert whole.tensors["a"].tolist() == [1, 2, 3, 4]
+    assert whole.spread == {"a": 0.5, "b": 0.0}
+
+
+def test_what_no_rank_holds_is_not_a_number() -> None:
+    assert np.isnan(assembled([shard("a", 0, [1, 2])]).tensors["a"]).tolist() == [False, False, True, True]
+
+
+def test_weights_depend_on_their_name_and_the_vocabulary_is_padded_with_zeros() -> None:
+    tied, untied = config(model__tied_embeddings=True), config()
+    table = drawn(EMBEDDING, (1024, 8), tied)
+    assert table[:1000].abs().min() > 0
+    assert not table[1000:].any()
+    assert drawn(EMBEDDING, (1100, 8), tied)[:1000].equal(table[:1000])
+    assert drawn(OUTPUT, (1024, 8), tied).equal(table)
+    assert not drawn(OUTPUT, (1024, 8), untied).equal(table)
+    assert not drawn(EMBEDDING, (1024, 8), tied, "teacher").equal(table)
+    norm = drawn("decoder.layers.0.input_layernorm.weight", (64,), tied)
+    assert 0.9 < float(norm.mean()) < 1.1
+    assert float(norm.std()) > 0.05
+
+
+def test_tensors_are_ordered_as_they_are_used() -> None:
+    order = [f"decoder.layers.{layer}.{part}" for layer in range(11) for part in ("norm", "mlp")]
+    names = [EMBEDDING, *order, "decoder.final_layernorm.weight", OUTPUT]
+    assert forward_order(sorted(names), names) == names

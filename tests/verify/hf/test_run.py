@@ -1,0 +1,114 @@
+"""`mtrain verify hf`: steps in transformers and here, from the same weights on the same samples."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mtrain.base.errors import ConfigError
+from mtrain.cli.main import app
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.verify.core.result import HfReport
+from mtrain.verify.hf.run import comparable, verify_hf
+from mtrain.verify.parity.run import Request
+from tests.hf.folders import save
+from tests.pool import Pool
+
+RUN = """
+run: {dir: RUN}
+model: {hf: HF}
+train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: bf16, device: cpu}
+optimizer: {lr: 1.0e-2, schedule: cosine, warmup_steps: 1, clip_grad: 0.1}
+data: {kind: mock, seq_length: 16}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of tiny products wait for each other longer than they compute."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+def configured(folder: Path, *overrides: str) -> Config:
+    path = folder / "run.yaml"
+    path.write_text(RUN.replace("RUN", str(folder / "run")).replace("HF", str(folder / "hf")))
+    return load_config([path], overrides)
+
+
+CASES = [
+    ("llama-tied", {}, ["layout.pp=2", "layout.stage_layers=[2,1]"], None),
+    ("qwen3", {}, [], "tp2sp,cp2dp2-mbs1"),
+    ("deepseek", {}, ["layout.ep=2"], None),
+    ("gpt-oss", {}, ["train.micro_batch_size=4"], "dp1-mbs4"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "overrides", "layouts"), CASES, ids=[case[0] for case in CASES])
+def test_steps_are_those_of_transformers(
+    pool: Pool, tmp_path: Path, name: str, changes: dict[str, Any], overrides: list[str], layouts: str | None
+) -> None:
+    save(name, tmp_path / "hf", **changes)
+    config = configured(tmp_path, *overrides)
+    report = verify_hf(config, Request(layouts, 4, 4, None, "test"), print, pool)
+    deviations = [(each.kind, each.step, each.value) for layout in report.layouts for each in layout.deviations]
+    assert report.passed, deviations
+    assert {len(layout.steps) for layout in report.layouts} == {4}
+    assert len(report.layouts) == 1 + (layouts or "").count(",")
+    assert all(step.grad_norm > config.optimizer.clip_grad for step in report.reference.steps), "nothing was clipped"
+
+
+@pytest.mark.parametrize(
+    ("fault", "axis", "told"),
+    [
+        ("softmax-scale-off", "every layout", "one process too: not a fault of a layout"),
+        ("cp-scaled-loss", "cp", "cp alone breaks the run"),
+    ],
+)
+def test_one_process_is_run_where_layouts_fail(pool: Pool, tmp_path: Path, fault: str, axis: str, told: str) -> None:
+    save("qwen3", tmp_path / "hf")
+    report = verify_hf(configured(tmp_path), Request("cp2", 1, 4, fault, "test"), print, pool)
+    assert [layout.num_ranks for layout in report.layouts] == [1, 2]
+    assert [layout.passed for layout in report.layouts] == [axis == "cp", False]
+    assert report.diagnosis is not None
+    assert report.diagnosis.axis == axis
+    assert told in report.diagnosis.lines[0]
+
+
+def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> None:
+    save("qwen2", tmp_path / "hf")
+    configured(tmp_path)
+    arguments = ["verify", "hf", str(tmp_path / "run.yaml"), "--hf", str(tmp_path / "hf"), "--steps", "2"]
+    good = CliRunner().invoke(app, [*arguments, "--layouts", "tp1"])
+    assert good.exit_code == 0, good.output
+    report = HfReport.from_json((tmp_path / "run" / "hf" / "hf.json").read_text())
+    assert report.changes == ("train.precision: bf16 -> fp32",)
+    page = (tmp_path / "run" / "hf" / "hf.html").read_text()
+    assert "All 1 layouts are the run of transformers" in page
+    assert "gradient norm" in page
+    wrong = CliRunner().invoke(app, [*arguments, "--inject", "vocabulary-padding-in-softmax"])
+    assert wrong.exit_code == 1, wrong.output
+    assert "FAIL: 1 of 1 layouts are not the run of transformers" in wrong.output
+    assert json.loads((tmp_path / "run" / "hf" / "hf.json").read_text())["diagnosis"]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.hidden_dropout=0.1", "hidden_dropout"),
+        ("loss.options={label_smoothing: 0.1}", "loss.options is set"),
+        ("loss.router.z_coefficient=0.1", "router"),
+        ("loss.side_terms={z: {function: 'z_loss'}}", "loss.side_terms is set"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_refused(tmp_path: Path, override: str, told: str) -> None:
+    save("mixtral", tmp_path / "hf")
+    with pytest.raises(ConfigError, match=told):
+        comparable(configured(tmp_path, override))

@@ -1,0 +1,291 @@
+"""The check on sound runs: it passes, on the user's data too, and its page and data are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.plan.layout import Layout
+from mtrain.verify.core.activations import module_order, put_together
+from mtrain.verify.core.bisect import first_deviating
+from mtrain.verify.core.exact import ExactJob, exact_steps, text_places
+from mtrain.verify.core.layouts import parse_trials, prepared
+from mtrain.verify.core.ranks import Pool
+from mtrain.verify.core.result import KINDS, ParityReport
+from mtrain.verify.core.samples import Plan, hard_texts
+from mtrain.verify.core.shrink import shrink
+from mtrain.verify.core.tolerances import forward_tolerance
+from mtrain.verify.core.worker import Job, pieces_of, run_layout
+from tests.config.samples import config, content
+from tests.config.yaml_files import write
+from tests.fault_table import Notice
+from tests.paths import ROOT
+from tests.verify.parity.checks import check, expert_config, rich_config
+
+
+def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
+    layouts = "mbs2,dp4mbs2,tp2spmbs4,pp2vpp2mbs2,cp2ulyssesmbs8,tp2sppp2cp2mbs2"
+    report = check(pool, rich_config(train__recompute="full"), layouts)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert report.diagnosis is None
+    assert [layout.num_ranks for layout in report.layouts] == [1, 1, 4, 2, 2, 2, 8]
+    for layout in report.layouts:
+        for step in (1, 2, 3):
+            here = [each for each in layout.deviations if each.step == step]
+            assert [each.name for each in here if each.kind == "update"] == list(report.tensors)
+            assert [each.name for each in here if each.kind == "gradient"] == list(report.tensors)[::-1]
+            assert [each.name for each in here if each.kind == "loss"] == ["main", "z"]
+            assert [each.name for each in here if each.kind == "denominator"] == ["main", "z"]
+        rounding = [each.value for each in layout.deviations if each.kind == "gradient"]
+        assert 0 < max(rounding) < report.tolerance("gradient").value / 3, "the tolerance has room"
+    losses = {round(step.objective, 5) for layout in report.layouts for step in layout.steps[:1]}
+    assert losses == {round(report.reference.steps[0].objective, 5)}
+    assert ParityReport.from_json(report.to_json()) == report
+    assert [each.kind for each in report.tolerances] == list(KINDS)
+
+
+def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool) -> None:
+    user = expert_config()
+    report = check(pool, user, "dp4ep4mbs2,tp2spdp2ep2etp2,pp2cp2dp2ep4", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    terms = ["main", "z", "mtp_1", "router_z", "router_sequence_balance"]
+    for layout in report.layouts:
+        first = [each for each in layout.deviations if each.step == 1]
+        assert [each.name for each in first if each.kind == "loss"] == terms
+        biases = [each for each in first if each.name.endswith("expert_bias")]
+        assert {each.kind for each in biases} == {"update"}, "no parameter"
+        assert len(biases) == report.config["model"]["num_layers"] - 1 + user.model.mtp_depths
+
+
+def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
+    user = expert_config()
+    assert user.model.experts is not None
+    experts = user.model.experts.model_dump() | {"top_k": 2, "group_top_k": 2, "group_score_top_k": 2}
+    report = check(pool, expert_config(model__experts=experts), "dp2ep2mbs2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "model__norm": "layernorm",
+            "model__linear_bias": True,
+            "model__activation": "gelu",
+            "model__tied_embeddings": False,
+            "loss__aggregation": "seq-mean-token-mean",
+            "loss__empty_sequences": "include",
+            "train__distributed_optimizer": False,
+        },
+        {
+            "model__qk_norm": True,
+            "model__qkv_bias": True,
+            "model__sliding_window": 16,
+            "model__global_attention_every": 2,
+            "model__rope": {"scaling": "yarn", "factor": 4.0, "original_max_positions": 16},
+            "data__isolate_documents": False,
+            "loss__aggregation": "seq-mean-token-sqrt",
+            "train__overlap_grad_reduce": True,
+            "train__overlap_param_gather": True,
+            "optimizer__clip_grad": 0.0,
+        },
+        {
+            "loss__options": {"label_smoothing": 0.1},
+            "loss__teacher": {"checkpoint": "runs/teacher"},
+            "loss__side_terms": {
+                "teacher": {"function": "distillation", "aggregation": "sum"},
+                "entropy": {"function": "entropy", "coefficient": -0.01},
+            },
+        },
+        {
+            "loss__function": "tests.parity.losses:hard_tokens",
+            "loss__options": {"above": 4.6},
+            "loss__denominator": "measured",
+            "loss__side_terms": {},
+        },
+        {"model__mtp_depths": 2},
+        {
+            "model__num_query_groups": None,
+            "model__mla": {
+                "q_lora_rank": 384,
+                "kv_lora_rank": 128,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 32,
+            },
+        },
+    ],
+    ids=[
+        "layernorm, biases, gelu",
+        "window, yarn, overlaps",
+        "teacher, smoothing, entropy",
+        "measured denominator",
+        "two tokens ahead",
+        "latent attention",
+    ],
+)
+def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:
+    report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs2,cp2dp2mbs4")
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+def test_module_outputs_are_put_together_from_all_ranks(pool: Pool) -> None:
+    user = rich_config()
+    (trial,) = parse_trials("tp2sp-pp2vpp2-cp2-mbs2", user, 8)
+    shrunk = shrink(user, [trial]).config
+    plan, fitted = Plan(0, 3), prepared(trial, shrunk)
+    everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
+    found = put_together(pieces_of(everyone), shrunk)
+    texts = hard_texts(shrunk, 0)
+    job = ExactJob(shrunk, [texts], watches=True)
+    (outcome,) = pool.run(exact_steps, Layout(), job, [everyone[0].initial.tensors])
+    expected = outcome[0].outputs
+    is_text = text_places(texts, shrunk)[..., None]
+    found = {name: np.where(is_text, each, 0.0) for name, each in found.items()}
+    order = module_order(shrunk.model.num_layers)
+    assert list(expected) == order
+    assert found.keys() == expected.keys()
+    assert all(found[name].shape == expected[name].shape and not np.isnan(found[name]).any() for name in order)
+    assert first_deviating(found, expected, order, forward_tolerance(shrunk)) is None
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """Documents of a few tokens."""
+    prefix, rng = str(tmp_path / "corpus"), np.random.default_rng(0)
+    with writing_corpus(prefix, vocab_size=64) as writer:
+        for length in rng.integers(2, 40, 200):
+            writer.add(rng.integers(0, 64, length).astype(np.int64))
+    return prefix
+
+
+def test_the_users_corpus_is_read(pool: Pool, corpus: str) -> None:
+    sections = {"data__kind": "indexed", "data__train": [{"path": corpus}], "model__vocab_size": 64}
+    report = check(pool, rich_config(**sections), "tp2sp,cp2dp2mbs4", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert report.num_steps == 5
+    assert report.data.startswith("2 steps of the run's own data, then 3 steps of random tokens")
+    full = 16 * 32
+    counts = [step.denominators["main"] for step in report.reference.steps]
+    assert full * 0.8 < counts[0] < full, "a loss token for nearly every position, but none across an edge"
+    assert counts[4] < 16
+
+
+def test_a_damaged_corpus_is_a_data_error(pool: Pool, corpus: str) -> None:
+    Path(f"{corpus}.bin").write_bytes(b"")
+    sections = {"data__kind": "indexed", "data__train": [{"path": corpus}], "model__vocab_size": 64}
+    with pytest.raises(DataError, match="corpus"):
+        check(pool, rich_config(**sections), "tp2")
+
+
+def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp_path: Path) -> None:
+    samples = [{"prompt": "a b c d " * 10, "response": "e f g " * (number % 5 + 1)} for number in range(40)]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    sections = {
+        "data__kind": "jsonl",
+        "data__train": [{"path": str(path)}],
+        "data__tokenizer": str(word_tokenizer),
+        "data__too_long": "refuse",
+        "data__seq_length": 4096,
+    }
+    report = check(pool, config(**sections), "mbs4", num_steps=1)
+    assert report.passed
+    assert report.config["data"]["seq_length"] == 64
+    assert report.reference.steps[0].denominators["main"] > 16
+
+
+def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
+    pool: Pool, word_tokenizer: Path, tmp_path: Path
+) -> None:
+    weights = [0.7, 0.7, 0.25, 2.5, 0.1, 0.9, 0.3, 0.55] * 2
+    samples = [{"prompt": "a", "response": "b c d", "weight": weight} for weight in weights]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    sections = {"data__kind": "jsonl", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
+    report = check(pool, config(**sections), "mbs1", num_steps=4)
+    found = [step.denominators["main"] for layout in report.layouts for step in layout.steps[:4]]
+    assert {step.denominators["main"] for step in report.layouts[0].expected[:4]} == {48.0}, "a whole number"
+    assert any(value != 48.0 for value in found), "no sum was rounded"
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None:
+    with pytest.raises(ConfigError, match="has no 'next_tokens'"):
+        check(pool, config(loss__function="tests.loss.bad_losses:next_tokens"), "mbs4")
+
+
+def mtrain(*arguments: object, torch: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs the program, without torch where it must not be needed."""
+    code = "import runpy; runpy.run_module('mtrain', run_name='__main__')"
+    if not torch:
+        code = f"import sys; sys.modules['torch'] = None; {code}"
+    command = [sys.executable, "-c", code, "verify", "parity", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+
+
+def test_the_names_of_the_faults_are_listed_one_a_line() -> None:
+    done = mtrain("--list-injections", torch=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) >= 18
+    assert "microbatch-means" in done.stdout.splitlines()
+
+
+def test_a_wrong_configuration_ends_with_2(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", content())
+    done = mtrain(path, "layout.tpp=2", torch=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: layout.tpp: there is no such key")
+
+
+def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
+    done = mtrain(path, "--layouts", "mbs4", "--steps", 2, "--inject", "dropped-microbatch")
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert "tp1-pp1-cp1-dp1-mbs16: pass" in done.stdout
+    row = next(line for line in lines if line.startswith("tp1-pp1-cp1-dp1-mbs4 "))
+    assert row.split()[-1] == "FAIL"
+    where = next(number for number, line in enumerate(lines) if line.startswith("mtrain verify parity: microbatches"))
+    assert lines[where + 1].startswith("first deviation: denominator of term main")
+    assert lines[-1].startswith("FAIL: 1 of 2 layouts are not the run of one process with the planted fault")
+    report = ParityReport.from_json((tmp_path / "run" / "parity" / "parity.json").read_text())
+    assert not report.passed
+    assert (tmp_path / "run" / "parity" / "parity.html").stat().st_size > 10_000
+
+
+JUDGED: dict[str, Any] = {"loss__options": {"slope": 0.03}, "loss__aggregation": "seq-mean-token-sum"}
+
+
+def test_a_loss_of_whole_sequences_passes(pool: Pool) -> None:
+    user = rich_config(loss__function="tests.parity.losses:preference", **JUDGED)
+    report = check(pool, user, "cp2mbs2,tp2sppp2cp2mbs2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+@pytest.mark.fault(
+    "numbers",
+    "a loss function of the user's own that judges each context-parallel rank's part of a sequence",
+    happens="`mtrain verify parity` names cp, the function, and what makes it exact",
+    exit_code=1,
+)
+def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(pool: Pool, notice: Notice) -> None:
+    user = rich_config(loss__function="tests.parity.losses:split_preference", **JUDGED)
+    with notice:
+        report = check(pool, user, "mbs2,cp2mbs2", num_steps=2)
+    assert report.diagnosis is not None
+    assert report.diagnosis.axis == "cp"
+    assert report.diagnosis.kind == "loss"
+    advice = report.diagnosis.lines[2]
+    assert "tests.parity.losses:split_preference is yours" in advice
+    assert "TermInputs.sum_over_sequence" in advice
+    assert ParityReport.from_json(report.to_json()) == report

@@ -1,0 +1,101 @@
+"""Every known fault is found, and the report names the axis and the quantity that betray it."""
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.verify.core.ranks import Pool
+from mtrain.verify.core.result import Diagnosis
+from mtrain.verify.core.weights import EMBEDDING, OUTPUT
+from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.planted.inject import FAULTS, LAYOUT_FAULTS, NAMES, chosen
+from tests.verify.parity.checks import check, expert_config, rich_config
+
+FINAL_NORM = "decoder.final_layernorm.weight"
+ATTENTION = "layer 0 self_attention.core_attention"
+BIAS = "decoder.layers.1.mlp.router.expert_bias"
+CP, DP, MICRO, PP, SP, TP = "cp2mbs16", "dp2mbs8", "mbs4", "pp2mbs4", "tp2mbs16,tp2spmbs16", "tp2mbs16"
+
+EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
+    "microbatch-means": (MICRO, "microbatches", "gradient", FINAL_NORM, None),
+    "dp-means": (DP, "dp", "gradient", FINAL_NORM, None),
+    "cp-counts-again": (CP, "cp", "denominator", "main", None),
+    "tp-counts-again": (TP, "tp", "denominator", "main", None),
+    "dp-size-in-denominator": (DP, "dp", "gradient", FINAL_NORM, None),
+    "cp-scaled-loss": (CP, "cp", "gradient", FINAL_NORM, None),
+    "sp-norms-not-reduced": (SP, "sp", "gradient", FINAL_NORM, None),
+    "tied-gradient-missed": (f"{PP},{MICRO}", "pp", "gradient", EMBEDDING, None),
+    "dropped-microbatch": (MICRO, "microbatches", "denominator", "main", None),
+    "labels-shifted-after-slicing": (CP, "cp", "loss", "main", None),
+    "positions-not-zigzag": (CP, "cp", "loss", "main", ATTENTION),
+    "keys-in-rank-order": (CP, "cp", "loss", "main", ATTENTION),
+    "document-boundary-crossed": (MICRO, "every layout", "loss", "main", ATTENTION),
+    "clip-before-normalisation": (MICRO, "every layout", "update", EMBEDDING, None),
+    "clamped-denominator": (MICRO, "microbatches", "denominator", "main", None),
+    "epsilon-in-denominator": (MICRO, "every layout", "denominator", "main", None),
+    "int32-weights": (MICRO, "every layout", "denominator", "main", None),
+    "dp-rank-not-reduced": (DP, "dp", "gradient", FINAL_NORM, None),
+    "dropout-left-on": (MICRO, "every layout", "loss", "main", "embedding"),
+    "vocabulary-padding-in-softmax": (MICRO, "every layout", "loss", "main", None),
+    "local-side-term-denominators": (DP, "dp", "gradient", FINAL_NORM, None),
+    "norms-decayed": (MICRO, "every layout", "update", "decoder.layers.0.input_layernorm.weight", None),
+    "norms-counted-per-tp-rank": (TP, "tp", "grad_norm", "grad_norm", None),
+    "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
+    "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
+    "experts-left-out-of-norm": (f"{DP},dp2ep2mbs8", "ep", "grad_norm", "grad_norm", None),
+    "depths-divided-by-main": (MICRO, "every layout", "gradient", OUTPUT, None),
+}
+OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
+"""Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in LAYOUT_FAULTS])
+def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
+    layouts, axis, kind, quantity, module = EXPECTED[name]
+    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(), layouts, name)
+    assert not report.passed
+    assert report.injected == name
+    assert all(layout.error is None for layout in report.layouts)
+    assert report.layouts[0].passed == (axis != "every layout"), "one process with one microbatch is innocent"
+    found = report.diagnosis
+    assert isinstance(found, Diagnosis)
+    assert (found.axis, found.kind, found.name, found.module) == (axis, kind, quantity, module)
+    assert found.value is not None
+    assert found.tolerance is not None
+    assert found.value > 5 * found.tolerance
+    assert axis in found.lines[0]
+    assert quantity in found.lines[1] or kind == "grad_norm"
+
+
+def test_every_fault_has_a_plant_and_a_test() -> None:
+    assert set(NAMES) == PLANTS.keys() == {fault.name for fault in FAULTS}
+    assert len(NAMES) == len(set(NAMES)) == len(FAULTS)
+    assert [fault.name for fault in LAYOUT_FAULTS] == list(EXPECTED)
+    for fault in LAYOUT_FAULTS:
+        axis = EXPECTED[fault.name][1]
+        assert axis == (fault.axis or "every layout")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "axes", "reason"),
+    [
+        ("dp-mean", {}, ["dp"], "did you mean dp-means?"),
+        ("cp-scaled-loss", {}, ["tp", "microbatches"], "a layout that uses cp"),
+        ("tied-gradient-missed", {"model__tied_embeddings": False}, ["pp"], "model.tied_embeddings=true"),
+        ("document-boundary-crossed", {"data__isolate_documents": False}, [], "data.isolate_documents=true"),
+        ("clip-before-normalisation", {"optimizer__clip_grad": 0.0}, [], "optimizer.clip_grad > 0"),
+        ("norms-decayed", {"optimizer__weight_decay": 0.0}, [], "optimizer.weight_decay > 0"),
+        ("local-side-term-denominators", {"loss__side_terms": {}}, ["dp"], "another aggregation"),
+        ("vocabulary-padding-in-softmax", {"model__vocab_size": 1024}, [], "not a multiple"),
+        ("router-losses-shared-out", {}, ["cp"], "a coefficient of loss.router"),
+        ("expert-loads-per-rank", {}, ["dp"], "model.experts.bias_update_rate > 0"),
+        ("experts-left-out-of-norm", {}, ["dp"], "a layout that uses ep"),
+        ("depths-divided-by-main", {}, [], "model.mtp_depths > 0"),
+    ],
+)
+def test_a_fault_that_cannot_show_is_refused(
+    name: str, changes: dict[str, object], axes: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chosen(name, rich_config(**changes), axes)
+    assert reason in str(caught.value)
+    assert f"--inject {name}" in str(caught.value)

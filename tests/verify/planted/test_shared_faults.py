@@ -1,0 +1,122 @@
+"""Every fault that all layouts have alike is found, on one process with one microbatch too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.verify.core.ranks import Pool
+from mtrain.verify.core.result import KINDS
+from mtrain.verify.core.weights import EMBEDDING
+from mtrain.verify.planted.inject import chosen
+from mtrain.verify.planted.shared_faults import SHARED_PLANTS
+from mtrain.verify.planted.shared_inject import SHARED_FAULTS
+from tests.verify.parity.checks import check, expert_config, rich_config
+
+FINAL_NORM = "decoder.final_layernorm.weight"
+FIRST_NORM = "layer 0 input_layernorm"
+ATTENTION = "layer 0 self_attention.core_attention"
+MAIN_WEIGHTS, Z_WEIGHTS = "weights of main", "weights of z"
+
+
+class Case(NamedTuple):
+    """What betrays a fault."""
+
+    kind: str
+    name: str
+    module: str | None = None
+    changes: dict[str, Any] = {}  # noqa: RUF012 (only read)
+    of_experts: bool = False
+
+    def config(self) -> Config:
+        return (expert_config if self.of_experts else rich_config)(**self.changes)
+
+
+SCHEDULE = {"optimizer__schedule": "cosine", "optimizer__warmup_steps": 5, "train__num_steps": 50}
+CASES = {
+    "last-token-masked": Case("samples", MAIN_WEIGHTS),
+    "masked-tokens-counted": Case("samples", MAIN_WEIGHTS),
+    "token-weights-squared": Case("samples", MAIN_WEIGHTS),
+    "sample-weights-ignored": Case("samples", MAIN_WEIGHTS),
+    "padding-counted": Case("samples", MAIN_WEIGHTS),
+    "labels-shifted-twice": Case("samples", "labels"),
+    "sample-read-twice": Case("samples", "tokens"),
+    "positions-not-restarted": Case("samples", "positions"),
+    "tokens-ahead-across-documents": Case("samples", "weights of mtp_1", changes={"model__mtp_depths": 1}),
+    "sequence-mean-plus-one": Case("samples", Z_WEIGHTS),
+    "square-root-left-out": Case("samples", MAIN_WEIGHTS, changes={"loss__aggregation": "seq-mean-token-sqrt"}),
+    "norm-length-off": Case(
+        "samples", MAIN_WEIGHTS, changes={"loss__aggregation": "token-sum-norm", "loss__norm_length": 24}
+    ),
+    "empty-sequences-confused": Case("denominator", "z"),
+    "side-terms-divided-by-main": Case("gradient", FINAL_NORM),
+    "smoothing-with-padding": Case("loss", "main", changes={"loss__options": {"label_smoothing": 0.1}}),
+    "window-off-by-one": Case("loss", "main", ATTENTION, {"model__sliding_window": 16}),
+    "rope-base-off": Case("loss", "main", ATTENTION),
+    "softmax-scale-off": Case("loss", "main", ATTENTION),
+    "norm-epsilon-off": Case("loss", "main", FIRST_NORM),
+    "router-losses-times-top-k": Case("loss", "router_sequence_balance", of_experts=True),
+    "expert-scaling-ignored": Case(
+        "loss", "main", "layer 1 mlp", {"model__experts__scaling_factor": 2.5}, of_experts=True
+    ),
+    "bias-correction-missing": Case("update", EMBEDDING),
+    "decay-not-times-rate": Case("update", EMBEDDING),
+    "rate-one-step-late": Case("lr", "lr", changes=SCHEDULE),
+    "warmup-off-by-one": Case("lr", "lr", changes=SCHEDULE),
+}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> dict[str, Any]:
+    """Documents of a few tokens, as the configuration names them."""
+    prefix, rng = str(tmp_path / "corpus"), np.random.default_rng(0)
+    with writing_corpus(prefix, vocab_size=64) as writer:
+        for length in rng.integers(2, 40, 200):
+            writer.add(rng.integers(0, 64, length).astype(np.int64))
+    return {"data__kind": "indexed", "data__train": [{"path": prefix}], "model__vocab_size": 64}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[str, Any]) -> None:
+    case = CASES[name]
+    user = rich_config(**corpus) if name == "sample-read-twice" else case.config()
+    report = check(pool, user, "mbs4", name, num_steps=2)
+    assert not any(layout.passed for layout in report.layouts)
+    assert all(layout.error is None for layout in report.layouts)
+    found = report.diagnosis
+    assert found is not None
+    assert (found.axis, found.kind, found.name, found.module) == ("every layout", case.kind, case.name, case.module)
+    worst = report.layouts[0].worst(*KINDS)
+    assert worst is not None
+    assert worst.excess > 5, "rounding is far from it"
+    assert "one process with one microbatch too: not a fault of a layout" in found.lines[0]
+
+
+def test_every_shared_fault_has_a_plant_and_a_case() -> None:
+    assert [fault.name for fault in SHARED_FAULTS] == list(SHARED_PLANTS) == list(CASES)
+    assert all(fault.axis is None for fault in SHARED_FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("square-root-left-out", "aggregation=seq-mean-token-sqrt"),
+        ("norm-length-off", "norm_length"),
+        ("window-off-by-one", "model.sliding_window"),
+        ("sample-read-twice", "data from files"),
+        ("tokens-ahead-across-documents", "model.mtp_depths > 0"),
+        ("smoothing-with-padding", "label_smoothing > 0"),
+        ("router-losses-times-top-k", "sequence_balance_coefficient > 0"),
+        ("expert-scaling-ignored", "scaling_factor other than 1"),
+        ("warmup-off-by-one", "optimizer.warmup_steps > 0"),
+    ],
+)
+def test_a_shared_fault_that_cannot_show_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        chosen(name, rich_config(optimizer__schedule="constant"), [])

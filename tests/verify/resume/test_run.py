@@ -1,0 +1,173 @@
+"""Resuming, proven on sound runs, and every known fault of it found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.verify.core.bisect import diagnosed
+from mtrain.verify.core.result import ResumeReport
+from mtrain.verify.report import write_report
+from mtrain.verify.resume.faults import PLANTS
+from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS, RESUME_NAMES
+from mtrain.verify.resume.run import ResumeCheck, ResumeRequest, planned, verify_resume
+from mtrain.verify.wording import RESUME, TITLES
+from tests.config.samples import config, content
+from tests.paths import ROOT
+from tests.pool import Pool
+from tests.verify.elements import assert_is_accessible, assert_is_self_contained, read_html
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+EXPECTED: dict[str, tuple[str, int, str, str]] = {
+    "run-step-off-by-one": ("every layout", 3, "counters", "step"),
+    "samples-restarted": ("every layout", 4, "samples", "samples"),
+    "learning-rate-restarted": ("every layout", 4, "lr", "lr"),
+    "moments-not-restored": ("every layout", 3, "exp_avg", EMBEDDING),
+    "adam-step-off-by-one": ("every layout", 3, "counters", "adam_step"),
+    "adam-step-shared": ("every layout", 4, "counters", "adam_step"),
+    "main-weights-rounded": ("every layout", 3, "param", EMBEDDING),
+    "stale-shard": ("every layout", 3, "weights", EMBEDDING),
+    "loss-scale-restarted": ("every layout", 3, "counters", "loss_scaler.growth_tracker"),
+    "random-states-not-restored": ("every layout", 3, "random", "cpu"),
+    "records-kept": (CRASH, 5, "records", "steps"),
+}
+"""Fault -> axis, step, kind and name of the first deviation."""
+
+
+def lively_config(**changes: Any) -> Config:
+    """fp16, dropout, a learning rate that changes, and two axes beside data parallelism."""
+    defaults: dict[str, Any] = {
+        "model__num_layers": 2,
+        "model__hidden_dropout": 0.1,
+        "model__attention_dropout": 0.1,
+        "layout__tp": 2,
+        "layout__sp": True,
+        "train__precision": "fp16",
+        "optimizer__schedule": "cosine",
+    }
+    return config(**(defaults | changes))
+
+
+def resumed(pool: Pool, user: Config, layouts: str | None) -> ResumeReport:
+    """The report."""
+    told: list[str] = []
+    request = ResumeRequest(layouts, 6, 4, None, "mtrain verify resume", 3)
+    report = verify_resume(user, request, told.append, pool)
+    assert sorted(line.split(":")[0] for line in told) == sorted(case.name for case in report.layouts)
+    return report
+
+
+@pytest.fixture(scope="module")
+def check(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> ResumeCheck:
+    """A straight run and a stopped one, to be resumed with faults."""
+    user = lively_config(layout__tp=1, layout__sp=False)
+    plan = planned(user, ResumeRequest("mbs1", 6, 2, None, "", 3), 2)
+    ready = ResumeCheck(plan, 3, tmp_path_factory.mktemp("resume"), pool)
+    ready.prepare()
+    return ready
+
+
+@pytest.mark.parametrize("name", RESUME_NAMES)
+def test_every_fault_of_resuming_is_found_and_named(check: ResumeCheck, name: str) -> None:
+    axis, step, kind, quantity = EXPECTED[name]
+    result = check.crashed(name) if axis == CRASH else check.alike(name)
+    assert result.error is None
+    assert not result.passed
+    found = diagnosed([result], lambda result, step: None, RESUME)
+    assert found is not None
+    assert (found.axis, found.step, found.kind, found.name) == (axis, step, kind, quantity)
+    assert axis == CRASH or "even on the layout that saved" in found.lines[0]
+
+
+def test_every_fault_has_a_plant_and_a_test() -> None:
+    assert set(RESUME_NAMES) == PLANTS.keys() == EXPECTED.keys()
+    assert [fault.axis for fault in RESUME_FAULTS if fault.axis] == [CRASH]
+
+
+def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(pool: Pool, tmp_path: Path) -> None:
+    report = resumed(pool, lively_config(), "mbs16,tp4dp1,pp2")
+    assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
+    alike, crashed, *others = report.layouts
+    assert [case.num_ranks for case in report.layouts] == [4, 4, 1, 4, 2]
+    for case in (alike, crashed):
+        assert {each.kind for each in case.deviations} == set(TITLES) - {"gradient", "update"}
+        assert all(each.value == 0 for each in case.deviations)
+        assert case.steps == report.reference.steps[3:]
+    for case in others:
+        assert {each.kind for each in case.deviations} == set(TITLES) - {"random"}
+        assert max(each.value for each in case.deviations if each.kind == "gradient") > 0
+        loaded = [each for each in case.deviations if each.kind in ("weights", "param", "exp_avg", "exp_avg_sq")]
+        assert [each.name for each in loaded if each.kind == "param"] == list(report.tensors)
+        assert {each.step for each in loaded} == {3}
+    assert ResumeReport.from_json(report.to_json()) == report
+    write_report(report, tmp_path)
+    assert json.loads((tmp_path / "resume.json").read_text())["num_steps"] == 6
+    page = read_html((tmp_path / "resume.html").read_text())
+    assert_is_self_contained(page)
+    assert_is_accessible(page)
+    assert page.all("h1")[0].text.startswith("✓ PASS All 5 resumed runs are the run that never stopped.")
+
+
+def test_other_layouts_are_held_to_the_files_and_to_exact_steps(pool: Pool, tmp_path: Path) -> None:
+    plan = planned(config(), ResumeRequest("dp2", 4, 2, None, "", 2), 2)
+    check = ResumeCheck(plan, 2, tmp_path, pool)
+    check.prepare()
+    for name, kind in (("moments-not-restored", "exp_avg"), ("stale-shard", "weights"), ("adam-step-shared", "update")):
+        result = check.elsewhere(plan.others[0], name)
+        first = result.first_failure()
+        assert result.error is None
+        assert first is not None
+        assert first.kind == kind
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_stop_that_leaves_nothing_to_do_is_refused(at: int) -> None:
+    with pytest.raises(ConfigError, match=f"--at {at} must lie between 1 and --steps 6 - 1"):
+        verify_resume(config(), ResumeRequest(None, 6, 2, None, "", at), print)
+
+
+def test_a_fault_that_cannot_show_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--inject loss-scale-restarted cannot show: it needs train.precision=fp16"):
+        verify_resume(config(), ResumeRequest(None, 6, 2, "loss-scale-restarted", "", 3), print)
+
+
+def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu")))
+    command = [
+        sys.executable,
+        "-m",
+        "mtrain",
+        "verify",
+        "resume",
+        str(path),
+        "--max-ranks",
+        "1",
+        "--steps",
+        "3",
+        "--at",
+        "2",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, "--inject", "moments-not-restored"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[-3].startswith("first deviation: first moment of embedding.word_embeddings.weight by 1.0e+00")
+    assert lines[-1].startswith("FAIL: 3 of 3 resumed runs are not the straight run with the planted fault")
+    saved = ResumeReport.from_json((tmp_path / "run" / "resume" / "resume.json").read_text())
+    assert saved.injected == "moments-not-restored"
+    listed = subprocess.run(
+        [*command[:5], "--list-injections"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert tuple(listed.stdout.split()) == RESUME_NAMES
