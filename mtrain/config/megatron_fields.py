@@ -282,7 +282,7 @@ REFUSED = {name: reason for reason, names in _REFUSED_FOR.items() for name in na
 
 
 class Proven(NamedTuple):
-    """A field that `tests/parity/test_megatron_fields.py` runs against the oracle, and the values it may have."""
+    """A field that `tests/parity/models/` runs against the oracle, and the values it may have."""
 
     is_legal: Callable[[Any], bool]
     needed: str

@@ -1,4 +1,4 @@
-"""What plain Megatron-Core makes of balancing losses and biases; tests/parity/test_balance.py shows ours."""
+"""What plain Megatron-Core makes of balancing losses and biases; tests/parity/models/test_balance.py shows ours."""
 
 from typing import Any
 

@@ -56,7 +56,7 @@ def plain_loss(per_token: bool, loss: Any, num_microbatches: int = 1, cp: int = 
 
 
 def test_a_two_part_closure_is_scaled() -> None:
-    """That ours is not: tests/parity/test_layouts.py, whose layouts have cp > 1 and many microbatches."""
+    """That ours is not: tests/parity/layouts/test_layouts.py, whose layouts have cp > 1 and many microbatches."""
     two, _ = plain_loss(True, lambda output: (output.sum(), {}), num_microbatches=4, cp=2)
     three, _ = plain_loss(True, lambda output: (output.sum(), torch.tensor(0), {}), num_microbatches=4, cp=2)
     assert (two.item(), three.item()) == (1.0, 2.0)

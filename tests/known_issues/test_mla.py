@@ -59,7 +59,7 @@ def test_it_cannot_be_built_without_transformer_engine(pool: Pool) -> None:
 
 
 def test_the_shared_rotary_key_misses_gradients_under_tp(pool: Pool, weights: Gradients, single: Gradients) -> None:
-    """Absent here, see below and tests/parity/test_latent_attention.py."""
+    """Absent here, see below and tests/parity/models/test_latent_attention.py."""
     ranks = pool.run(plain_gradients, Layout(tp=2), weights, False)
     found = deviations(ranks, single)
     down = whole(ranks, "linear_kv_down_proj.weight", single["linear_kv_down_proj.weight"].shape)

@@ -12,7 +12,7 @@ from mtrain.base.errors import DataError, MachineError
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.jsonl import JsonlSink, read_records, rewind
 from mtrain.metrics.record import Record
-from tests.crash import killed_at_every_file_operation
+from tests.base.crash import killed_at_every_file_operation
 from tests.metrics.records import step_record, valid_record
 
 

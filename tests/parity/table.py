@@ -7,17 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.parity import (
-    cases,
-    test_balance,
-    test_experts,
-    test_families,
-    test_latent_attention,
-    test_multi_token,
-)
+from tests.parity import cases
 from tests.parity.batches import GlobalBatch, documents_steps, three_steps
 from tests.parity.cases import Case
 from tests.parity.compare import Deviation, deviation, run_case, run_oracle
+from tests.parity.models import test_balance, test_experts, test_families, test_latent_attention, test_multi_token
 from tests.pool import Pool
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.config import Config
 from mtrain.runs.folder import NEUTRAL_KEYS, Change, RunFolder, changes
-from tests.crash import killed_at_every_file_operation
+from tests.base.crash import killed_at_every_file_operation
 
 HOLD_LOCK = """
 import sys, time

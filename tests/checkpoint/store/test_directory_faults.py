@@ -19,9 +19,9 @@ from mtrain.checkpoint.store.directory import (
     reading,
 )
 from mtrain.checkpoint.store.retention import Keep, apply_retention
+from tests.base.crash import killed_at_every_file_operation
 from tests.checkpoint.checkpoints import FILES, damage, facts, save, write_files
 from tests.checkpoint.store.test_directory import newest_step
-from tests.crash import killed_at_every_file_operation
 from tests.fault_table import Notice
 from tests.runs.no_flock import forbid_flock
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import clean_leftovers, newest_good, published_steps, reading
 from mtrain.checkpoint.store.retention import Keep, Retention, apply_retention, to_delete, way_back
+from tests.base.crash import killed_at_every_file_operation
 from tests.checkpoint.checkpoints import damage, save
-from tests.crash import killed_at_every_file_operation
 from tests.fault_table import Notice
 
 step_lists = st.lists(st.integers(0, 1000), unique=True, max_size=30)

@@ -11,7 +11,7 @@ _UTILITIES = "transformer/moe/moe_utils.py"
 _EXPERTS = "mtrain/mcore/model/moe/experts.py"
 _ROUTER = "mtrain/mcore/model/moe/router.py"
 _TESTS = "tests/known_issues/test_experts.py::test_"
-_PARITY = "tests/parity/test_experts.py::test_experts_do_not_change_with_the_layout"
+_PARITY = "tests/parity/models/test_experts.py::test_experts_do_not_change_with_the_layout"
 
 
 def _has_experts(config: Config, layout: Layout) -> bool:

@@ -100,7 +100,7 @@ ROWS = (
         ("mtrain/mcore/model/attention/context_parallel.py",),
         (
             issue_test("attention_keeps_documents_apart_where_theirs_refuses"),
-            "tests/parity/test_options.py::test_documents_that_cross_every_border_of_chunks",
+            "tests/parity/layouts/test_options.py::test_documents_that_cross_every_border_of_chunks",
         ),
     ),
     KnownIssue(
@@ -154,7 +154,7 @@ ROWS = (
         ("mtrain/mcore/model/attention/sinks.py",),
         (
             issue_test("attention_sinks_miss_in_the_norm"),
-            "tests/parity/test_families.py::test_families_keep_the_promise",
+            "tests/parity/models/test_families.py::test_families_keep_the_promise",
         ),
     ),
     KnownIssue(

@@ -32,7 +32,7 @@ ROWS = (
         ("mtrain/mcore/engine/schedule.py",),
         (
             issue_test("a_two_part_closure_is_scaled"),
-            "tests/parity/test_layouts.py::test_the_layout_does_not_change_the_run",
+            "tests/parity/layouts/test_layouts.py::test_the_layout_does_not_change_the_run",
         ),
     ),
     KnownIssue(
@@ -84,7 +84,7 @@ ROWS = (
         ("mtrain/mcore/engine/finalize.py", "mtrain/training/step.py"),
         (
             issue_test("a_batch_without_tokens_leaves_no_gradient"),
-            "tests/parity/test_terms.py::test_an_empty_batch_leaves_every_bit",
+            "tests/parity/objectives/test_terms.py::test_an_empty_batch_leaves_every_bit",
         ),
     ),
     KnownIssue(
@@ -159,8 +159,8 @@ ROWS = (
         "The objective is first multiplied by an exact power of two near 1 / D, which the one division takes out.",
         ("mtrain/training/step.py", "mtrain/loss/objective.py"),
         (
-            "tests/parity/test_precision.py::test_plain_sums_would_overflow_in_fp16",
-            "tests/parity/test_precision.py::test_the_premultiplier_changes_no_bit",
+            "tests/parity/layouts/test_precision.py::test_plain_sums_would_overflow_in_fp16",
+            "tests/parity/layouts/test_precision.py::test_the_premultiplier_changes_no_bit",
         ),
     ),
 )

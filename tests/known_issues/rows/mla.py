@@ -61,7 +61,7 @@ ROWS = (
         (
             f"{_TESTS}the_shared_rotary_key_misses_gradients_under_tp",
             _OURS,
-            "tests/parity/test_latent_attention.py::test_rows_under_every_kind_of_layout",
+            "tests/parity/models/test_latent_attention.py::test_rows_under_every_kind_of_layout",
         ),
     ),
     KnownIssue(

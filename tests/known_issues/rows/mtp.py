@@ -9,7 +9,7 @@ from tests.known_issues.rows.row import KnownIssue, Place
 _MODEL = "models/gpt/gpt_model.py"
 _DEPTHS = "transformer/multi_token_prediction.py"
 _FAULTS = "tests/known_issues/test_mtp.py"
-_PARITY = "tests/parity/test_multi_token.py"
+_PARITY = "tests/parity/models/test_multi_token.py"
 
 
 def _has_depths(config: Config, layout: Layout) -> bool:

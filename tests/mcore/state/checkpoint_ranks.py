@@ -29,7 +29,7 @@ from mtrain.mcore.state.gather import Shard, gather_whole, parameter_shards
 from mtrain.mcore.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.mcore.state.save import Saver
 from mtrain.training.step import TrainingStep
-from tests.crash import kill_self_before_operation
+from tests.base.crash import kill_self_before_operation
 from tests.mcore.state.whole_states import whole_states
 
 Arrays = dict[str, Any]

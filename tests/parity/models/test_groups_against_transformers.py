@@ -7,8 +7,8 @@ import pytest
 import transformers
 
 from mtrain.hf.schema.registry import FAMILIES
-from tests.parity import test_against_transformers as plain
 from tests.parity.cases import Case, case
+from tests.parity.models import test_against_transformers as plain
 from tests.pool import Pool
 
 CHOICES = [(2, 2), (3, 1), (2, 1), (4, 2), (4, 1), (3, 2), (5, 4)]

@@ -22,7 +22,7 @@ def rows(*weights: float) -> tuple[Row, ...]:
 
 TRIALS = {
     # 1 / D is 1e35: nothing may be clamped, and no epsilon may be added to D
-    # the smallest that are not refused; below, gradients lose digits (tests/parity/test_denominators.py)
+    # the smallest that are not refused; below, gradients lose digits (tests/parity/objectives/test_denominators.py)
     "tiny sample weights": Trial(CP2, (rows(2e-31),), SEQ16),
     "tiny sample weights, sequence means": Trial(CP2, (rows(2e-31),), SEQ16 | MEANS),
     "huge sample weights": Trial(CP2, (rows(1e30),), SEQ16),

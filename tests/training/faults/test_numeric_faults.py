@@ -14,7 +14,7 @@ from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
-from tests.training import numeric_fault_ranks as ranks
+from tests.training.faults import numeric_fault_ranks as ranks
 from tests.training.test_trainer import records
 
 OVERFLOWING = {

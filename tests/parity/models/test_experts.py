@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from mtrain.plan.layout import Layout
-from tests.parity import test_precision as precision
 from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, relative, run_case, run_oracle
 from tests.parity.expert_models import BIASED, DEEPSEEK, MARGIN, MIXTRAL, QWEN, steps_of, with_experts
+from tests.parity.layouts import test_precision as precision
 from tests.pool import Pool
 
 

@@ -16,8 +16,8 @@ from tests.parity import ranks
 from tests.parity.batches import GlobalBatch, padded_steps, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, initial_parameters, relative, run_case, run_oracle
-from tests.parity.test_balance import SOFTMAX
-from tests.parity.test_precision import GRADIENT_ROUNDINGS, ROUNDING, worst_distance
+from tests.parity.layouts.test_precision import GRADIENT_ROUNDINGS, ROUNDING, worst_distance
+from tests.parity.models.test_balance import SOFTMAX
 from tests.pool import Pool
 
 CASES = [case(4, dp=2), case(4, tp=2, sp=True), case(4, pp=2)]
@@ -54,7 +54,7 @@ def test_small_and_large_denominators_are_exact(pool: Pool, case: Case, weight: 
 @pytest.mark.parametrize("weight", [SMALL, LARGE])
 @pytest.mark.parametrize("changes", [BF16, FP16], ids=["bf16", "fp16"])
 def test_small_and_large_denominators_in_half_precision(pool: Pool, changes: dict[str, Any], weight: float) -> None:
-    """As near to the oracle as weights of 1 are (tests/parity/test_precision.py)."""
+    """As near to the oracle as weights of 1 are (tests/parity/layouts/test_precision.py)."""
     one, batch = case(4, tp=2, sp=True, pp=2), weighted(three_steps()[0], weight)
     (step,) = run_case(pool, one, [batch], **changes).steps
     (exact,) = run_oracle(one.config(**changes), [batch])

@@ -3,7 +3,7 @@
 In the suite a fixed handful along each axis. At night as many as asked for, from new seeds, with shrinking and a
 database of the examples that failed:
 
-    python -m pytest tests/parity/test_property_search.py --max-examples 500
+    python -m pytest tests/parity/layouts/test_property_search.py --max-examples 500
 """
 
 import random

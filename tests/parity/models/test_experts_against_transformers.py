@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.parity import test_against_transformers as dense
 from tests.parity.cases import Case, case
 from tests.parity.expert_models import MIXTRAL, QWEN
+from tests.parity.models import test_against_transformers as dense
 from tests.pool import Pool
 
 CASES = [case(4), case(4, tp=2, sp=True, dp=2, ep=2, etp=2), case(4, cp=2, ep=2)]

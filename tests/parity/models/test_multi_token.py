@@ -22,8 +22,8 @@ from tests.parity.batches import (
 )
 from tests.parity.cases import Case, case
 from tests.parity.compare import TEACHER_SEED, deviation, initial_parameters, run_case, run_oracle
-from tests.parity.test_balance import SIGMOID, SOFTMAX
-from tests.parity.test_latent_attention import LATENT
+from tests.parity.models.test_balance import SIGMOID, SOFTMAX
+from tests.parity.models.test_latent_attention import LATENT
 from tests.pool import Pool
 
 ONE, TWO = {"model__mtp_depths": 1}, {"model__mtp_depths": 2}

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.parity import test_against_transformers as plain
 from tests.parity.batches import documents_steps, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, run_case, run_oracle
 from tests.parity.families import DEEPSEEK_ATTENTION
+from tests.parity.models import test_against_transformers as plain
 from tests.pool import Pool
 
 LATENT = DEEPSEEK_ATTENTION

@@ -12,7 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.pool import Pool
-from tests.training import lost_ranks
+from tests.training.faults import lost_ranks
 
 TIMEOUT_S = 3
 
