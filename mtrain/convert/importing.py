@@ -20,9 +20,9 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import LIST_FILES, Place, save_record, write_list
+from mtrain.checkpoint.format.writer import METADATA_FILES, Place, save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
-from mtrain.checkpoint.store.manifest import FileFacts, GitState, Manifest, write_manifest
+from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
@@ -67,7 +67,7 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 
 def _write_tensors(
     folder: Path, source: Source, dtypes: Mapping[str, torch.dtype], num_workers: int
-) -> dict[str, FileFacts]:
+) -> dict[str, FileInfo]:
     """Data files and their list."""
     files = _files(source.table, dtypes)
 
@@ -89,11 +89,11 @@ def _write_tensors(
         for name, facts in known.items()
         for key, offsets, sizes, *extent in facts["boxes"]
     ]
-    for name in LIST_FILES:
+    for name in METADATA_FILES:
         (folder / name).unlink(missing_ok=True)
     with disk_faults(f"write {folder}"):
-        listed = write_list(folder, places)
-    return {name: FileFacts.model_validate(facts["file"]) for name, facts in known.items()} | listed
+        listed = write_metadata(folder, places)
+    return {name: FileInfo.model_validate(facts["file"]) for name, facts in known.items()} | listed
 
 
 class _BoxToWrite(NamedTuple):
@@ -199,7 +199,7 @@ def _model_yaml(source: Source, out: Path) -> str:
     )
 
 
-def _write_manifest(folder: Path, known: dict[str, FileFacts]) -> None:
+def _write_manifest(folder: Path, known: dict[str, FileInfo]) -> None:
     paths = [path for path in [*folder.iterdir(), *(folder / ORIGIN).rglob("*")] if path.is_file()]
     names = [path.relative_to(folder).as_posix() for path in paths if is_published(path)]
     checkout = git_checkout()

@@ -17,7 +17,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.io.source import open_source
 from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import open_world
+from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.model.build import build_frozen_model, run_chunk
 from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.plan.layout import Layout
@@ -48,7 +48,7 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
     except ModuleNotFoundError as fault:
         raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
     with (
-        open_world(_ALONE, "cpu", _TIMEOUT_S) as device,
+        init_distributed(_ALONE, "cpu", _TIMEOUT_S) as device,
         opened_groups(Layout(), device, _SEED, _TIMEOUT_S) as groups,
     ):
         ours = our_logits(entry, model, groups, tokens, main)
@@ -71,7 +71,7 @@ def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, toke
         labels=tokens,
         positions=torch.arange(tokens.shape[1]).expand_as(tokens),
         weights={},
-        shares={},
+        denominator_weights={},
         document_starts=None,
         is_padding=torch.zeros_like(tokens, dtype=torch.bool),
     )

@@ -11,7 +11,7 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
-from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.block_scaled import plain_config
@@ -119,7 +119,7 @@ def source_of(checkpoint: Path) -> Source:
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
         return Source(run.model, Path(run.model.hf), run.data.seq_length)
     start = run.checkpoint.initialize_from
-    if start is None or not Path(start).exists() or foreign_folder(Path(start)) is not None:
+    if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
         return Source(run.model, None, run.data.seq_length)
     entry = checkpoint_at(Path(start)).entry
     assert entry is not None, "checkpoint_at raises where there is none"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MtpTargets:
     """What one depth of multi-token prediction sees and has to say."""
 
     tokens: Tensor
@@ -20,10 +20,10 @@ class Ahead:
     """[batch, seq] bool: positions without a token so far ahead; routers of experts do not count them. None where
     nobody asks."""
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Ahead:
+    def each(self, change: Callable[[Tensor], Tensor]) -> MtpTargets:
         """The same change to every field."""
         is_padding = None if self.is_padding is None else change(self.is_padding)
-        return Ahead(change(self.tokens), change(self.labels), is_padding)
+        return MtpTargets(change(self.tokens), change(self.labels), is_padding)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Microbatch:
     """[batch, seq] int64: position inside the document, for the rotary embedding."""
     weights: dict[str, Tensor]
     """Loss term -> [batch, seq] float32: factor of each token's loss."""
-    shares: dict[str, Tensor]
+    denominator_weights: dict[str, Tensor]
     """Loss term -> [batch, seq] float64: each token's share of the term's denominator."""
     document_starts: Tensor | None
     """[batch, seq] int32, on the CPU: index in the row of the first token of the token's own document; attention does
@@ -46,7 +46,7 @@ class Microbatch:
     is_padding: Tensor | None
     """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
     not count them. None where nobody asks."""
-    ahead: tuple[Ahead, ...] = ()
+    mtp: tuple[MtpTargets, ...] = ()
     """By depth, from 1, where several tokens are predicted."""
     num_padding_tokens: int = 0
     """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.data.batch import Ahead, Microbatch
-from mtrain.data.samples.mtp import ahead, moved
+from mtrain.data.batch import Microbatch, MtpTargets
+from mtrain.data.samples.mtp import moved, mtp_sample
 from mtrain.data.samples.sample import Sample
 from mtrain.loss.aggregation import TokenTerms, aggregate
 
@@ -45,7 +45,7 @@ def collate(
     rows = [_filler(seq_length) if sample is None else sample for sample in samples]
     starts = [_starts(row, seq_length, with_documents) for row in rows]
     further = {
-        depth_term(depth): [ahead(row, start, depth) for row, start in zip(rows, starts)]
+        depth_term(depth): [mtp_sample(row, start, depth) for row, start in zip(rows, starts)]
         for depth in range(1, mtp_depths + 1)
     }
     by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()}
@@ -56,11 +56,13 @@ def collate(
         labels=_stacked([row.labels for row in rows]),
         positions=_stacked([position.astype(np.int64) for position in positions]),
         weights={name: _stacked([row.weights for row in of_rows]) for name, of_rows in by_term.items()},
-        shares={name: _stacked([row.shares for row in of_rows]) for name, of_rows in by_term.items()},
+        denominator_weights={
+            name: _stacked([row.denominator_weights for row in of_rows]) for name, of_rows in by_term.items()
+        },
         document_starts=_stacked(starts) if with_documents else None,
         is_padding=_stacked([_padding(row) for row in rows]) if with_padding else None,
-        ahead=tuple(
-            Ahead(
+        mtp=tuple(
+            MtpTargets(
                 tokens=_stacked([row.tokens for row in each]),
                 labels=_stacked([row.labels for row in each]),
                 is_padding=_without_token_ahead(rows, starts, depth) if with_padding else None,

@@ -107,7 +107,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return parts
 
 
-class Turn(NamedTuple):
+class BlendPosition(NamedTuple):
     """One sample of a blend."""
 
     source: int
@@ -131,11 +131,11 @@ class Blend:
         for source, part in enumerate(self.parts):
             self._number[self._source == source] = np.arange(part)
 
-    def locate(self, n: int) -> Turn:
+    def locate(self, n: int) -> BlendPosition:
         """Source of sample n, counted from 0; O(1)."""
         periods, rest = divmod(n, self.period)
         source = int(self._source[rest])
-        return Turn(source, periods * self.parts[source] + int(self._number[rest]))
+        return BlendPosition(source, periods * self.parts[source] + int(self._number[rest]))
 
 
 def _one_period(parts: Sequence[int]) -> NDArray[np.int32]:

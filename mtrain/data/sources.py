@@ -11,9 +11,9 @@ from mtrain.data.formats.jsonl import Lines
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.order import SampleOrder, key_of
-from mtrain.data.samples.pretrain import Windows
+from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
-from mtrain.data.samples.sft import Conversations, LineFormat
+from mtrain.data.samples.sft import LineFormat, SFTDataset
 from mtrain.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 Part = Literal["train", "valid", "test"]
@@ -128,11 +128,11 @@ class Sources:
             assert self.tokenizer is not None  # a rule of the section
             lines = self._lines(section.path)
             numbers = self._part(part, len(lines))
-            return Conversations(lines, numbers, self.tokenizer, data.seq_length, data.too_long, self._form)
+            return SFTDataset(lines, numbers, self.tokenizer, data.seq_length, data.too_long, self._form)
         corpus = self._corpus(section.path)
         documents = self._part(part, len(corpus.document_lengths))
         key = None if shuffle_number is None else (self._config.train.seed, shuffle_number)
-        return Windows(corpus, documents, data.seq_length, data.isolate_documents, key)
+        return PretrainDataset(corpus, documents, data.seq_length, data.isolate_documents, key)
 
     def _part(self, part: Part, total: int) -> range:
         """The documents or lines of a part, in file order."""

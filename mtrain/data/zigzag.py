@@ -33,7 +33,7 @@ def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: in
         labels=microbatch.labels[:, index],
         positions=microbatch.positions[:, index],
         weights={term: weights[:, index] for term, weights in microbatch.weights.items()},
-        shares={term: shares[:, index] for term, shares in microbatch.shares.items()},
+        denominator_weights={term: shares[:, index] for term, shares in microbatch.denominator_weights.items()},
         is_padding=None if microbatch.is_padding is None else microbatch.is_padding[:, index],
-        ahead=tuple(depth.each(lambda field: field[:, index]) for depth in microbatch.ahead),
+        mtp=tuple(depth.each(lambda field: field[:, index]) for depth in microbatch.mtp),
     )

@@ -23,7 +23,7 @@ from mtrain.base.files import disk_faults
 from mtrain.base.signals import STOP_SIGNALS, StopSignal
 from mtrain.config.load import load_config
 from mtrain.config.renamed import RenamedKeyWarning
-from mtrain.launch.watch import Failure, Heartbeats, Rank, Watch
+from mtrain.launch.watch import Failure, Heartbeats, Rank, RankWatch
 from mtrain.plan.layout import Layout
 
 MARK = "MTRAIN_LAUNCH"
@@ -87,7 +87,7 @@ def run_ranks(
     """
     try:
         with StopSignal() as stop, _started(command, num_ranks, log_dir) as ranks:
-            failure = Watch(ranks, stop, grace_s, heartbeats).wait()
+            failure = RankWatch(ranks, stop, grace_s, heartbeats).wait()
     except KeyboardInterrupt:
         return _INTERRUPTED
     if failure is None:

@@ -83,7 +83,7 @@ class Heartbeats:
         return beat if beat is not None and beat.pid == rank.process.pid else None
 
 
-class Watch:
+class RankWatch:
     """Waits for the ranks of one launch."""
 
     def __init__(

@@ -29,7 +29,7 @@ class TokenTerms(NamedTuple):
 
     weights: NDArray[np.float32]
     """[seq]: factor of each token's loss."""
-    shares: NDArray[np.float64]
+    denominator_weights: NDArray[np.float64]
     """[seq]: each token's share of the denominator."""
 
 

@@ -96,21 +96,21 @@ class Objective:
         }
 
     def scalar(
-        self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], premultiplier: float = 1.0
+        self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], numerator_scale: float = 1.0
     ) -> Tensor:
-        """What a microbatch back-propagates from its logits: (N_main + sum_k factor_k N_k) x premultiplier.
+        """What a microbatch back-propagates from its logits: (N_main + sum_k factor_k N_k) x numerator_scale.
 
         Args:
             pairs: One a term.
             factors: One a side term: its coefficient, or from `side_term_factors` where a term is `apart`.
-            premultiplier: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
+            numerator_scale: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
                 sums; the caller takes it out again when it divides by D_main.
         """
         total = pairs[MAIN_TERM].numerator
         for term in self.functions:
             if term != MAIN_TERM:
                 total = total + (pairs[term].numerator * factors[term]).to(total.dtype)
-        return total * premultiplier
+        return total * numerator_scale
 
     def reported(self, numerators: Mapping[str, float], denominators: Mapping[str, float]) -> float:
         """The value of the objective over a global batch: sum_k c_k N_k / D_k, a term of denominator 0 adding 0."""

@@ -47,7 +47,7 @@ class TermInputs:
     """[batch, seq] int64: the token to predict at each position; meaningless where the weight is 0."""
     weights: Tensor
     """[batch, seq] float32: what each token's loss is multiplied by, as the term's aggregation says; 0 where masked."""
-    shares: Tensor
+    denominator_weights: Tensor
     """[batch, seq] float64: each token's share of the denominator; adds up to it over the global batch."""
     tokens: Tensor
     """[batch, seq] int64."""
@@ -57,6 +57,11 @@ class TermInputs:
     """The ranks that hold the other tokens of the same sequences; None where this rank holds all of them."""
     aggregation: Aggregation = "token-mean"
     """Of the term."""
+
+    @property
+    def shares(self) -> Tensor:
+        """`denominator_weights` by its name of version 0.1.0, up to version 0.2."""
+        return self.denominator_weights
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -110,7 +115,7 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
         inputs: The microbatch whose weights and shares count.
     """
     kept = torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0)
-    return LossPair(kept.sum().float(), inputs.shares.sum(dtype=torch.float64))
+    return LossPair(kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64))
 
 
 def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
@@ -134,5 +139,5 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
             "function weighs whole sequences; set loss.aggregation=seq-mean-token-sum"
         )
     losses = sequence_losses.double()[inputs.sequence_ids]
-    kept = torch.where(inputs.shares != 0, losses * inputs.shares, 0.0)
-    return LossPair(kept.sum().float(), inputs.shares.sum(dtype=torch.float64))
+    kept = torch.where(inputs.denominator_weights != 0, losses * inputs.denominator_weights, 0.0)
+    return LossPair(kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64))

@@ -17,7 +17,7 @@ from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, st
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.state.load import load_checkpoint
 from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.shards import parts_to_save
+from mtrain.mcore.state.shards import local_shards
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.training.build import Run
 from mtrain.training.resume import say
@@ -62,7 +62,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
 
 
 def _parts(run: Run) -> list[Part]:
-    return parts_to_save(run.chunks, run.optimizer, run.groups)
+    return local_shards(run.chunks, run.optimizer, run.groups)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.mcore.distributed.groups import opened_groups
-from mtrain.mcore.distributed.init import open_world
+from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.state.load import load_weights
@@ -53,7 +53,7 @@ def generate_text(
     alone = config.model_copy(update={"layout": LayoutSection()})
     timeout_s = config.train.process_group_timeout_s
     with (
-        open_world(_ALONE, config.train.device, timeout_s) as device,
+        init_distributed(_ALONE, config.train.device, timeout_s) as device,
         opened_groups(Layout(), device, seed, timeout_s) as groups,
     ):
         chunks = build_model(alone, groups)

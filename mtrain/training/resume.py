@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError, RunFolderError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
-from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
@@ -99,7 +99,7 @@ def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Op
     """Where the weights of a new run were loaded from; None where they were drawn."""
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
-        foreign = on_first_rank(lambda: foreign_folder(source))
+        foreign = on_first_rank(lambda: megatron_folder(source))
         if foreign is not None:
             if groups.rank == 0:
                 say(f"loading {foreign}, which another program wrote: there are no checksums to verify it by")

@@ -21,7 +21,7 @@ from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
 from mtrain.loss.scaling import check_denominator, check_factors
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.finalize import Finalizer
 from mtrain.mcore.engine.loss_reduction import (
@@ -52,8 +52,8 @@ class StepTotals:
     objective: float
     """Sum over terms of coefficient x numerator / denominator: the very quantity that was differentiated."""
     terms: Mapping[str, TermTotals]
-    flag: bool
-    """Whether any rank raised its flag for this step."""
+    stop_requested: bool
+    """Whether any rank raised its stop_requested for this step."""
     tokens: TokenCounts
     """Of the global batch."""
     grad_norm: float | None
@@ -99,7 +99,7 @@ class TrainingStep:
         self.routers = RouterBalance(config, groups, self._chunks)
         connect(self._chunks, optimizer, config)
 
-    def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
+    def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
         One collective of a short float64 vector over all ranks carries both the losses and the gradient norm; a second
@@ -109,7 +109,7 @@ class TrainingStep:
         Args:
             batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
                 (tensor-parallel rank > 0).
-            flag: Joined over all ranks into `StepTotals.flag`.
+            stop_requested: Joined over all ranks into `StepTotals.stop_requested`.
 
         Raises:
             NumericError: A denominator is not what the batch planned, negative, not finite or beyond what float32
@@ -118,17 +118,19 @@ class TrainingStep:
         planned = list(planned_denominators(batches or [], tuple(self._objective.coefficients)).values())
         plan = Plan(planned, self._objective, self._optimizer.unscales, self._groups)
         rows = slice_for_rank(
-            share_batches(batches, self._num_microbatches, self._terms, self._config, self._groups), self._groups
+            broadcast_batches(batches, self._num_microbatches, self._terms, self._config, self._groups), self._groups
         )
         accumulator = PairAccumulator(self._terms, self._groups.device, self._objective.router_terms)
-        squares = None if self._optimizer.unscales else self._optimizer.squared_part
+        local_grad_norm_sq = None if self._optimizer.unscales else self._optimizer.local_grad_norm_sq
         tokens = token_counts(batches or [])
-        finalizer = Finalizer(accumulator, planned, flag, plan.premultiplier, self._groups, squares, tokens)
+        finalizer = Finalizer(
+            accumulator, planned, stop_requested, plan.numerator_scale, self._groups, local_grad_norm_sq, tokens
+        )
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
 
         def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
             pairs = self._objective.pairs(inputs_of(logits, batch))
-            return self._objective.scalar(pairs, plan.factors(), plan.premultiplier), pairs
+            return self._objective.scalar(pairs, plan.factors(), plan.numerator_scale), pairs
 
         self._optimizer.zero_grad()
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(plan.router_factors()))
@@ -184,9 +186,9 @@ class TrainingStep:
             means=term_means(numerators, denominators),
             objective=self._objective.reported(numerators, denominators),
             terms=totals.terms,
-            flag=totals.flag,
+            stop_requested=totals.stop_requested,
             tokens=totals.tokens,
-            grad_norm=None if totals.squares is None else math.sqrt(totals.squares) / divisor,
+            grad_norm=None if totals.local_grad_norm_sq is None else math.sqrt(totals.local_grad_norm_sq) / divisor,
         )
 
 
@@ -200,7 +202,7 @@ class Plan:
         """Args:
         planned: The denominator of each term over this rank's batch.
         objective: The terms.
-        is_fp16: Gradients are kept near 1 by a premultiplier, an exact power of two that all stages must agree on.
+        is_fp16: Gradients are kept near 1 by a numerator_scale, an exact power of two that all stages must agree on.
             One host synchronisation.
         groups: The process groups.
         """
@@ -208,7 +210,7 @@ class Plan:
         is_needed = is_fp16 or bool(objective.apart)
         self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
-        self.premultiplier = self._power_of_two() if is_fp16 else 1.0
+        self.numerator_scale = self._power_of_two() if is_fp16 else 1.0
 
     def factors(self) -> Mapping[str, float | Tensor]:
         """One a side term; first called after the first forward pass of the last stage, or by the first router."""
@@ -219,9 +221,9 @@ class Plan:
         return self._factors
 
     def router_factors(self) -> Tensor:
-        """[router_terms] float64 on the device, the premultiplier in them; first called in the first forward pass."""
+        """[router_terms] float64 on the device, the numerator_scale in them; first called in the first forward pass."""
         factors = self.factors()
-        return torch.stack([torch.as_tensor(factors[term]) for term in self._router_terms]) * self.premultiplier
+        return torch.stack([torch.as_tensor(factors[term]) for term in self._router_terms]) * self.numerator_scale
 
     def wait(self) -> None:
         """Ends the collective on ranks that have asked for no factor."""
@@ -240,7 +242,7 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
     return {
         term: router_denominator(term, padding)
         if term in ROUTER_TERMS
-        else math.fsum(batch.shares[term].numpy().sum() for batch in batches)
+        else math.fsum(batch.denominator_weights[term].numpy().sum() for batch in batches)
         for term in terms
     }
 
@@ -299,7 +301,7 @@ def term_inputs(
             student,
             batch.labels,
             batch.weights[term],
-            batch.shares[term],
+            batch.denominator_weights[term],
             batch.tokens,
             teacher,
             context,
@@ -307,7 +309,7 @@ def term_inputs(
         )
         for term in batch.weights
     }
-    for depth, (local, ahead) in enumerate(zip(logits.ahead, batch.ahead, strict=True), start=1):
+    for depth, (local, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
         term = depth_term(depth)
         inputs[term] = replace(
             inputs[term], logits=distribution(local), labels=ahead.labels, tokens=ahead.tokens, teacher=None
@@ -354,7 +356,7 @@ def forward_totals(
         for own in passes:
             for term, value in planned_denominators(own or [], terms).items():
                 planned[term] += value
-            rows = slice_for_rank(share_batches(own, num_microbatches, terms, config, groups), groups)
+            rows = slice_for_rank(broadcast_batches(own, num_microbatches, terms, config, groups), groups)
             accumulate(rows, term_inputs_of(rows, config, groups, teacher))
     finally:
         _set_training(chunks, True)

@@ -23,9 +23,9 @@ from mtrain.data.batch import Microbatch
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import any_rank, naming_lost_ranks, on_first_rank, open_world
+from mtrain.mcore.distributed.init import any_rank, init_distributed, naming_lost_ranks, on_first_rank
 from mtrain.mcore.engine.optimizer import Update
-from mtrain.mcore.state.save import Origin, Saver
+from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.record import StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
@@ -59,7 +59,7 @@ def train(config: Config) -> None:
     timeout_s = config.train.process_group_timeout_s
     with (
         StopSignal() as signal,
-        open_world(environment, config.train.device, timeout_s) as device,
+        init_distributed(environment, config.train.device, timeout_s) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
     ):
         train_on(groups, config, signal)
@@ -113,13 +113,13 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             folder.set_requeue("stopped by a signal before all checkpoints were exported")
 
 
-def _origin(run: Run) -> Origin:
+def _origin(run: Run) -> Provenance:
     """What a manifest tells of this run; the first rank writes it."""
     if run.groups.rank != 0 or run.loader is None:
-        return Origin()
+        return Provenance()
     checkout = git_checkout()
     git = None if checkout is None else GitState(commit=checkout.commit, dirty=checkout.dirty)
-    return Origin(run.loader.fingerprint, git)
+    return Provenance(run.loader.fingerprint, git)
 
 
 def _surroundings(device: torch.device, layout: Layout) -> dict[str, str]:
@@ -180,7 +180,7 @@ def _loop(
             lr = learning_rate(step, config.optimizer, last)
             with _named(f"step {done}"):
                 heartbeat.enter(Phase.FORWARD_BACKWARD, done)
-                totals = run.training.forward_backward(own, flag=signal.received is not None)
+                totals = run.training.forward_backward(own, stop_requested=signal.received is not None)
                 heartbeat.enter(Phase.UPDATE, done)
                 update = run.training.update(totals, lr)
             if update is not None and not update.overflowed:
@@ -192,9 +192,9 @@ def _loop(
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)
-            if totals.flag:
+            if totals.stop_requested:
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
-            is_stopped = totals.flag and done < last
+            is_stopped = totals.stop_requested and done < last
             at_end = done == last and config.checkpoint.at_end
             is_saved = at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps)
             if valid_loss is not None:

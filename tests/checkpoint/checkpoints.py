@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtrain.checkpoint.store.directory import Attempt, CheckpointEntry, begin_attempt, publish, step_name
-from mtrain.checkpoint.store.manifest import Facts
+from mtrain.checkpoint.store.directory import CheckpointEntry, StagingDir, begin_staging, publish, step_name
+from mtrain.checkpoint.store.manifest import CheckpointInfo
 
 FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
 
 
-def write_files(attempt: Attempt) -> None:
+def write_files(attempt: StagingDir) -> None:
     """What the ranks write."""
     for name, content in FILES.items():
         path = attempt.path / name
@@ -19,20 +19,22 @@ def write_files(attempt: Attempt) -> None:
         path.write_bytes(content)
 
 
-def facts(step: int, valid_loss: float | None = None) -> Facts:
+def facts(step: int, valid_loss: float | None = None) -> CheckpointInfo:
     """Plausible ones."""
     versions = {"mtrain": "0.1.0"}
-    return Facts(step=step, layout="tp1-pp1-cp1-dp1", config_hash="c0ffee", versions=versions, valid_loss=valid_loss)
+    return CheckpointInfo(
+        step=step, layout="tp1-pp1-cp1-dp1", config_hash="c0ffee", versions=versions, valid_loss=valid_loss
+    )
 
 
-def publish_attempt(attempt: Attempt) -> CheckpointEntry:
+def publish_attempt(attempt: StagingDir) -> CheckpointEntry:
     """Publishes with plausible facts."""
     return publish(attempt, facts(attempt.step))
 
 
 def save(root: Path, step: int, valid_loss: float | None = None) -> CheckpointEntry:
     """A whole save."""
-    attempt = begin_attempt(root, step)
+    attempt = begin_staging(root, step)
     write_files(attempt)
     return publish(attempt, facts(step, valid_loss))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtrain.checkpoint.format.slices import boxes_of_run
-from mtrain.checkpoint.format.writer import Part, write_list, write_parts
+from mtrain.checkpoint.format.slices import slices_of_run
+from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
 from mtrain.checkpoint.store.contents import contents_of
 from mtrain.checkpoint.store.diff import differences
 from mtrain.plan.layout import Layout
@@ -46,9 +46,9 @@ def changed(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
         Part(key, tuple(values.shape), box.offset, box.sizes, values.flatten()[box.start : box.end])
         for key, values in tensors.items()
         for run in ((0, values.numel() // 3), (values.numel() // 3, values.numel()))
-        for box in boxes_of_run(values.shape, *run)
+        for box in slices_of_run(values.shape, *run)
     ]
-    write_list(folder, write_parts(folder / "__0_0.distcp", parts).places)
+    write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).places)
     return folder
 
 

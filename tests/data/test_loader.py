@@ -58,7 +58,7 @@ def config(
 def fields(batch: Microbatch) -> dict[str, Tensor]:
     found = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
     found |= {f"weights.{term}": value for term, value in batch.weights.items()}
-    found |= {f"shares.{term}": value for term, value in batch.shares.items()}
+    found |= {f"shares.{term}": value for term, value in batch.denominator_weights.items()}
     more = {"document_starts": batch.document_starts, "is_padding": batch.is_padding}
     return found | {name: value for name, value in more.items() if value is not None}
 
@@ -127,7 +127,7 @@ def test_rows_are_complete(config: Config) -> None:
             assert batch.document_starts.dtype == torch.int32
             assert torch.equal(batch.positions, torch.arange(8) - batch.document_starts)
         assert all(weights.dtype == torch.float32 for weights in batch.weights.values())
-        assert all(shares.dtype == torch.float64 for shares in batch.shares.values())
+        assert all(shares.dtype == torch.float64 for shares in batch.denominator_weights.values())
 
 
 @pytest.mark.parametrize(("dp", "micro_batch_size"), [(1, 8), (2, 2), (4, 1)])

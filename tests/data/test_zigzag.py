@@ -26,7 +26,7 @@ def test_all_fields_are_cut_alike_and_document_starts_stay_whole() -> None:
         labels=rows + 100,
         positions=rows % 8,
         weights={"main": rows.float(), "z": rows.float() * 2},
-        shares={"main": rows.double(), "z": rows.double() * 3},
+        denominator_weights={"main": rows.double(), "z": rows.double() * 3},
         document_starts=torch.zeros(2, 8, dtype=torch.int32),
         is_padding=rows % 3 == 0,
     )
@@ -35,7 +35,7 @@ def test_all_fields_are_cut_alike_and_document_starts_stay_whole() -> None:
     assert torch.equal(part.labels, part.tokens + 100)
     assert torch.equal(part.positions, part.tokens % 8)
     assert torch.equal(part.weights["z"], part.tokens.float() * 2)
-    assert torch.equal(part.shares["z"], part.tokens.double() * 3)
+    assert torch.equal(part.denominator_weights["z"], part.tokens.double() * 3)
     assert torch.equal(part.is_padding, part.tokens % 3 == 0)
     assert part.document_starts is whole.document_starts
     assert slice_for_context_parallel(whole, 1, 0) is whole

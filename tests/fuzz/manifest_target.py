@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from mtrain.checkpoint.store.directory import load_entry, step_name
-from mtrain.checkpoint.store.manifest import FileFacts, Manifest, write_manifest
+from mtrain.checkpoint.store.manifest import FileInfo, Manifest, write_manifest
 from mtrain.checkpoint.store.verification import verify_files
 from tests.checkpoint.checkpoints import FILES, change_manifest, facts
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
@@ -22,7 +22,7 @@ _STEP, _NAME, _SEALED = 20, "mtrain.json", "sealed"
 @cache
 def _manifest() -> Manifest:
     files = {
-        name: FileFacts(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        name: FileInfo(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
         for name, content in FILES.items()
     }
     return Manifest(**facts(_STEP).model_dump(), files=files)

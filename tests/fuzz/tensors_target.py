@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Part, write_list, write_parts
+from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
 from tests.fuzz.mutations import HUGE, TEXTS, mutated_bytes
 from tests.fuzz.target import Target
 
@@ -79,8 +79,8 @@ def _write(folder: Path, random: Random) -> None:
             box = values[start : start + 2].contiguous()
             offset = (start, *[0] * (values.dim() - 1))
             parts.append(Part(key, tuple(values.shape), offset, tuple(box.shape), box))
-    write_list(inside, write_parts(inside / _SHARD, parts).places)
-    write_parts(outside / _SHARD, [part._replace(data=torch.full_like(part.data, _SECRET)) for part in parts])
+    write_metadata(inside, write_shards(inside / _SHARD, parts).places)
+    write_shards(outside / _SHARD, [part._replace(data=torch.full_like(part.data, _SECRET)) for part in parts])
     listed = pickle.loads((inside / _LIST).read_bytes())
     match random.choice(("bytes", "bytes", "opcodes", "object", "object", "shard", "whole")):
         case "bytes":

@@ -36,7 +36,7 @@ def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
     assert config.model.hf is not None
     load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
     optimizer.zero_grad()
-    optimizer.squared_part()
+    optimizer.local_grad_norm_sq()
     optimizer.update(0.0, 0.0)
     optimizer.gather_parameters()
     return gathered(chunks, groups)

@@ -67,7 +67,7 @@ def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool
         can_tell = False
     else:
         can_tell = True
-    assert all(states.keys() == set(STATES) for _, states in optimizer_state.portion_states(parts.optimizer.inner))
+    assert all(states.keys() == set(STATES) for _, states in optimizer_state.flat_slice_states(parts.optimizer.inner))
     optimizer_state.set_adam_step(parts.optimizer.inner, 7)
     return can_tell, optimizer_state.adam_step(parts.optimizer.inner)
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.format.safe_metadata import read_tensor_list
+from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.config import known_issues
 from mtrain.config.schema.model import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair
@@ -302,7 +302,7 @@ def test_a_checkpoint_runs_code_in_their_reader_and_not_in_ours(tmp_path: Path) 
     mark = tmp_path / "ran"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(MakesAFile(mark)))
     with pytest.raises(DataError, match="refused"):
-        read_tensor_list(tmp_path)
+        read_metadata(tmp_path)
     assert not mark.exists()
     with pytest.raises(AttributeError):  # what it read is no list of tensors
         _get_filesystem_reader(str(tmp_path)).read_metadata()

@@ -25,7 +25,7 @@ def plain_tuple(inputs: TermInputs) -> Any:
 
 
 def per_token(inputs: TermInputs) -> LossPair:
-    return LossPair(inputs.logits.cross_entropy(inputs.labels), inputs.shares.sum())
+    return LossPair(inputs.logits.cross_entropy(inputs.labels), inputs.denominator_weights.sum())
 
 
 def low_precision(inputs: TermInputs) -> LossPair:
@@ -47,4 +47,4 @@ def differentiable_denominator(inputs: TermInputs) -> LossPair:
 
 
 def without_a_graph(inputs: TermInputs) -> LossPair:
-    return LossPair(torch.zeros(()), inputs.shares.sum())
+    return LossPair(torch.zeros(()), inputs.denominator_weights.sum())

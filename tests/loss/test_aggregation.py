@@ -73,7 +73,9 @@ def test_sums_over_a_batch_are_the_definition(
     ]
     factors, denominator = defined(name, empty, sequences)
     assert np.concatenate([one.weights for one in found]) == pytest.approx(factors, rel=1e-6)
-    assert math.fsum(np.concatenate([one.shares for one in found])) == pytest.approx(denominator, rel=1e-12)
+    assert math.fsum(np.concatenate([one.denominator_weights for one in found])) == pytest.approx(
+        denominator, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,15 +85,15 @@ def test_padding_changes_nothing(name: Aggregation, mask: list[float], weight: f
     long = aggregate(np.array(mask + [0.0] * padding), weight, term(name), is_first_in_step=True)
     assert np.array_equal(long.weights[:4], short.weights)
     assert not long.weights[4:].any()
-    assert np.array_equal(long.shares[:4], short.shares)
-    assert not long.shares[4:].any()
+    assert np.array_equal(long.denominator_weights[:4], short.denominator_weights)
+    assert not long.denominator_weights[4:].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_exact(name: Aggregation) -> None:
     """Masks of 0 and 1 and sample weights of 1 give whole denominators where the definition is a count."""
     masks = np.random.default_rng(0).integers(0, 2, (64, 1000)).astype(np.float64)
-    shares = [aggregate(mask, 1.0, term(name), slot == 0).shares for slot, mask in enumerate(masks)]
+    shares = [aggregate(mask, 1.0, term(name), slot == 0).denominator_weights for slot, mask in enumerate(masks)]
     total = float(np.sum(shares))
     expected = {"token-mean": masks.sum(), "token-sum-norm": 1.0, "sum": 1.0}.get(name, 64.0)
     if name == "seq-mean-token-sqrt":
@@ -102,13 +104,13 @@ def test_counts_are_exact(name: Aggregation) -> None:
 
 def test_whole_sequences_are_owned_by_their_first_token() -> None:
     mask = np.array([0.0, 0.0, 1.0, 1.0])
-    assert aggregate(mask, 2.0, term("seq-mean-token-mean"), False).shares.tolist() == [2.0, 0.0, 0.0, 0.0]
-    assert aggregate(mask, 2.0, term("sum"), True).shares.tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert aggregate(mask, 2.0, term("sum"), False).shares.tolist() == [0.0, 0.0, 0.0, 0.0]
-    assert aggregate(mask, 2.0, term("token-mean"), False).shares.tolist() == [0.0, 0.0, 2.0, 2.0]
+    assert aggregate(mask, 2.0, term("seq-mean-token-mean"), False).denominator_weights.tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert aggregate(mask, 2.0, term("sum"), True).denominator_weights.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert aggregate(mask, 2.0, term("sum"), False).denominator_weights.tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert aggregate(mask, 2.0, term("token-mean"), False).denominator_weights.tolist() == [0.0, 0.0, 2.0, 2.0]
 
 
 def test_types_are_those_of_the_pair() -> None:
     found = aggregate(np.array([1.0, 0.0]), 0.1, term("token-mean"), False)
-    assert (found.weights.dtype, found.shares.dtype) == (np.float32, np.float64)
-    assert found.shares[0] == 0.1  # not rounded to float32
+    assert (found.weights.dtype, found.denominator_weights.dtype) == (np.float32, np.float64)
+    assert found.denominator_weights[0] == 0.1  # not rounded to float32

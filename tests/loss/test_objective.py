@@ -54,11 +54,11 @@ def test_a_premultiplier_changes_exponents_only() -> None:
     (plain,) = torch.autograd.grad(
         objective.scalar(pairs, {"z": torch.tensor(0.3)}), inputs.logits.local, retain_graph=True
     )
-    premultiplier = power_of_two_near(1 / 1000)
+    numerator_scale = power_of_two_near(1 / 1000)
     (small,) = torch.autograd.grad(
-        objective.scalar(pairs, {"z": torch.tensor(0.3)}, premultiplier), inputs.logits.local
+        objective.scalar(pairs, {"z": torch.tensor(0.3)}, numerator_scale), inputs.logits.local
     )
-    assert torch.equal(small / premultiplier, plain)
+    assert torch.equal(small / numerator_scale, plain)
 
 
 def test_a_side_term_without_a_denominator_has_factor_0() -> None:

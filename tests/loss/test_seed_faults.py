@@ -106,7 +106,7 @@ def by_pairs(batch: Batch, aggregation: Aggregation, num_groups: int, sp: int) -
     section = LossSection(aggregation=aggregation)
     terms = [aggregate(row.numpy(), 1.0, section, is_first_in_step=i == 0) for i, row in enumerate(batch.mask)]
     weights = torch.stack([torch.from_numpy(term.weights) for term in terms])
-    shares = torch.stack([torch.from_numpy(term.shares) for term in terms])
+    shares = torch.stack([torch.from_numpy(term.denominator_weights) for term in terms])
     losses = batch.token_losses()
     parts = [cut for group in cuts(num_groups, sp) for cut in group]
     numerator = torch.stack([(cut.of(weights) * cut.of(losses)).sum() for cut in parts]).sum()

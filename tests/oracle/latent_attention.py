@@ -14,7 +14,7 @@ from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
 
 Parameters = dict[str, Tensor]
-Turn = Callable[[Tensor], Tensor]
+BlendPosition = Callable[[Tensor], Tensor]
 """Rotates pairs (i, i + half) of [documents, length, heads, size]."""
 
 
@@ -37,7 +37,7 @@ def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{key}": shape for key, shape in found.items()}
 
 
-def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor, turn: Turn) -> Tensor:
+def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor, turn: BlendPosition) -> Tensor:
     """Causal: [documents, length, hidden] -> the same.
 
     Args:

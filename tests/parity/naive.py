@@ -63,7 +63,7 @@ def sequences_in_sight(inputs: TermInputs) -> LossPair:
 
 def sequences_times_ranks(inputs: TermInputs) -> LossPair:
     """The number of sequences is multiplied by dp, where the loss should have been (verl)."""
-    return LossPair(_sums(inputs)[0], inputs.shares.sum() * _groups[0].layout.dp)
+    return LossPair(_sums(inputs)[0], inputs.denominator_weights.sum() * _groups[0].layout.dp)
 
 
 def _sums(inputs: TermInputs) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from mtrain.data.collate import collate, loss_terms
 from mtrain.data.order import slots
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.finalize import Finalizer
 from mtrain.mcore.engine.loss_reduction import PairAccumulator, TermTotals
@@ -222,7 +222,7 @@ def premultiplied_gradients(
     """The gradients of one batch for each factor that the objective is multiplied by before backward."""
     built = build(groups, config, parameters)
     objective = Objective.from_config(config.loss)
-    batches = share_batches(
+    batches = broadcast_batches(
         own_microbatches(batch, groups, config),
         groups.layout.num_microbatches(len(batch), config.train.micro_batch_size),
         (MAIN_TERM,),
@@ -230,25 +230,25 @@ def premultiplied_gradients(
         groups,
     )
     found = []
-    for premultiplier in premultipliers:
+    for numerator_scale in premultipliers:
         accumulator = PairAccumulator((MAIN_TERM,), groups.device)
         built.optimizer.zero_grad()
         run_schedule(
             built.chunks,
             slice_for_rank(batches, groups),
-            _premultiplied(objective, premultiplier, config, groups),
+            _premultiplied(objective, numerator_scale, config, groups),
             accumulator,
             config,
-            Finalizer(accumulator, [0.0], False, premultiplier, groups),
+            Finalizer(accumulator, [0.0], False, numerator_scale, groups),
         )
         found.append(arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale()))
     return found
 
 
-def _premultiplied(objective: Objective, premultiplier: float, config: Config, groups: Groups) -> LossOfLogits:
+def _premultiplied(objective: Objective, numerator_scale: float, config: Config, groups: Groups) -> LossOfLogits:
     def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
         pairs = objective.pairs(term_inputs(logits, batch, config, groups))
-        return objective.scalar(pairs, {}, premultiplier), pairs
+        return objective.scalar(pairs, {}, numerator_scale), pairs
 
     return loss
 
@@ -259,7 +259,7 @@ def logits_by_microbatch(
     """This rank's logits [seq_local, batch, vocab_local] of each microbatch; nothing where it is not a last stage."""
     built = build(groups, config, parameters)
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
-    batches = share_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
+    batches = broadcast_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
     seen: list[Any] = []
     run_forward(
         built.chunks,
@@ -277,14 +277,14 @@ def logits_with_and_without_depths(
     logits are the same bits; nothing where this is not a last stage."""
     built = build(groups, config, parameters)
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
-    shared = share_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
+    shared = broadcast_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
     whole = slice_for_rank(shared, groups)
     every: list[Logits] = []
     one: list[Logits] = []
     run_forward(built.chunks, whole, lambda logits, own: every.append(logits), config)
-    run_forward(built.chunks, [replace(row, ahead=()) for row in whole], lambda logits, own: one.append(logits), config)
+    run_forward(built.chunks, [replace(row, mtp=()) for row in whole], lambda logits, own: one.append(logits), config)
     return [
-        (len(asked.ahead), alone.ahead == (), torch.equal(asked.main, alone.main))
+        (len(asked.mtp), alone.mtp == (), torch.equal(asked.main, alone.main))
         for asked, alone in zip(every, one, strict=True)
     ]
 

@@ -11,7 +11,7 @@ import torch
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_frozen_model, build_model
@@ -74,7 +74,7 @@ def held_logits(
     calls: list[object] = []
     chunk.register_forward_hook(lambda *call: calls.append(call[0]))
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
-    shared = share_batches(own_microbatches(batch, groups, config), count, ["main"], config, groups)
+    shared = broadcast_batches(own_microbatches(batch, groups, config), count, ["main"], config, groups)
     rows: list[Microbatch] = slice_for_rank(shared, groups)
     logits_of = teacher.logits_of(rows)
     num_early, alive = len(calls), []

@@ -12,8 +12,8 @@ import pytest
 from mtrain.base import fault_points
 from mtrain.base.environment import git_checkout
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import begin_attempt, newest_good, publish
-from mtrain.checkpoint.store.manifest import Facts
+from mtrain.checkpoint.store.directory import begin_staging, newest_good, publish
+from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
 from mtrain.training.resume import check_dataset
@@ -108,9 +108,9 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, notice: Notice) -> No
     loader, other = (StepLoader(configured(**{"train.seed": seed}), 0, 1) for seed in (1, 2))
 
     def entry(step: int, dataset: str | None) -> Any:
-        attempt = begin_attempt(tmp_path, step)
+        attempt = begin_staging(tmp_path, step)
         (attempt.path / "file").write_text("x")
-        return publish(attempt, Facts(step=step, layout="", config_hash="", versions={}, dataset=dataset))
+        return publish(attempt, CheckpointInfo(step=step, layout="", config_hash="", versions={}, dataset=dataset))
 
     check_dataset(entry(1, loader.fingerprint), loader)
     check_dataset(entry(2, None), other)

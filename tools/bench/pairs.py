@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import LossPair
-from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals
 from mtrain.plan.layout import Layout
@@ -101,7 +101,7 @@ def measure_collectives(groups: Groups, num_rounds: int, steps_a_round: int) -> 
     calls: list[Callable[[], object]] = [
         lambda: dist.all_reduce(one),
         lambda: dist.all_reduce(vector),
-        lambda: SummedOverRanks(vector).get(),
+        lambda: AsyncAllReduce(vector).get(),
     ]
     rounds = [[_milliseconds(call, steps_a_round) for call in calls] for _ in range(num_rounds)]
     return list(map(statistics.median, zip(*rounds)))

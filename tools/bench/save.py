@@ -41,7 +41,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.shards import parts_to_save
+from mtrain.mcore.state.shards import local_shards
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.ranks import Pool
 
@@ -96,7 +96,7 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # theirs starts processes
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
-    parts = parts_to_save(chunks, optimizer, groups)
+    parts = local_shards(chunks, optimizer, groups)
     for part in parts:
         if part.data.is_floating_point():
             part.data.normal_()

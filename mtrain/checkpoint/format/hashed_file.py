@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mtrain.checkpoint.store.manifest import FileFacts
+from mtrain.checkpoint.store.manifest import FileInfo
 
 _SMALL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 23
@@ -70,7 +70,7 @@ class HashedFile(io.RawIOBase):
                 hashing.result()  # the caller may reuse the memory now
         return view.nbytes
 
-    def finish(self) -> FileFacts:
+    def finish(self) -> FileInfo:
         """Waits until everything is on disk.
 
         Returns:
@@ -79,7 +79,7 @@ class HashedFile(io.RawIOBase):
         if self._syncing is not None:
             self._syncing.result()
         os.fsync(self._descriptor)
-        return FileFacts(size_bytes=self._size_bytes, sha256=self._sha256.hexdigest())
+        return FileInfo(size_bytes=self._size_bytes, sha256=self._sha256.hexdigest())
 
     def close(self) -> None:
         """Closes the file; without `finish` its end may not be on disk."""
@@ -100,15 +100,15 @@ class HashedFile(io.RawIOBase):
             self._syncing = self._workers.submit(os.fdatasync, self._descriptor)
 
 
-def write_hashed(path: Path, data: bytes) -> FileFacts:
+def write_hashed(path: Path, data: bytes) -> FileInfo:
     """A whole small file, on disk when this returns."""
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
 
 
-def read_facts(path: Path) -> FileFacts:
+def read_facts(path: Path) -> FileInfo:
     """Size and SHA-256 of what lies there now; reads all of it."""
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
-        return FileFacts(size_bytes=file.tell(), sha256=digest.hexdigest())
+        return FileInfo(size_bytes=file.tell(), sha256=digest.hexdigest())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file
-from mtrain.checkpoint.format.safe_metadata import Box, Sizes, read_tensor_list
+from mtrain.checkpoint.format.safe_metadata import Box, Sizes, read_metadata
 from mtrain.checkpoint.format.torch_save_reader import FAULTS, mapped_tensor
 
 
@@ -30,7 +30,7 @@ class CheckpointTensors:
         """
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
-        self.tensors, self.others = read_tensor_list(folder)
+        self.tensors, self.others = read_metadata(folder)
 
     def read(self, key: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         """One box of a global tensor.

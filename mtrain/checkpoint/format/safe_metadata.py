@@ -81,7 +81,7 @@ class GlobalTensor(NamedTuple):
     """Of other offsets each, inside the shape."""
 
 
-class TensorList(NamedTuple):
+class TensorMetadata(NamedTuple):
     """A checked list."""
 
     tensors: dict[str, GlobalTensor]
@@ -89,7 +89,7 @@ class TensorList(NamedTuple):
     """Names of what is saved and is not a tensor; it cannot be read."""
 
 
-def read_tensor_list(folder: Path) -> TensorList:
+def read_metadata(folder: Path) -> TensorMetadata:
     """The tensors of a checkpoint in `torch_dist` format.
 
     Raises:
@@ -106,7 +106,7 @@ def read_tensor_list(folder: Path) -> TensorList:
         raise DataError(f"{path} does not fit into memory; restore the checkpoint or use another") from fault
 
 
-def _tensor_list(content: Any) -> TensorList:
+def _tensor_list(content: Any) -> TensorMetadata:
     metadata = _fields(content, "metadata.Metadata")
     saved, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(saved, dict) or not isinstance(storage, dict):
@@ -121,7 +121,7 @@ def _tensor_list(content: Any) -> TensorList:
             others.add(key)
         else:
             tensors[key] = _tensor(key, _fields(facts, "metadata.TensorStorageMetadata"), places)
-    return TensorList(tensors, others)
+    return TensorMetadata(tensors, others)
 
 
 _Places: TypeAlias = dict[tuple[str, Sizes], tuple[str, int, int]]

@@ -25,7 +25,7 @@ class Box(NamedTuple):
         return self.start + math.prod(self.sizes)
 
 
-def boxes_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     """The fewest boxes, in order, that make up elements [start, end) of a row-major tensor.
 
     Args:
@@ -52,5 +52,5 @@ def boxes_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 def _in_row(shape: Sequence[int], number: int, start: int, end: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
-    for box in boxes_of_run(shape[1:], start - number * row, end - number * row) if start < end else ():
+    for box in slices_of_run(shape[1:], start - number * row, end - number * row) if start < end else ():
         yield Box(box.start + number * row, (number, *box.offset), (1, *box.sizes))

@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
-from mtrain.checkpoint.store.manifest import FileFacts
+from mtrain.checkpoint.store.manifest import FileInfo
 
-LIST_NAME = ".metadata"
-LIST_FILES = (LIST_NAME, "common.pt", "metadata.json")
-"""What `write_list` writes."""
+METADATA_NAME = ".metadata"
+METADATA_FILES = (METADATA_NAME, "common.pt", "metadata.json")
+"""What `write_metadata` writes."""
 _TORCH_FORMAT = "1.0.0"
 """Of the list, as torch 2.9 to 2.13 write it."""
 _BACKENDS = {
@@ -75,11 +75,13 @@ class Place(NamedTuple):
 class Written(NamedTuple):
     """What one rank has put on disk."""
 
-    files: dict[str, FileFacts]
+    files: dict[str, FileInfo]
     places: list[Place]
 
 
-def write_parts(path: Path, parts: Sequence[Part], before_each: Callable[[int], None] = lambda number: None) -> Written:
+def write_shards(
+    path: Path, parts: Sequence[Part], before_each: Callable[[int], None] = lambda number: None
+) -> Written:
     """Writes one file; it is on disk when this returns. No file where there are no parts.
 
     Args:
@@ -104,7 +106,7 @@ def write_parts(path: Path, parts: Sequence[Part], before_each: Callable[[int], 
         return Written({path.name: file.finish()}, places)
 
 
-def write_list(folder: Path, places: Iterable[Place]) -> dict[str, FileFacts]:
+def write_metadata(folder: Path, places: Iterable[Place]) -> dict[str, FileInfo]:
     """Writes the list of all tensors and what megatron-core asks for beside it.
 
     Args:
@@ -135,7 +137,7 @@ def write_list(folder: Path, places: Iterable[Place]) -> dict[str, FileFacts]:
     common = io.BytesIO()
     torch.save({}, common)  # megatron-core asks for it; nothing of ours is pickled
     contents = {
-        LIST_NAME: pickle.dumps(metadata),
+        METADATA_NAME: pickle.dumps(metadata),
         "common.pt": common.getvalue(),
         "metadata.json": json.dumps(_BACKENDS).encode(),
     }

@@ -11,7 +11,7 @@ from mtrain.checkpoint.format.safe_metadata import GlobalTensor
 from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import Manifest
-from mtrain.checkpoint.store.megatron_checkpoint import foreign_folder
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 
 OPTIMIZER, RANDOM = "optimizer", "random states"
 WEIGHTS = "weights"
@@ -44,7 +44,7 @@ def contents_of(path: Path) -> Contents:
         DataError: There is none, or it is not whole: a list is damaged, a file is missing or has another size.
         MachineError: It cannot be read.
     """
-    foreign = foreign_folder(path)
+    foreign = megatron_folder(path)
     if foreign is not None:
         return Contents(foreign, CheckpointTensors(foreign), None, None, ())
     newest = checkpoint_at(path)

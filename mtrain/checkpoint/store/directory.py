@@ -8,7 +8,7 @@
         .trash-*                       being deleted
 
 An attempt becomes a checkpoint by one rename, so a process killed at any moment leaves the older ones intact and its
-own attempt invisible. In a distributed run one rank calls `begin_attempt` and `publish`; the others get the attempt
+own attempt invisible. In a distributed run one rank calls `begin_staging` and `publish`; the others get the attempt
 from it, write their files in between, and are waited for before `publish`.
 """
 
@@ -26,7 +26,14 @@ from typing import NamedTuple
 from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 from mtrain.checkpoint.format.hashed_file import read_facts
-from mtrain.checkpoint.store.manifest import MANIFEST_NAME, Facts, FileFacts, Manifest, read_manifest, write_manifest
+from mtrain.checkpoint.store.manifest import (
+    MANIFEST_NAME,
+    CheckpointInfo,
+    FileInfo,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 
 LATEST_NAME = "latest"
 _ATTEMPT, _TRASH, _DAMAGED = ".tmp-", ".trash-", ".damaged-"
@@ -47,7 +54,7 @@ class CheckpointEntry:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class StagingDir:
     """One try at saving a step; nothing takes it for a checkpoint until it is published."""
 
     root: Path
@@ -149,12 +156,12 @@ def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newe
     return newest
 
 
-def named_attempt(root: Path, step: int) -> Attempt:
+def named_attempt(root: Path, step: int) -> StagingDir:
     """A new name for saving the step; the disk is not touched."""
-    return Attempt(root, step, root / _unique(_ATTEMPT, step))
+    return StagingDir(root, step, root / _unique(_ATTEMPT, step))
 
 
-def open_attempt(attempt: Attempt) -> None:
+def open_attempt(attempt: StagingDir) -> None:
     """Makes the attempt's folder; several ranks may do so.
 
     Raises:
@@ -166,7 +173,7 @@ def open_attempt(attempt: Attempt) -> None:
         attempt.path.mkdir(parents=True, exist_ok=True)
 
 
-def begin_attempt(root: Path, step: int) -> Attempt:
+def begin_staging(root: Path, step: int) -> StagingDir:
     """Makes a new empty folder to save the step into.
 
     Raises:
@@ -178,9 +185,9 @@ def begin_attempt(root: Path, step: int) -> Attempt:
 
 
 def publish(
-    attempt: Attempt,
-    facts: Facts,
-    known: Mapping[str, FileFacts] | None = None,
+    attempt: StagingDir,
+    facts: CheckpointInfo,
+    known: Mapping[str, FileInfo] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> CheckpointEntry:
     """Makes the attempt the step's checkpoint; every rank must have finished writing.
@@ -188,9 +195,9 @@ def publish(
     A damaged folder of the same step, which a resumed run has passed over, is set aside as `.damaged-*`; so is a link.
 
     Args:
-        attempt: From `begin_attempt`.
+        attempt: From `begin_staging`.
         facts: What is known about it.
-        known: Facts of files that were hashed while they were written and are on disk; the others are read and synced.
+        known: Of files that were hashed while they were written and are on disk; the others are read and synced.
         check: Called immediately before the rename; raises where this run may not write here any more.
 
     Raises:
@@ -282,7 +289,7 @@ def set_aside(root: Path, step: int) -> Path:
         return (root / step_name(step)).rename(root / _unique(_DAMAGED, step))
 
 
-def abandon(attempt: Attempt) -> None:
+def abandon(attempt: StagingDir) -> None:
     """Deletes an attempt that failed."""
     with disk_faults(f"delete {attempt.path}"):
         _delete(attempt.path)
@@ -310,9 +317,9 @@ def _refuse_published(root: Path, step: int) -> None:
     raise RunFolderError(f"{final} exists and is whole; it is not overwritten. Move it away or set another run.dir")
 
 
-def _measured_files(folder: Path, known: Mapping[str, FileFacts]) -> dict[str, FileFacts]:
+def _measured_files(folder: Path, known: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
     """Every file below the folder, except the manifest; what is not known is read and synced."""
-    files: dict[str, FileFacts] = {}
+    files: dict[str, FileInfo] = {}
     for path in _files_below(folder):
         name = path.relative_to(folder).as_posix()
         if name not in known:

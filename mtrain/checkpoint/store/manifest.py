@@ -34,7 +34,7 @@ _DELETED_ON_NFS = ".nfs"
 """Begins the name of what another process holds open while it is deleted."""
 
 
-class FileFacts(BaseModel):
+class FileInfo(BaseModel):
     """What is known about one file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +53,7 @@ class GitState(BaseModel):
     """Whether tracked files differed from the commit."""
 
 
-class Facts(BaseModel):
+class CheckpointInfo(BaseModel):
     """What the program that saves knows about a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,18 +77,18 @@ class Facts(BaseModel):
     """Of a validation at this step, in nats; None where there was none."""
 
 
-class Manifest(Facts):
+class Manifest(CheckpointInfo):
     """The facts of one checkpoint and its files."""
 
     format: Literal[2, 3] = 3
     """Of this file; a program that does not know the number does not touch the checkpoint. 2, of version 0.1.0, has no
     SHA-256 of itself."""
-    files: dict[str, FileFacts] = Field(min_length=1)
+    files: dict[str, FileInfo] = Field(min_length=1)
     """Path inside the checkpoint, with forward slashes -> facts; this file left out."""
 
     @field_validator("files")
     @classmethod
-    def files_lie_inside_the_checkpoint(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
+    def files_lie_inside_the_checkpoint(cls, files: dict[str, FileInfo]) -> dict[str, FileInfo]:
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == "." or "\0" in name:
@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _compare(folder: Path, files: Mapping[str, FileFacts]) -> None:
+def _compare(folder: Path, files: Mapping[str, FileInfo]) -> None:
     sizes = _sizes_below(folder)
     for name, facts in files.items():
         if name not in sizes:

@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 20
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
 
-def foreign_folder(path: Path) -> Path | None:
+def megatron_folder(path: Path) -> Path | None:
     """The folder with the tensors of another program's checkpoint; None where the path holds none.
 
     Args:

@@ -9,10 +9,10 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults
 from mtrain.checkpoint.format.hashed_file import read_facts
 from mtrain.checkpoint.store.directory import CheckpointEntry
-from mtrain.checkpoint.store.manifest import FileFacts
+from mtrain.checkpoint.store.manifest import FileInfo
 
 
-def share_of_files(files: Mapping[str, FileFacts], reader: int, num_readers: int) -> list[str]:
+def share_of_files(files: Mapping[str, FileInfo], reader: int, num_readers: int) -> list[str]:
     """The files that one of several readers verifies; about the same number of bytes for each.
 
     The largest file left goes to the reader with the fewest bytes. Every file has exactly one reader.

@@ -14,7 +14,7 @@ from mtrain.data.samples.sample import Sample
 Value = TypeVar("Value", np.int64, np.float64, np.bool_)
 
 
-def ahead(sample: Sample, document_starts: NDArray[np.int32], depth: int) -> Sample:
+def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -> Sample:
     """Tokens, labels and mask of a whole row, moved as `moved` does."""
     return Sample(
         tokens=moved(sample.tokens, document_starts, depth),

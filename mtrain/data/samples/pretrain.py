@@ -1,4 +1,4 @@
-"""Windows of running text from a tokenised corpus.
+"""PretrainDataset of running text from a tokenised corpus.
 
 Training: in each epoch the documents are put in a new order and laid end to end, and the stream is cut into windows
 that overlap by one token: window w holds tokens w*s ... w*s + s, of which the last s are predicted. The stream's first
@@ -23,7 +23,7 @@ _DOCUMENT_ORDER = 1
 """Sets the permutation of documents apart from that of windows, which has the same seed."""
 
 
-class Windows:
+class PretrainDataset:
     """Documents of a corpus as windows of seq_length tokens; a row is a sequence for the loss."""
 
     def __init__(

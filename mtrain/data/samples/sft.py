@@ -100,7 +100,7 @@ class LineFormat:
         )
 
 
-class Conversations:
+class SFTDataset:
     """Lines of a JSONL file as padded rows, one sequence each."""
 
     def __init__(

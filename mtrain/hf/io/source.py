@@ -59,7 +59,7 @@ def open_source(path: Path) -> Source:
     return Source(folder, weights, family, model, table)
 
 
-class GlobalFacts(NamedTuple):
+class GlobalTensorInfo(NamedTuple):
     """What is known of a global tensor without reading it."""
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class FolderTensors:
             dtypes[piece.key] = torch.promote_types(dtypes.get(piece.key, held), held)
         for piece in source.table.pieces:
             self._pieces.setdefault(piece.key, []).append(piece)
-        self.tensors = {key: GlobalFacts(dtypes[key], shape) for key, shape in source.table.shapes.items()}
+        self.tensors = {key: GlobalTensorInfo(dtypes[key], shape) for key, shape in source.table.shapes.items()}
         """Key -> facts; where tensors of several dtypes are one, the dtype that holds all their numbers."""
         self._reordered: tuple[Piece, Tensor] | None = None
 

@@ -111,7 +111,7 @@ class Field(Entry):
 
 @final
 @dataclass(frozen=True)
-class Needed(Entry):
+class Required(Entry):
     """A field of the file that must have one value, because nothing else is supported."""
 
     theirs: str
@@ -137,7 +137,7 @@ class Needed(Entry):
 
 @final
 @dataclass(frozen=True)
-class Given(Entry):
+class Constant(Entry):
     """A field of ours that every model of the family has alike."""
 
     ours: str
@@ -178,7 +178,7 @@ class Rope(Entry):
 
 @final
 @dataclass(frozen=True)
-class Derived(Entry):
+class Computed(Entry):
     """A field of the file that says once more what others say: the sum of some of ours."""
 
     theirs: str

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class SummedOverRanks:
+class AsyncAllReduce:
     """The sum of every rank's vector, started at once and awaited when read; the same bits everywhere.
 
     GPUs all-reduce. On CPUs gloo's all-reduce cuts even five numbers into pieces and sends each of them around a ring

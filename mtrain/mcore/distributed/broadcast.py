@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.batch import Ahead, Microbatch
+from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.mcore.distributed.groups import Groups
 
 
-def share_batches(
+def broadcast_batches(
     batches: Sequence[Microbatch] | None, count: int, terms: Sequence[str], config: Config, groups: Groups
 ) -> list[Microbatch]:
     """Full rows on the device of every rank of the tensor-parallel group.
@@ -56,12 +56,12 @@ def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microb
 
 def _integers(batch: Microbatch) -> Tensor:
     fields = (batch.tokens, batch.labels, batch.positions, batch.document_starts, batch.is_padding)
-    ahead = (field for depth in batch.ahead for field in (depth.tokens, depth.labels, depth.is_padding))
+    ahead = (field for depth in batch.mtp for field in (depth.tokens, depth.labels, depth.is_padding))
     return torch.stack([field.to(torch.int64) for field in (*fields, *ahead) if field is not None])
 
 
 def _reals(batch: Microbatch, terms: Sequence[str]) -> Tensor:
-    return torch.stack([field[term].double() for term in terms for field in (batch.weights, batch.shares)])
+    return torch.stack([field[term].double() for term in terms for field in (batch.weights, batch.denominator_weights)])
 
 
 def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str], config: Config) -> Microbatch:
@@ -76,10 +76,10 @@ def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str], config: Con
         labels=integers[1],
         positions=integers[2],
         weights={term: reals[2 * index].float() for index, term in enumerate(terms)},
-        shares={term: reals[2 * index + 1] for index, term in enumerate(terms)},
+        denominator_weights={term: reals[2 * index + 1] for index, term in enumerate(terms)},
         document_starts=starts,
         is_padding=padding(),
-        ahead=tuple(Ahead(next(more), next(more), padding()) for _ in range(config.model.mtp_depths)),
+        mtp=tuple(MtpTargets(next(more), next(more), padding()) for _ in range(config.model.mtp_depths)),
     )
 
 
@@ -90,7 +90,7 @@ def _on_device(batch: Microbatch, device: torch.device) -> Microbatch:
         labels=batch.labels.to(device),
         positions=batch.positions.to(device),
         weights={term: weights.to(device) for term, weights in batch.weights.items()},
-        shares={term: shares.to(device) for term, shares in batch.shares.items()},
+        denominator_weights={term: shares.to(device) for term, shares in batch.denominator_weights.items()},
         is_padding=None if batch.is_padding is None else batch.is_padding.to(device),
-        ahead=tuple(depth.each(lambda field: field.to(device)) for depth in batch.ahead),
+        mtp=tuple(depth.each(lambda field: field.to(device)) for depth in batch.mtp),
     )

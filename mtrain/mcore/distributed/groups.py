@@ -55,12 +55,12 @@ class Groups:
         return self.collection.tp_dp_cp
 
     @property
-    def owns_loss(self) -> bool:
+    def counts_loss(self) -> bool:
         """Whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
         return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
 
     @property
-    def owns_plan(self) -> bool:
+    def counts_plan(self) -> bool:
         """Whether this rank's planned denominators count: one rank of those that share a batch."""
         return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
 

@@ -71,7 +71,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def open_world(environment: RankEnvironment, wanted_device: str, timeout_s: float) -> Iterator[torch.device]:
+def init_distributed(environment: RankEnvironment, wanted_device: str, timeout_s: float) -> Iterator[torch.device]:
     """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
 
     Raises:

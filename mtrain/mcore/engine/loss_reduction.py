@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain.loss.pair import LossPair
-from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 
 
@@ -42,10 +42,10 @@ class PairAccumulator:
     def owned(self, groups: Groups) -> Tensor:
         """[terms, 2] of which the sum over all ranks is that of the global batch.
 
-        Pairs of logits are the same on ranks that share them (`Groups.owns_loss`). Of a router's pairs each rank has
+        Pairs of logits are the same on ranks that share them (`Groups.counts_loss`). Of a router's pairs each rank has
         those of its own layers and tokens.
         """
-        return self.sums if groups.owns_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
+        return self.sums if groups.counts_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class GlobalTotals:
     """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
 
     Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
-    pipeline stage, once for each replica of the data (`Groups.owns_plan`); all other ranks add zeros. So the same
+    pipeline stage, once for each replica of the data (`Groups.counts_plan`); all other ranks add zeros. So the same
     collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
     """
 
@@ -83,28 +83,28 @@ class GlobalTotals:
         self,
         pairs: PairAccumulator,
         planned: Sequence[float],
-        flag: bool,
+        stop_requested: bool,
         groups: Groups,
-        squares: Tensor | None = None,
+        local_grad_norm_sq: Tensor | None = None,
         tokens: TokenCounts = NO_TOKENS,
     ) -> None:
         """Args:
         pairs: This rank's sums.
         planned: The denominator of each term over this rank's batch.
-        flag: Any rank's true makes `flag` true on all.
+        stop_requested: Any rank's true makes `stop_requested` true on all.
         groups: The process groups.
-        squares: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
+        local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
         tokens: Of this rank's batch.
         """
         nothing, count = [0.0] * len(pairs.terms), len(pairs.terms)
-        of_batch = [*planned, *tokens] if groups.owns_plan else [*nothing, *NO_TOKENS]
-        host = [*nothing, *nothing, *of_batch, float(flag)]
-        vector = _on_device(host if squares is None else [*host, 0.0], groups.device)
+        of_batch = [*planned, *tokens] if groups.counts_plan else [*nothing, *NO_TOKENS]
+        host = [*nothing, *nothing, *of_batch, float(stop_requested)]
+        vector = _on_device(host if local_grad_norm_sq is None else [*host, 0.0], groups.device)
         vector[: 2 * count].copy_(pairs.owned(groups).view(-1))
-        if squares is not None:
-            vector[-1].copy_(squares)
+        if local_grad_norm_sq is not None:
+            vector[-1].copy_(local_grad_norm_sq)
         self._terms = pairs.terms
-        self._sum = SummedOverRanks(vector)
+        self._sum = AsyncAllReduce(vector)
 
     def main_denominator(self) -> Tensor:
         """The first term's measured denominator: float64 scalar on the device."""
@@ -117,16 +117,17 @@ class GlobalTotals:
             term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])
             for index, term in enumerate(self._terms)
         }
-        padding, loss, flag, *squares = values[3 * count :]
-        return HostTotals(totals, flag > 0, squares[0] if squares else None, TokenCounts(int(padding), int(loss)))
+        padding, loss, stop_requested, *norm_sq = values[3 * count :]
+        counts = TokenCounts(int(padding), int(loss))
+        return HostTotals(totals, stop_requested > 0, norm_sq[0] if norm_sq else None, counts)
 
 
 class HostTotals(NamedTuple):
     """What all ranks read."""
 
     terms: dict[str, TermTotals]
-    flag: bool
-    squares: float | None
+    stop_requested: bool
+    local_grad_norm_sq: float | None
     """None where none were given."""
     tokens: TokenCounts
     """Of the global batch."""
@@ -146,9 +147,9 @@ class PlannedTotals:
         everywhere: Over the world, with the same bits on all ranks; else within each pipeline stage, whose ranks read
             the whole batch themselves.
         """
-        owns = groups.owns_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
+        owns = groups.counts_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
         own = planned if owns else [0.0] * len(planned)
-        self._sum = SummedOverRanks(_on_device(own, groups.device), None if everywhere else groups.stage)
+        self._sum = AsyncAllReduce(_on_device(own, groups.device), None if everywhere else groups.stage)
 
     def on_device(self) -> Tensor:
         """[terms] float64."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
-from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer_config
 
@@ -114,7 +114,7 @@ class Optimizer:
         return self._is_fp16
 
     @torch.no_grad()
-    def squared_part(self) -> Tensor:
+    def local_grad_norm_sq(self) -> Tensor:
         """What this rank adds to the squared global L2 norm of the reduced gradients; not in fp16.
 
         A float64 scalar on the device, to be summed over the world. No communication, no host synchronisation. The
@@ -122,7 +122,7 @@ class Optimizer:
         """
         assert not self._is_fp16
         self.inner.prepare_grads()
-        return self._squared_part()
+        return self._sum_of_squares()
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
@@ -144,7 +144,7 @@ class Optimizer:
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
         self._clip(grad_norm)
         self.inner.step_with_ready_grads()
-        if self._overlaps_gather and not self.gathers_ahead:
+        if self._overlaps_gather and not self.overlaps_param_gather:
             self._set_gather_hooks(True, sync=False)
         return Update(grad_norm, overflowed=False)
 
@@ -159,7 +159,7 @@ class Optimizer:
             self._skips.count(self.loss_scale())
             return Update(math.nan, overflowed=True)
         self._skips.clear()
-        return self.update(lr, math.sqrt(SummedOverRanks(self._squared_part().view(1)).get().item()))
+        return self.update(lr, math.sqrt(AsyncAllReduce(self._sum_of_squares().view(1)).get().item()))
 
     def _overflows(self) -> bool:
         """Divides all gradients by the loss scale and moves it; whether one was not finite, on all ranks alike.
@@ -173,12 +173,12 @@ class Optimizer:
                 part._copy_model_grads_to_main_grads()
                 gradients = part._collect_main_grad_data_for_unscaling()
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale)
-        overflowed = SummedOverRanks(found).get().item() > 0
+        overflowed = AsyncAllReduce(found).get().item() > 0
         for part in self._optimizers():
             part.grad_scaler.update(overflowed)
         return overflowed
 
-    def _squared_part(self) -> Tensor:
+    def _sum_of_squares(self) -> Tensor:
         """Every element counts on one rank: to be summed over the world."""
         own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
@@ -203,13 +203,13 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=grad_norm)
 
     @property
-    def gathers_ahead(self) -> bool:
+    def overlaps_param_gather(self) -> bool:
         """Whether updated parameters arrive during the next forward pass (overlap_param_gather after an update)."""
         return self._overlaps_gather and bool(self.chunks[0].remove_forward_pre_hook_handles)
 
     def gather_parameters(self) -> None:
         """Makes the parameters of all chunks complete now; before validation, checkpoints and comparisons."""
-        if self.gathers_ahead:
+        if self.overlaps_param_gather:
             self._set_gather_hooks(False, sync=True)
 
     def _set_gather_hooks(self, enabled: bool, sync: bool) -> None:

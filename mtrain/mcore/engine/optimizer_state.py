@@ -32,7 +32,7 @@ STATES = (MAIN, "exp_avg", "exp_avg_sq")
 """What a parameter has in the optimizer, each float32 and of the parameter's shape."""
 
 
-class Portion(NamedTuple):
+class FlatSlice(NamedTuple):
     """The part of a model parameter that this rank updates."""
 
     parameter: Tensor
@@ -46,24 +46,24 @@ class Portion(NamedTuple):
     """Whether other ranks of DP x CP update other parts, and none of them this one."""
 
 
-def portions(optimizer: MegatronOptimizer) -> list[Portion]:
+def flat_slices(optimizer: MegatronOptimizer) -> list[FlatSlice]:
     """Everything that this rank updates."""
-    return [portion for part in optimizer.chained_optimizers for portion in _portions_of(part)]
+    return [flat_slice for part in optimizer.chained_optimizers for flat_slice in _flat_slices_of(part)]
 
 
-def portion_states(optimizer: MegatronOptimizer) -> Iterator[tuple[Portion, dict[str, Tensor]]]:
+def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
     """Everything that this rank updates, with its state by name: the optimizer's own tensors [end - start]."""
     for part in optimizer.chained_optimizers:
-        for portion in _portions_of(part):
-            yield portion, _states(part, portion.main)
+        for flat_slice in _flat_slices_of(part):
+            yield flat_slice, _states(part, flat_slice.main)
 
 
 def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
     """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
     for part in optimizer.chained_optimizers:
         if _steps_by_parameter(part):
-            for portion in _portions_of(part):
-                part.optimizer.state[portion.main]["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
+            for flat_slice in _flat_slices_of(part):
+                part.optimizer.state[flat_slice.main]["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
         else:
             for group in part.optimizer.param_groups:
                 group["step"] = adam_step
@@ -75,10 +75,12 @@ def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor
 
     Args:
         optimizer: megatron-core's optimizer.
-        whole: Parameter -> float32 tensor of its shape, for every parameter of `portions`.
+        whole: Parameter -> float32 tensor of its shape, for every parameter of `flat_slices`.
     """
-    for portion in portions(optimizer):
-        portion.main.copy_(whole[portion.parameter].flatten()[portion.start : portion.end].view(portion.main.shape))
+    for flat_slice in flat_slices(optimizer):
+        flat_slice.main.copy_(
+            whole[flat_slice.parameter].flatten()[flat_slice.start : flat_slice.end].view(flat_slice.main.shape)
+        )
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
@@ -124,24 +126,24 @@ def _steps_by_parameter(part: MegatronOptimizer) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _portions_of(part: MegatronOptimizer) -> Iterator[Portion]:
+def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:
     if isinstance(part, DistributedOptimizer):
         for buckets in (ranges for buffer in part.gbuf_ranges for ranges in buffer.values()):
             for parameter, place in (item for bucket in buckets for item in bucket["param_map"].items()):
                 group, order = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][order]
-                yield Portion(parameter, main, place["param"].start, place["param"].end, True)
+                yield FlatSlice(parameter, main, place["param"].start, place["param"].end, True)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         groups = zip(part.float16_groups, part.fp32_from_float16_groups)
         pairs = [pair for halves, mains in groups for pair in zip(halves, mains)]
         pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
-        yield from (Portion(parameter, main, 0, parameter.numel(), False) for parameter, main in pairs)
+        yield from (FlatSlice(parameter, main, 0, parameter.numel(), False) for parameter, main in pairs)
     else:
-        yield from (Portion(parameter, parameter, 0, parameter.numel(), False) for parameter in part.get_parameters())
+        yield from (FlatSlice(parameter, parameter, 0, parameter.numel(), False) for parameter in part.get_parameters())
 
 
 def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
-    """The tensors of one portion; moments of a parameter that was never updated are made, as zeros."""
+    """The tensors of one flat_slice; moments of a parameter that was never updated are made, as zeros."""
     state: dict[str, Any] = part.optimizer.state[main]
     if not state:
         if _steps_by_parameter(part):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.batch import Ahead, Microbatch
+from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
@@ -32,7 +32,7 @@ class LanguageModel(GPTModel):
 
     looks_ahead = True
     """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
-    _ahead: tuple[Ahead, ...] = ()
+    _ahead: tuple[MtpTargets, ...] = ()
 
     def forward(
         self,
@@ -40,7 +40,7 @@ class LanguageModel(GPTModel):
         position_ids: Tensor,
         document_starts: Tensor | None,
         is_padding: Tensor | None,
-        ahead: tuple[Ahead, ...] = (),
+        ahead: tuple[MtpTargets, ...] = (),
     ) -> Tensor | Logits:
         """Runs this stage.
 
@@ -194,6 +194,6 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    given = (batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.ahead)
+    given = (batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.mtp)
     output: Tensor | Logits = chunk(*given, **options)
     return output

@@ -19,7 +19,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import parameter_places, shards
+from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 
 _ROWS_PER_BLOCK = 256
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -37,7 +37,7 @@ def sharded_tensors(
         value_of: What stands in `data` for each parameter; something of the same shape, such as its gradient. None
             leaves it out.
     """
-    for place in parameter_places([module], groups):
+    for place in sharded_parameters([module], groups):
         values = value_of(place.data)
         if values is not None:
             yield from shards(place, place.key, values)

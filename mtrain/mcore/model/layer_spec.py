@@ -43,13 +43,13 @@ def global_name(key: str, places: tuple[int, ...]) -> str:
         key: Its checkpoint key: TransformerEngine's names, layers stacked without a number or spelled out.
         places: Its indices along the stacked axes: the layer, then the expert; empty where the key is complete.
     """
-    key = in_our_words(key)
+    key = canonical_name(key)
     if _STACKED_EXPERTS in key:
         key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
     return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
 
 
-def in_our_words(key: str) -> str:
+def canonical_name(key: str) -> str:
     """A checkpoint key with norms named as the modules of the local spec."""
     for ours, theirs in (_TE_NAMES | _TE_LATENT_NAMES).items():
         key = key.replace(theirs, ours)

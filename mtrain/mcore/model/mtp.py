@@ -36,7 +36,7 @@ class Logits(NamedTuple):
 
     main: Tensor
     """Of the next token."""
-    ahead: tuple[Tensor, ...] = ()
+    mtp: tuple[Tensor, ...] = ()
     """By depth, from 1, of the tokens behind it; empty where only the next one is predicted."""
 
 

@@ -24,7 +24,7 @@ from mtrain.plan.layout import Layout
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SMALLEST_LOSS_SCALE = 1.0
-"""fp16; the premultiplier (`mtrain/training/step.py`) keeps gradients near 1 without one below."""
+"""fp16; the numerator_scale (`mtrain/training/step.py`) keeps gradients near 1 without one below."""
 
 
 def gelu_tanh(hidden: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.layer_spec import in_our_words
-from mtrain.mcore.state.reader import load_parts
-from mtrain.mcore.state.sharded_parameters import parameter_places
+from mtrain.mcore.model.layer_spec import canonical_name
+from mtrain.mcore.state.reader import load_shards
+from mtrain.mcore.state.sharded_parameters import sharded_parameters
 from mtrain.mcore.state.shards import whole_of
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
@@ -50,7 +50,7 @@ def load_foreign_weights(
     The weights are those that computed, in the precision that they were saved in; the optimizer's are not read.
 
     Args:
-        folder: From `foreign_folder`.
+        folder: From `megatron_folder`.
         chunks: This rank's model chunks.
         optimizer: Their optimizer, whose main weights follow.
         groups: The process groups.
@@ -65,13 +65,13 @@ def load_foreign_weights(
     theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
     weights: dict[Tensor, Tensor] = {}
     parts: list[Part] = []
-    for place in parameter_places([unwrap(chunk) for chunk in chunks], groups):
+    for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups):
         found = [_theirs(part, theirs) for part in whole_of(place, place.key, place.data)]
         known = next((part.key for part in found if part.key in saved.tensors), None)
         dtype = torch.float32 if known is None else saved.tensors[known].dtype
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
         parts += [_theirs(part, theirs) for part in whole_of(place, place.key, weights[place.data])]
-    load_parts(saved, parts, lambda key: canonical(key) is None, config.model.vocab_size)
+    load_shards(saved, parts, lambda key: canonical(key) is None, config.model.vocab_size)
     for part in parts:
         if part.may_be_padded:  # theirs is drawn, ours is zero
             part.data.view(part.sizes)[max(0, config.model.vocab_size - part.offset[0]) :].zero_()
@@ -85,7 +85,7 @@ def canonical(key: str) -> str | None:
     if _BESIDE.match(key) or any(part in key for part in _SCRATCH):
         return None
     match = _PREFIX.match(key)
-    return _EXPERT.sub(".mlp.experts.", in_our_words(key[match.end() if match else 0 :]))
+    return _EXPERT.sub(".mlp.experts.", canonical_name(key[match.end() if match else 0 :]))
 
 
 def _theirs(part: Part, theirs: Mapping[str, str]) -> Part:

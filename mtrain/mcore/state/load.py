@@ -31,9 +31,9 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.state.reader import GlobalTensors, load_parts
+from mtrain.mcore.state.reader import GlobalTensors, load_shards
 from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.sharded_parameters import Place, optimizer_key, parameter_places
+from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, sharded_parameters
 from mtrain.mcore.state.shards import run_of, whole_of
 
 _TE_STATE = "._extra_state/"
@@ -107,10 +107,10 @@ def load_checkpoint(
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
     places = {place.data: place for place in _places(chunks, groups)}
     parts = [part for place in places.values() for part in whole_of(place, place.key, place.data)]
-    for portion, states in optimizer_state.portion_states(optimizer.inner):
-        place = places[portion.parameter]
+    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+        place = places[flat_slice.parameter]
         for name, values in states.items():
-            parts += run_of(place, optimizer_key(name, place.key), values.view(-1), portion.start, portion.end)
+            parts += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
     randomness = rng.random_states(groups)
     if is_same_layout:
         for sharded in rng.sharded(randomness, groups):
@@ -119,7 +119,7 @@ def load_checkpoint(
     def may_be_left(key: str) -> bool:
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
-    load_parts(saved, parts, may_be_left, state.vocab_size)
+    load_shards(saved, parts, may_be_left, state.vocab_size)
     optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
     optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
     if is_same_layout:
@@ -223,10 +223,10 @@ def read_weights(
         groups: The process groups.
         vocab_size: Rows of the vocabulary that are tokens.
         key_of: Global name of a parameter -> key on disk.
-        may_be_left: As for `load_parts`.
+        may_be_left: As for `load_shards`.
 
     Raises:
-        DataError: As `load_parts`.
+        DataError: As `load_shards`.
     """
     weights: dict[Tensor, Tensor] = {}
     parts: list[Part] = []
@@ -236,12 +236,12 @@ def read_weights(
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
         parts += whole_of(place, key, weights[place.data])
     parts.sort(key=lambda part: (part.key, part.offset))  # neighbours on disk are read together
-    load_parts(saved, parts, may_be_left, vocab_size)
+    load_shards(saved, parts, may_be_left, vocab_size)
     return weights
 
 
-def _places(chunks: Sequence[torch.nn.Module], groups: Groups) -> list[Place]:
-    return parameter_places([unwrap(chunk) for chunk in chunks], groups)
+def _places(chunks: Sequence[torch.nn.Module], groups: Groups) -> list[ShardedParameter]:
+    return sharded_parameters([unwrap(chunk) for chunk in chunks], groups)
 
 
 def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:

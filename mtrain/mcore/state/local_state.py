@@ -14,7 +14,7 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import Place, optimizer_key, parameter_places, shards
+from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, sharded_parameters, shards
 from mtrain.mcore.state.shards import run_of
 
 WEIGHTS = "weights"
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def held_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> Iterator[Held]:
+def local_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> Iterator[Held]:
     """All of it, replicas too, in the order of the model.
 
     Args:
@@ -43,16 +43,16 @@ def held_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: 
         optimizer: Their optimizer. A parameter that was never updated gets zero moments.
         groups: The process groups.
     """
-    places = {place.data: place for place in parameter_places([unwrap(chunk) for chunk in chunks], groups)}
+    places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
     for place in places.values():
         yield from _boxes(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
-    for portion, states in optimizer_state.portion_states(optimizer.inner):
-        place = places[portion.parameter]
+    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+        place = places[flat_slice.parameter]
         for kind, values in states.items():
-            yield from _boxes(kind, place, optimizer_key(kind, place.key), values.flatten(), portion[2:4])
+            yield from _boxes(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])
 
 
-def _boxes(kind: str, place: Place, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
+def _boxes(kind: str, place: ShardedParameter, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
     first = next(shards(place, place.key, place.data))
     axes = first.prepend_axis_num
     for part in run_of(place, key, values, *run):

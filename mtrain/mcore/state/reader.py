@@ -22,7 +22,7 @@ _NAMES_TOLD = 8
 """Most names in one message."""
 
 
-class TensorFacts(Protocol):
+class TensorInfo(Protocol):
     """What is known of a global tensor without reading it."""
 
     @property
@@ -45,7 +45,7 @@ class GlobalTensors(Protocol):
         ...
 
     @property
-    def tensors(self) -> Mapping[str, TensorFacts]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """Key -> facts."""
         ...
 
@@ -59,7 +59,7 @@ class GlobalTensors(Protocol):
         ...
 
 
-def load_parts(
+def load_shards(
     saved: GlobalTensors, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int
 ) -> None:
     """Reads into `data` of each part, in place. Collective over the world.

@@ -29,17 +29,17 @@ from mtrain.base.files import disk_faults
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
 from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import Part, Written, write_list, write_parts
+from mtrain.checkpoint.format.writer import Part, Written, write_metadata, write_shards
 from mtrain.checkpoint.store.directory import (
     AfterPublishingError,
-    Attempt,
+    StagingDir,
     abandon,
     named_attempt,
     open_attempt,
     publish,
     step_name,
 )
-from mtrain.checkpoint.store.manifest import CONFIG_NAME, Facts, FileFacts, GitState
+from mtrain.checkpoint.store.manifest import CONFIG_NAME, CheckpointInfo, FileInfo, GitState
 from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
@@ -47,14 +47,14 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank, on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.state.shards import parts_to_save
+from mtrain.mcore.state.shards import local_shards
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
 """How long the next save and the end wait for the files of a failed one to be deleted; a start deletes them, too."""
 
 
-class Origin(NamedTuple):
+class Provenance(NamedTuple):
     """Where a checkpoint comes from, beside its configuration."""
 
     dataset: str | None = None
@@ -63,12 +63,12 @@ class Origin(NamedTuple):
 
 
 @dataclass
-class _Flight:
+class _PendingSave:
     """A save that has begun."""
 
-    attempt: Attempt
+    attempt: StagingDir
     state: TrainingState
-    facts: Facts
+    facts: CheckpointInfo
     work: Future[Any]
     """What this rank does for it now."""
     began_s: float
@@ -90,7 +90,7 @@ class Saver:
         folder: Path,
         groups: Groups,
         config: Config,
-        origin: Origin = Origin(),  # noqa: B008
+        origin: Provenance = Provenance(),  # noqa: B008
         check: Callable[[], None] = lambda: None,
         start_step: int = 0,
     ) -> None:
@@ -111,7 +111,7 @@ class Saver:
         self._retention = Retention(folder, keep, check, start_step)
         self._config_hash, self._versions = config_hash(config), program_versions()
         self._snapshot = Snapshot()
-        self._flight: _Flight | None = None
+        self._flight: _PendingSave | None = None
         self._stuck: list[Future[Any]] = []
         self._cleaning: Future[None] | None = None
         self._fault: MtrainError | None = None
@@ -147,10 +147,10 @@ class Saver:
         state = self._training_state(optimizer, step)
         attempt = on_first_rank(lambda: self._named_attempt(step))
         fault_point("snapshot", self._groups.rank, step)
-        parts = parts_to_save(chunks, optimizer, self._groups)
+        parts = local_shards(chunks, optimizer, self._groups)
         if self._config.checkpoint.async_save and not self._is_stuck():
             parts = self._snapshot.take(parts)
-        facts = Facts(
+        facts = CheckpointInfo(
             step=step,
             tokens=tokens,
             layout=state.layout,
@@ -161,7 +161,7 @@ class Saver:
             valid_loss=valid_loss,
         )
         work = started(lambda: self._write(attempt, parts), f"save-{step}")
-        self._flight = _Flight(attempt, state, facts, work, began, time.monotonic() - began)
+        self._flight = _PendingSave(attempt, state, facts, work, began, time.monotonic() - began)
         if not self._config.checkpoint.async_save:
             self.wait()
 
@@ -234,7 +234,7 @@ class Saver:
         if self._fault is not None:
             raise self._fault
 
-    def _named_attempt(self, step: int) -> Attempt:
+    def _named_attempt(self, step: int) -> StagingDir:
         """On the first rank; what failed before must be gone, or a full disk has no room for this one."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
@@ -251,7 +251,7 @@ class Saver:
             vocab_size=self._config.model.vocab_size,
         )
 
-    def _write(self, attempt: Attempt, parts: Sequence[Part]) -> Written | Finding:
+    def _write(self, attempt: StagingDir, parts: Sequence[Part]) -> Written | Finding:
         """In a thread of each rank; nothing is written of a state that is not finite."""
         rank, step = self._groups.rank, attempt.step
         if self._is_stuck():
@@ -264,7 +264,7 @@ class Saver:
             open_attempt(attempt)
             path = attempt.path / f"__{rank}_0.distcp"
             try:
-                written = write_parts(path, parts, lambda number: fault_point(f"write.{number}", rank, step))
+                written = write_shards(path, parts, lambda number: fault_point(f"write.{number}", rank, step))
             except OSError:
                 with contextlib.suppress(OSError):
                     path.unlink()  # the other ranks may write for long yet, and a full disk needs the room now
@@ -272,15 +272,15 @@ class Saver:
             fault_point("written", rank, step)
         return written
 
-    def _publish(self, flight: _Flight, everyone: Sequence[Written]) -> None:
+    def _publish(self, flight: _PendingSave, everyone: Sequence[Written]) -> None:
         """In a thread of the first rank."""
         step = flight.facts.step
-        files: dict[str, FileFacts] = {}
+        files: dict[str, FileInfo] = {}
         with disk_faults(f"save the checkpoint of step {step}"):
             fault_point("list", 0, step)
             for written in everyone:
                 files |= written.files
-            files |= write_list(flight.attempt.path, (place for written in everyone for place in written.places))
+            files |= write_metadata(flight.attempt.path, (place for written in everyone for place in written.places))
             fault_point("state", 0, step)
             write_state(flight.attempt.path, flight.state)
             (flight.attempt.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")
@@ -295,7 +295,7 @@ class Saver:
         except AfterPublishingError as fault:
             _tell(f"warning: {fault}")
 
-    def _advanced(self, flight: _Flight) -> MtrainError | None:
+    def _advanced(self, flight: _PendingSave) -> MtrainError | None:
         """The next phase, or the end; what went wrong on any rank."""
         own = self._outcome(flight)
         if flight.has_written:
@@ -316,7 +316,7 @@ class Saver:
                 flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return fault
 
-    def _outcome(self, flight: _Flight) -> _Outcome | None:
+    def _outcome(self, flight: _PendingSave) -> _Outcome | None:
         if not flight.work.done():
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
@@ -329,7 +329,7 @@ class Saver:
             return fault
         return MachineError(f"{type(fault).__name__}: {fault}")
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: _PendingSave) -> None:
         self._flight, self._fault = None, None
         if self._groups.rank == 0:
             self._retention.note_published(flight.facts.step)
@@ -342,7 +342,7 @@ class Saver:
                 flush=True,
             )
 
-    def _fail(self, flight: _Flight, fault: MtrainError) -> None:
+    def _fail(self, flight: _PendingSave, fault: MtrainError) -> None:
         """The same on all ranks."""
         if not isinstance(fault, RunFolderError):
             kind = NumericError if isinstance(fault, NumericError) else MachineError
@@ -356,7 +356,7 @@ class Saver:
         if self._groups.rank == 0:
             _tell(f"warning: {fault}; training goes on")
 
-    def _is_busy(self, flight: _Flight) -> bool:
+    def _is_busy(self, flight: _PendingSave) -> bool:
         limit = self._config.checkpoint.save_timeout_s
         return not flight.work.done() and time.monotonic() - flight.began_s < limit
 
@@ -376,7 +376,7 @@ def _first_fault(everyone: Sequence[_Outcome | None]) -> MtrainError | None:
     return None if not_finite is None else NumericError(not_finite)
 
 
-def _abandoned(attempt: Attempt) -> None:
+def _abandoned(attempt: StagingDir) -> None:
     with contextlib.suppress(MtrainError):  # the fault of the save is the one to tell
         if attempt.path.exists():
             abandon(attempt)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mtrain.mcore.distributed.groups import Groups
 
-Place: TypeAlias = ShardedTensor | ShardedTensorFactory
+ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 """Global name, shape and offset of a parameter; `data` is the parameter itself."""
 
 
-def parameter_places(modules: Iterable[MegatronModule], groups: Groups) -> list[Place]:
+def sharded_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
     """The places of all parameters, and of the buffers that belong to the model's state.
 
     Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; of experts over the ranks
@@ -43,12 +43,12 @@ def _turn(replicas: dist.ProcessGroup, number: int) -> int:
     return int((replicas.rank() - number) % replicas.size())
 
 
-def is_written_here(place: Place) -> bool:
+def is_written_here(place: ShardedParameter) -> bool:
     """Whether this rank has the main replica."""
     return bool(is_main_replica(place.replica_id))
 
 
-def has_own_shard(place: Place) -> bool:
+def has_own_shard(place: ShardedParameter) -> bool:
     """Whether what lies in this place has no replica over TP and stages; over DP x CP it may be cut."""
     return not any(place.replica_id[:2])
 
@@ -58,7 +58,7 @@ def optimizer_key(state: str, key: str) -> str:
     return f"optimizer.state.{state}.{key}"
 
 
-def shards(place: Place, key: str, values: Tensor) -> Iterator[ShardedTensor]:
+def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[ShardedTensor]:
     """A tensor in the place of a parameter, such as its moments; fused parameters come as their parts.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain.base.fault_points import wanted_fault
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
-from mtrain.checkpoint.format.slices import boxes_of_run
+from mtrain.checkpoint.format.slices import slices_of_run
 from mtrain.checkpoint.format.writer import Part
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups
@@ -23,11 +23,11 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.sharded_parameters import (
-    Place,
+    ShardedParameter,
     has_own_shard,
     is_written_here,
     optimizer_key,
-    parameter_places,
+    sharded_parameters,
     shards,
 )
 
@@ -35,7 +35,7 @@ _SPOILED = {"nan": math.nan, "huge": 3e38}
 
 
 @torch.no_grad()
-def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Part]:
+def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Part]:
     """The boxes that this rank writes, as views of the live state; no communication.
 
     Args:
@@ -43,17 +43,17 @@ def parts_to_save(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, group
         optimizer: Their optimizer. A parameter that was never updated gets zero moments.
         groups: The process groups.
     """
-    places = {place.data: place for place in parameter_places([unwrap(chunk) for chunk in chunks], groups)}
+    places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
     parts = [
         part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
     ]
-    for portion, states in optimizer_state.portion_states(optimizer.inner):
-        place = places[portion.parameter]
-        if not (has_own_shard(place) if portion.is_sharded else is_written_here(place)):
+    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+        place = places[flat_slice.parameter]
+        if not (has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)):
             continue
         for name, values in states.items():
             key = optimizer_key(name, place.key)
-            parts += run_of(place, key, values.view(-1), portion.start, portion.end)
+            parts += run_of(place, key, values.view(-1), flat_slice.start, flat_slice.end)
     for sharded in rng.sharded(rng.random_states(groups), groups):
         parts += whole_of(sharded, sharded.key, sharded.data)
     return parts
@@ -70,7 +70,7 @@ def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, gr
         groups: The process groups.
     """
     found: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, non_finite(parts_to_save(chunks, optimizer, groups)))
+    dist.all_gather_object(found, non_finite(local_shards(chunks, optimizer, groups)))
     return described(found)
 
 
@@ -81,16 +81,16 @@ def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups:
     if fault is None or fault.kind not in _SPOILED:
         return
     key, index = fault.phase.split(":")
-    part = next(part for part in parts_to_save(chunks, optimizer, groups) if part.key == key)
+    part = next(part for part in local_shards(chunks, optimizer, groups) if part.key == key)
     part.data.view(-1)[int(index)] = _SPOILED[fault.kind]
 
 
-def whole_of(place: Place, key: str, values: Tensor) -> Iterator[Part]:
+def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Part]:
     """The boxes of a parameter, or of a tensor of its shape in its place; views of `values`."""
     return run_of(place, key, values.view(-1), 0, values.numel())
 
 
-def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
+def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
     """The boxes of elements [start, end) of a parameter, or of a tensor in its place.
 
     Args:
@@ -105,7 +105,7 @@ def run_of(place: Place, key: str, values: Tensor, start: int, end: int) -> Iter
         first = shard.data.storage_offset() - place.data.storage_offset()
         low, high = max(start, first), min(end, first + shard.data.numel())
         axes = shard.prepend_axis_num
-        for box in boxes_of_run(shard.local_shape, low - first, high - first) if low < high else ():
+        for box in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
             corner = [whole + within for whole, within in zip(shard.global_offset[axes:], box.offset)]
             begin = first + box.start - start
             yield Part(

@@ -37,7 +37,7 @@ class Piece:
     """[seq_local, batch, columns]."""
 
 
-class Watch:
+class ActivationRecorder:
     """Collects module outputs while it is open; does nothing where it is not enabled."""
 
     def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, enabled: bool) -> None:
@@ -78,7 +78,7 @@ class Watch:
 class _Chunk:
     """Counts the forward passes of one model chunk; recomputation in backward is not one."""
 
-    def __init__(self, watch: Watch, dp: int) -> None:
+    def __init__(self, watch: ActivationRecorder, dp: int) -> None:
         self._watch, self._microbatch, self._is_forward = watch, -1, False
         self._noted: set[str] = set()
 

@@ -73,8 +73,8 @@ class Batches:
 
     def _folded(self, batch: Microbatch) -> Microbatch:
         size = self._config.model.vocab_size
-        ahead = tuple(replace(each, tokens=each.tokens % size, labels=each.labels % size) for each in batch.ahead)
-        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size, ahead=ahead)
+        ahead = tuple(replace(each, tokens=each.tokens % size, labels=each.labels % size) for each in batch.mtp)
+        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size, mtp=ahead)
 
     def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
         rows = list(own)

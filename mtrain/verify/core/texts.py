@@ -13,12 +13,12 @@ import numpy as np
 
 from mtrain.config import Config
 from mtrain.data.formats.mock import MockSamples
-from mtrain.data.samples.pretrain import Windows
+from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.sources import Blended, Sources
 from mtrain.verify.core.samples import Plan, hard_texts
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import Corpus
-from mtrain.verify.reference.order import Turn, broken_order, is_permutation
+from mtrain.verify.reference.order import BlendPosition, broken_order, is_permutation
 from mtrain.verify.reference.text import Text
 
 _NUM_ORDERED = 4096
@@ -57,7 +57,7 @@ def _own_texts(config: Config, plan: Plan) -> tuple[list[Text], tuple[str, ...]]
         return [_random(stream, number) for number in range(count)], ()
     assert isinstance(stream, Blended), "there are two kinds of stream"
     places = [stream.order.locate(number) for number in range(max(count, _NUM_ORDERED))]
-    turns = [Turn(place.source, place.epoch, place.index) for place in places]
+    turns = [BlendPosition(place.source, place.epoch, place.index) for place in places]
     sizes = [len(source) for source in stream.sources]
     faults = list(broken_order(turns, sizes, [section.weight for section in config.data.train]))
     if config.data.kind == "jsonl":
@@ -72,7 +72,7 @@ def _random(samples: MockSamples, number: int) -> Text:
 
 
 def _answers(
-    config: Config, sources: Sources, turns: list[Turn], sizes: list[int], tell: Callable[[str], None]
+    config: Config, sources: Sources, turns: list[BlendPosition], sizes: list[int], tell: Callable[[str], None]
 ) -> list[Text]:
     assert sources.tokenizer is not None, "a rule of the section"
     paths = [Path(section.path) for section in config.data.train]
@@ -87,12 +87,12 @@ def _answers(
     return [text_of(lines[turn.source][turn.index], sources.tokenizer, length) for turn in turns]
 
 
-def _windows(config: Config, stream: Blended, turns: list[Turn], tell: Callable[[str], None]) -> list[Text]:
+def _windows(config: Config, stream: Blended, turns: list[BlendPosition], tell: Callable[[str], None]) -> list[Text]:
     corpora = [Corpus.open(section.path) for section in config.data.train]
     orders = {}
     for source, epoch in sorted({(turn.source, turn.epoch) for turn in turns}):
         windows = stream.sources[source]
-        assert isinstance(windows, Windows)
+        assert isinstance(windows, PretrainDataset)
         orders[source, epoch] = windows.document_order(epoch)
         count = _in_training(corpora[source].num_documents, config)
         if not is_permutation(orders[source, epoch], count):

@@ -18,7 +18,7 @@ from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan import lr
 from mtrain.training.step import StepTotals, TrainingStep
-from mtrain.verify.core.activations import Piece, Watch
+from mtrain.verify.core.activations import ActivationRecorder, Piece
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.samples import Batches, Plan
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
@@ -110,7 +110,7 @@ class _Runner:
         steps: list[StepOutcome] = []
         pieces: list[Piece] = []
         for number in range(self._job.plan.num_steps if watched is None else watched + 1):
-            with Watch(self._chunks, self._groups, self._config, enabled=number == watched) as watch:
+            with ActivationRecorder(self._chunks, self._groups, self._config, enabled=number == watched) as watch:
                 outcome = self._step(number)
             steps.append(outcome)
             pieces = watch.pieces

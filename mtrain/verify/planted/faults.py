@@ -17,7 +17,7 @@ from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed import broadcast
-from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import finalize, loss_reduction, optimizer
 from mtrain.mcore.engine.schedule import run_schedule
@@ -48,7 +48,7 @@ def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Plant
 
 
 def _share(batch: Microbatch) -> float:
-    return float(batch.shares[MAIN_TERM].sum())
+    return float(batch.denominator_weights[MAIN_TERM].sum())
 
 
 def _microbatch_means(batches: Sequence[Microbatch], groups: Groups) -> _Factor:
@@ -94,7 +94,7 @@ def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> 
 
 
 def _whole_shares(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
-    return {"shares": rows.shares}
+    return {"shares": rows.denominator_weights}
 
 
 def _shifted_labels(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _tied_gradient_missed() -> Iterator[None]:
 
 
 def _every_tp_rank_counts() -> contextlib.AbstractContextManager[None]:
-    return replaced(Groups, "owns_loss", property(lambda groups: groups.pp_rank == groups.layout.pp - 1))
+    return replaced(Groups, "counts_loss", property(lambda groups: groups.pp_rank == groups.layout.pp - 1))
 
 
 def _one_row_one_document() -> contextlib.AbstractContextManager[None]:
@@ -185,7 +185,7 @@ def _dropout() -> contextlib.AbstractContextManager[None]:
 def _local_plan() -> contextlib.AbstractContextManager[None]:
     def faulty(self: loss_reduction.PlannedTotals, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
         vector = torch.tensor(planned, dtype=torch.float64, device=groups.device)
-        self._sum = SummedOverRanks(vector, groups.tp)  # known to the rank that reads the data
+        self._sum = AsyncAllReduce(vector, groups.tp)  # known to the rank that reads the data
 
     return replaced(loss_reduction.PlannedTotals, "__init__", faulty)
 
@@ -199,9 +199,9 @@ def _rank_order() -> contextlib.AbstractContextManager[None]:
 
 
 def _router_losses_shared_out() -> contextlib.AbstractContextManager[None]:
-    original = balance.RouterWatch.logits
+    original = balance.RouterStats.logits
 
-    def faulty(self: balance.RouterWatch, logits: Tensor, is_padding: Tensor | None) -> Tensor:
+    def faulty(self: balance.RouterStats, logits: Tensor, is_padding: Tensor | None) -> Tensor:
         whole = self._balance.step
         if whole is None:
             return original(self, logits, is_padding)
@@ -212,7 +212,7 @@ def _router_losses_shared_out() -> contextlib.AbstractContextManager[None]:
         finally:
             self._balance.step = whole
 
-    return replaced(balance.RouterWatch, "logits", faulty)
+    return replaced(balance.RouterStats, "logits", faulty)
 
 
 def _experts_left_out() -> contextlib.AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from mtrain.config.schema.model import RopeSection
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.data import collate, order
 from mtrain.data.batch import Microbatch
-from mtrain.data.samples.mtp import ahead
+from mtrain.data.samples.mtp import mtp_sample
 from mtrain.data.samples.sample import Sample
 from mtrain.loss import aggregation
 from mtrain.loss import router as losses
@@ -102,7 +102,7 @@ def _empty_sequences_confused() -> contextlib.AbstractContextManager[None]:
 
 
 def _looks_over_edges() -> contextlib.AbstractContextManager[None]:
-    original = ahead
+    original = mtp_sample
     return replaced(collate, "ahead", lambda row, starts, depth: original(row, np.zeros_like(starts), depth))
 
 
@@ -167,13 +167,13 @@ def _norm_epsilon() -> contextlib.AbstractContextManager[None]:
 
 
 def _balance_times_top_k() -> contextlib.AbstractContextManager[None]:
-    original = balance.RouterWatch._term
+    original = balance.RouterStats._term
 
-    def faulty(self: balance.RouterWatch, term: str, *arguments: Any) -> Any:
+    def faulty(self: balance.RouterStats, term: str, *arguments: Any) -> Any:
         found = original(self, term, *arguments)
         return found if term == losses.Z else found._replace(losses=found.losses * self._section.top_k)
 
-    return replaced(balance.RouterWatch, "_term", faulty)
+    return replaced(balance.RouterStats, "_term", faulty)
 
 
 def _expert_scaling() -> contextlib.AbstractContextManager[None]:

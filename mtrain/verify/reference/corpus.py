@@ -1,4 +1,4 @@
-"""Windows of a tokenised corpus, read from the two files by themselves.
+"""PretrainDataset of a tokenised corpus, read from the two files by themselves.
 
 `.idx`: 9 bytes of magic, version (u64), element type (u8), number of sequences n (u64) and of document edges d (u64),
 n lengths (i32), n byte offsets (i64), d edges (i64). A document is the sequences between two edges. In an epoch the

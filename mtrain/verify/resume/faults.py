@@ -37,14 +37,14 @@ def _after_loading(change: Callable[[Any, int], None]) -> Plant:
 
 
 def _no_moments(optimizer: Any, adam_step: int) -> None:
-    for _, states in optimizer_state.portion_states(optimizer):
+    for _, states in optimizer_state.flat_slice_states(optimizer):
         for name, values in states.items():
             if name != MAIN:
                 values.zero_()
 
 
 def _rounded(optimizer: Any, adam_step: int) -> None:
-    for portion in optimizer_state.portions(optimizer):
+    for portion in optimizer_state.flat_slices(optimizer):
         values = portion.parameter.detach().flatten()[portion.start : portion.end]
         portion.main.copy_(values.view(portion.main.shape))
 
@@ -62,7 +62,7 @@ def _one_update_more() -> contextlib.AbstractContextManager[None]:
 
 
 def _stale_shard() -> contextlib.AbstractContextManager[None]:
-    original = reader.load_parts
+    original = reader.load_shards
 
     @torch.no_grad()
     def faulty(saved: Any, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int) -> None:
@@ -71,7 +71,7 @@ def _stale_shard() -> contextlib.AbstractContextManager[None]:
         if dist.get_rank() == dist.get_world_size() - 1:
             parts[0].data.copy_(before)
 
-    return replaced(load, "load_parts", faulty)
+    return replaced(load, "load_shards", faulty)
 
 
 def _one_step_later() -> contextlib.AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.state.gather import Shard, gradient_shards, parameter_shards
-from mtrain.mcore.state.local_state import WEIGHTS, Held, held_state
+from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import StepTotals, TrainingStep
@@ -142,12 +142,12 @@ class WatchedStep(TrainingStep):
             seen.unlike_files = list(self._unlike_files(path)) if path.exists() else []
             seen.initial = {kind: whole for kind in (WEIGHTS, *optimizer_state.STATES) if (whole := self._whole(kind))}
 
-    def forward_backward(self, batches: Sequence[Microbatch] | None, flag: bool = False) -> StepTotals:
+    def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         folded = self._all_folded(batches)
         if folded is not None:
             self._seen.samples[self._done + 1] = self._digests(folded)
         stops = self._is_last_rank and self._start.stop_after == self._done + 1
-        totals = super().forward_backward(folded, flag or stops)
+        totals = super().forward_backward(folded, stop_requested or stops)
         if self._is_last_rank and self._start.crash_in == self._done + 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return totals
@@ -174,7 +174,7 @@ class WatchedStep(TrainingStep):
         run = self._run
         run.optimizer.gather_parameters()
         boxes: dict[tuple[str, str], list[torch.Tensor]] = {}
-        for held in held_state(run.chunks, run.optimizer, run.groups):
+        for held in local_state(run.chunks, run.optimizer, run.groups):
             boxes.setdefault((held.kind, held.name), []).append(held.part.data)
         for name, values in rng.random_states(run.groups).items():
             boxes["random", name] = [values]
@@ -188,7 +188,7 @@ class WatchedStep(TrainingStep):
     def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
         """What this rank holds with other bits than the checkpoint; padding of the vocabulary left out."""
         files, run = CheckpointTensors(path), self._run
-        for held in held_state(run.chunks, run.optimizer, run.groups):
+        for held in local_state(run.chunks, run.optimizer, run.groups):
             sizes = self._rows_of_tokens(held)
             if 0 in sizes:
                 continue
@@ -210,7 +210,7 @@ class WatchedStep(TrainingStep):
         """One kind of state, put together on rank 0. One gather of objects."""
         run = self._run
         shards = []
-        for held in held_state(run.chunks, run.optimizer, run.groups):
+        for held in local_state(run.chunks, run.optimizer, run.groups):
             if held.kind == kind:
                 part = held.part
                 axes = held.num_stacked

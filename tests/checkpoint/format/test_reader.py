@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Part, write_list, write_parts
+from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
 
 VALUES = torch.arange(24.0).view(4, 6)
 
@@ -20,7 +20,7 @@ def saved(folder: Path, corners: list[tuple[int, int]], sizes: tuple[int, int]) 
         return VALUES[row : row + sizes[0], column : column + sizes[1]].contiguous()
 
     parts = [Part("w", (4, 6), corner, sizes, cut(*corner)) for corner in corners]
-    write_list(folder, write_parts(folder / "__0_0.distcp", parts).places)
+    write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).places)
     return CheckpointTensors(folder)
 
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.safe_metadata import Box, GlobalTensor, TensorList, read_tensor_list
-from mtrain.checkpoint.format.writer import Part, write_list, write_parts
+from mtrain.checkpoint.format.safe_metadata import Box, GlobalTensor, TensorMetadata, read_metadata
+from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
 from tests.fault_table import Notice
 
 
@@ -40,11 +40,11 @@ def metadata(file: str = "__0_0.distcp", transforms: list[str] | None = None, **
     return Metadata(**{**fields, **changes})
 
 
-def read(folder: Path, content: Any) -> TensorList:
+def read(folder: Path, content: Any) -> TensorMetadata:
     """What is found when `content` (or its pickle) is the list."""
     raw = content if isinstance(content, bytes) else pickle.dumps(content)
     (folder / ".metadata").write_bytes(raw)
-    return read_tensor_list(folder)
+    return read_metadata(folder)
 
 
 def text(content: str) -> bytes:
@@ -91,8 +91,8 @@ def test_no_class_is_changed_and_no_tensor_outside_is_read(tmp_path: Path, notic
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     inside.mkdir()
     outside.mkdir()
-    (place,) = write_parts(outside / "secret", [Part("weight", (3,), (0,), (3,), torch.ones(3))]).places
-    write_list(inside, [place._replace(file="../outside/secret")])
+    (place,) = write_shards(outside / "secret", [Part("weight", (3,), (0,), (3,), torch.ones(3))]).places
+    write_metadata(inside, [place._replace(file="../outside/secret")])
     named, slots = b"cpathlib\nPurePosixPath\n", b"}" + text("parts") + text("../outside/secret") + b"\x85s"
     listed = pickle.loads((inside / ".metadata").read_bytes())
     raw = b"\x80\x02" + named + b"N" + slots + b"\x86b0" + pickle.dumps(listed, protocol=2)[2:]
@@ -133,13 +133,13 @@ BOMBS += ["a huge long text", "a huge number", "a long number in digits"]
 READ_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
-from mtrain.checkpoint.format.safe_metadata import read_tensor_list
+from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.base.errors import DataError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
 for folder in sys.argv[1:]:
     try:
-        read_tensor_list(Path(folder))
+        read_metadata(Path(folder))
     except DataError as error:
         print(error.exit_code, str(error).replace(chr(10), " "))
 """
@@ -274,4 +274,4 @@ def test_what_is_no_list_is_refused(tmp_path: Path, content: Any, notice: Notice
 
 def test_a_missing_list_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        read_tensor_list(tmp_path)
+        read_metadata(tmp_path)

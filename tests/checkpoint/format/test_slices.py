@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.checkpoint.format.slices import boxes_of_run
+from mtrain.checkpoint.format.slices import slices_of_run
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
 
@@ -16,7 +16,7 @@ def test_boxes_are_the_run_in_order_and_few(shape: list[int], data: st.DataObjec
     size = math.prod(shape)
     start, end = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
     numbers = np.arange(size).reshape(shape)
-    boxes = list(boxes_of_run(shape, start, end))
+    boxes = list(slices_of_run(shape, start, end))
     found = []
     for box in boxes:
         within = numbers[tuple(slice(first, first + length) for first, length in zip(box.offset, box.sizes))]

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.snapshot import Snapshot
-from mtrain.checkpoint.format.writer import Part, write_list, write_parts
+from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
 
 
 def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Part, Part]:
@@ -34,9 +34,9 @@ def test_boxes_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
         copies = snapshot.take(live)
         for part in live:
             part.data.zero_()  # training goes on
-        ranks.append(write_parts(tmp_path / f"__{rank}_0.distcp", copies))
+        ranks.append(write_shards(tmp_path / f"__{rank}_0.distcp", copies))
     files = {name: facts for written in ranks for name, facts in written.files.items()}
-    files |= write_list(tmp_path, [place for written in ranks for place in written.places])
+    files |= write_metadata(tmp_path, [place for written in ranks for place in written.places])
     assert snapshot.size_bytes < 2 * state["large"].nbytes, "memory is used again"
     for name, facts in files.items():
         content = (tmp_path / name).read_bytes()
@@ -57,9 +57,9 @@ def test_a_tensor_that_is_not_covered_is_not_listed(tmp_path: Path, fault: str) 
         "doubled": [first, first],
         "another shape": [first, second._replace(global_shape=(7, 2))],
     }[fault]
-    places = write_parts(tmp_path / "__0_0.distcp", parts).places
+    places = write_shards(tmp_path / "__0_0.distcp", parts).places
     with pytest.raises(DataError, match="elements of w"):
-        write_list(tmp_path, places)
+        write_metadata(tmp_path, places)
     assert not (tmp_path / ".metadata").exists()
 
 

@@ -14,7 +14,7 @@ from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.checkpoint.format.hashed_file import read_facts
 from mtrain.checkpoint.store.directory import (
     abandon,
-    begin_attempt,
+    begin_staging,
     checkpoint_at,
     clean_leftovers,
     newest_good,
@@ -50,14 +50,14 @@ def test_a_published_checkpoint_is_found_with_its_facts(tmp_path: Path) -> None:
 
 
 def test_an_attempt_is_not_a_checkpoint(tmp_path: Path) -> None:
-    attempt = begin_attempt(tmp_path, 10)
+    attempt = begin_staging(tmp_path, 10)
     write_files(attempt)
     shutil.copy(save(tmp_path, 5).path / "mtrain.json", attempt.path)
     assert newest_step(tmp_path) == 5
 
 
 def test_two_attempts_at_one_step_do_not_share_a_folder(tmp_path: Path) -> None:
-    first, second = begin_attempt(tmp_path, 10), begin_attempt(tmp_path, 10)
+    first, second = begin_staging(tmp_path, 10), begin_staging(tmp_path, 10)
     assert first.path != second.path
     write_files(first)
     write_files(second)
@@ -70,12 +70,12 @@ def test_two_attempts_at_one_step_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_an_existing_step_is_not_begun_again(tmp_path: Path) -> None:
     save(tmp_path, 10)
     with pytest.raises(RunFolderError, match=r"step_00000010 exists and is whole"):
-        begin_attempt(tmp_path, 10)
+        begin_staging(tmp_path, 10)
 
 
 def test_an_attempt_without_files_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing was saved"):
-        publish_attempt(begin_attempt(tmp_path, 10))
+        publish_attempt(begin_staging(tmp_path, 10))
     assert newest_step(tmp_path) is None
 
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_turned_out_to_be_unusable_is_passed_over_loudly(tmp_p
 
 def test_a_run_that_lost_its_folder_publishes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    attempt = begin_attempt(tmp_path, 20)
+    attempt = begin_staging(tmp_path, 20)
     write_files(attempt)
 
     def check() -> None:
@@ -255,7 +255,7 @@ def test_a_run_that_lost_its_folder_publishes_nothing(tmp_path: Path) -> None:
 
 
 def test_known_files_must_be_what_was_written(tmp_path: Path) -> None:
-    attempt = begin_attempt(tmp_path, 10)
+    attempt = begin_staging(tmp_path, 10)
     write_files(attempt)
     known = {name: read_facts(attempt.path / name) for name in FILES}
     (attempt.path / "common.pt").write_bytes(b"cut")
@@ -277,7 +277,7 @@ def test_a_damaged_step_can_be_saved_again_and_is_kept_aside(tmp_path: Path) -> 
 
 def test_leftovers_of_the_dead_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    write_files(begin_attempt(tmp_path, 20))
+    write_files(begin_staging(tmp_path, 20))
     (tmp_path / ".trash-step_00000005-aa").mkdir()
     (tmp_path / ".new-latest-aa").write_text("")
     (tmp_path / "notes.txt").write_text("mine")
@@ -287,7 +287,7 @@ def test_leftovers_of_the_dead_are_deleted_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
-    attempt = begin_attempt(tmp_path, 10)
+    attempt = begin_staging(tmp_path, 10)
     write_files(attempt)
     abandon(attempt)
     assert list(tmp_path.iterdir()) == []
@@ -296,7 +296,7 @@ def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"could not begin step_00000010 in .*: Not a directory"):
-        begin_attempt(tmp_path / "file" / "checkpoints", 10)
+        begin_staging(tmp_path / "file" / "checkpoints", 10)
 
 
 def test_a_run_folder_and_a_checkpoint_both_name_a_checkpoint(tmp_path: Path) -> None:

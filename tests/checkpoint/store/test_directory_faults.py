@@ -9,7 +9,7 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import (
-    begin_attempt,
+    begin_staging,
     checkpoint_at,
     clean_leftovers,
     delete_checkpoint,
@@ -156,7 +156,7 @@ def test_a_process_killed_at_any_point_of_a_save_leaves_a_whole_newest_checkpoin
 
 def test_a_process_killed_while_replacing_a_damaged_step_loses_no_good_one(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    attempt = begin_attempt(tmp_path, 20)
+    attempt = begin_staging(tmp_path, 20)
     write_files(attempt)
     (tmp_path / "step_00000020").mkdir()
 

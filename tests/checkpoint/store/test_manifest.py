@@ -7,14 +7,14 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import checkpoint_at, load_entry, newest_good
-from mtrain.checkpoint.store.manifest import FileFacts, Manifest, parsed_manifest, write_manifest
+from mtrain.checkpoint.store.manifest import FileInfo, Manifest, parsed_manifest, write_manifest
 from tests.checkpoint.checkpoints import change_manifest, facts, save
 from tests.fault_table import Notice
 
 
 def written(folder: Path, **changes: object) -> bytes:
     """The bytes of a plausible manifest."""
-    files = {f"__{rank}_0.distcp": FileFacts(size_bytes=10**rank, sha256=f"{rank:x}" * 64) for rank in range(3)}
+    files = {f"__{rank}_0.distcp": FileInfo(size_bytes=10**rank, sha256=f"{rank:x}" * 64) for rank in range(3)}
     write_manifest(folder, Manifest(**{**facts(20, 2.5).model_dump(), "files": files, **changes}))
     return (folder / "mtrain.json").read_bytes()
 
@@ -63,7 +63,7 @@ def test_a_manifest_of_version_0_1_0_is_read_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.yaml", "model.yaml"])
 def test_the_configuration_hash_is_that_of_the_configuration_beside_it(tmp_path: Path, name: str) -> None:
-    file = FileFacts(size_bytes=3, sha256=hashlib.sha256(b"a: ").hexdigest())
+    file = FileInfo(size_bytes=3, sha256=hashlib.sha256(b"a: ").hexdigest())
     assert parsed_manifest(written(tmp_path, files={name: file}, config_hash=file.sha256)).config_hash == file.sha256
     with pytest.raises(ValueError, match=f"is not the SHA-256 of {name}"):
         written(tmp_path, files={name: file}, config_hash="0" * 64)

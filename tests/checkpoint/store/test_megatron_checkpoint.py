@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, foreign_folder
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, megatron_folder
 from tests.config.samples import config
 
 
@@ -21,16 +21,16 @@ def iteration(folder: Path) -> Path:
 def test_an_iteration_is_found_by_its_folder_and_by_the_latest(tmp_path: Path, latest: str, name: str) -> None:
     folder = iteration(tmp_path / name)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
-    assert foreign_folder(folder) == folder
-    assert foreign_folder(tmp_path) == folder
+    assert megatron_folder(folder) == folder
+    assert megatron_folder(tmp_path) == folder
 
 
 def test_our_own_and_others_are_left_alone(tmp_path: Path) -> None:
     own = iteration(tmp_path / "step_00000010")
     (own / "mtrain.json").touch()
-    assert foreign_folder(own) is None
-    assert foreign_folder(tmp_path) is None
-    assert foreign_folder(tmp_path / "nowhere") is None
+    assert megatron_folder(own) is None
+    assert megatron_folder(tmp_path) is None
+    assert megatron_folder(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path, latest: str, folder: st
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
     with pytest.raises(DataError, match=words):
-        foreign_folder(tmp_path)
+        megatron_folder(tmp_path)
 
 
 def test_without_a_latest_an_iteration_has_to_be_named(tmp_path: Path) -> None:
     iteration(tmp_path / "iter_0000100")
     iteration(tmp_path / "iter_0000200")
     with pytest.raises(DataError, match="name a folder such as iter_0000200"):
-        foreign_folder(tmp_path)
+        megatron_folder(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "40 GiB"])
@@ -65,7 +65,7 @@ def test_what_is_no_text_is_refused_and_not_waited_for(tmp_path: Path, name: str
         (os.mkfifo if kind == "pipe" else Path.mkdir)(tmp_path / name)
 
     def look() -> None:
-        foreign_folder(tmp_path)
+        megatron_folder(tmp_path)
         check_run_config(tmp_path, config().model)
 
     with pytest.raises(DataError, match=f"{name} cannot be read: it "):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.checkpoint.store.manifest import FileFacts
+from mtrain.checkpoint.store.manifest import FileInfo
 from mtrain.checkpoint.store.verification import share_of_files, verify_files
 from tests.checkpoint.checkpoints import FILES, save
 from tests.fault_table import Notice
@@ -15,7 +15,7 @@ from tests.fault_table import Notice
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_every_file_has_one_reader_and_none_reads_much_more(sizes: list[int], num_readers: int) -> None:
-    files = {str(number): FileFacts(size_bytes=size, sha256="0" * 64) for number, size in enumerate(sizes)}
+    files = {str(number): FileInfo(size_bytes=size, sha256="0" * 64) for number, size in enumerate(sizes)}
     shares = [share_of_files(files, reader, num_readers) for reader in range(num_readers)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(files[name].size_bytes for name in share) for share in shares]

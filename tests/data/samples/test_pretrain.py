@@ -1,4 +1,4 @@
-"""Windows of running text."""
+"""PretrainDataset of running text."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.data.formats.megatron_indexed import Corpus
-from mtrain.data.samples.pretrain import Windows
+from mtrain.data.samples.pretrain import PretrainDataset
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[10, 11, 12], [], [20, 21], [30, 31, 32, 33, 34, 35], [40]]
@@ -17,8 +17,8 @@ DOCUMENTS = [[10, 11, 12], [], [20, 21], [30, 31, 32, 33, 34, 35], [40]]
 
 def windows(
     prefix: str, seq_length: int, isolate: bool = False, key: tuple[int, ...] | None = None, part: range = range(5)
-) -> Windows:
-    return Windows(Corpus(prefix, 1000), part, seq_length, isolate, key)
+) -> PretrainDataset:
+    return PretrainDataset(Corpus(prefix, 1000), part, seq_length, isolate, key)
 
 
 def test_validation_reads_every_window_once_in_file_order(write_corpus: WriteCorpus) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.data.formats.jsonl import Lines
-from mtrain.data.samples.sft import Conversations, LineFormat, Piece, tokenised
+from mtrain.data.samples.sft import LineFormat, Piece, SFTDataset, tokenised
 from mtrain.data.sources import Sources
 from mtrain.tokenizer import chat_template, load_tokenizer
 from tests.fault_table import Notice
@@ -27,10 +27,10 @@ def conversations(
     seq_length: int,
     too_long: Literal["truncate", "drop", "refuse"] = "truncate",
     numbers: range | None = None,
-) -> Conversations:
+) -> SFTDataset:
     lines, form = Lines(path, LineFormat().check), LineFormat()
     part = range(len(lines)) if numbers is None else numbers
-    return Conversations(lines, part, load_tokenizer(tokenizer), seq_length, too_long, form)
+    return SFTDataset(lines, part, load_tokenizer(tokenizer), seq_length, too_long, form)
 
 
 def test_only_the_answer_and_its_end_are_learnt(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -181,7 +181,7 @@ def test_named_keys_are_dropped_on_purpose(write_jsonl: WriteJsonl, word_tokeniz
     form = LineFormat(frozenset({"id", "name", "weight"}))
     full = {"messages": [{**CHAT[0], "name": "x", "weight": 9}, CHAT[1]], "id": 1, "weight": 0.5}
     path = write_jsonl([full, {"messages": CHAT}])
-    rows = Conversations(Lines(path, form.check), range(2), load_tokenizer(word_tokenizer), 8, "truncate", form)
+    rows = SFTDataset(Lines(path, form.check), range(2), load_tokenizer(word_tokenizer), 8, "truncate", form)
     assert rows.sample(0, 0).tokens.tolist() == rows.sample(0, 1).tokens.tolist()
     assert rows.sample(0, 0).weight == 0.5, "a key of the form is never dropped"
 

@@ -121,7 +121,7 @@ def test_pairs_of_the_parts_add_up_to_the_pair_of_the_whole(
 ) -> None:
     """However the tokens are cut into microbatches and in whatever order these are added."""
     size = len(counts)
-    inputs = term_inputs(torch.ones(1, size), shares=torch.tensor([counts], dtype=torch.float64))
+    inputs = term_inputs(torch.ones(1, size), denominator_weights=torch.tensor([counts], dtype=torch.float64))
     losses = torch.tensor([values[:size]])
     whole = weigh(losses, inputs)
     edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
@@ -139,7 +139,7 @@ def _part(losses: torch.Tensor, inputs: TermInputs, start: int, end: int) -> Los
             logits=inputs.logits,
             labels=inputs.labels[:, start:end],
             weights=inputs.weights[:, start:end],
-            shares=inputs.shares[:, start:end],
+            denominator_weights=inputs.denominator_weights[:, start:end],
             tokens=inputs.tokens[:, start:end],
         ),
     )

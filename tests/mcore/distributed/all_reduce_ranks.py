@@ -2,13 +2,13 @@
 
 import torch
 
-from mtrain.mcore.distributed.all_reduce import SummedOverRanks
+from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 
 
 def sums(groups: Groups, vectors: list[list[float]]) -> tuple[list[float], list[float], int]:
     """This rank's vector summed over the world and over its pipeline stage, and the stage."""
     own = torch.tensor(vectors[groups.rank], dtype=torch.float64)
-    both = SummedOverRanks(own.clone()), SummedOverRanks(own.clone(), groups.stage)
+    both = AsyncAllReduce(own.clone()), AsyncAllReduce(own.clone(), groups.stage)
     world, stage = (each.get() for each in both)
     return world.tolist(), stage.tolist(), groups.pp_rank

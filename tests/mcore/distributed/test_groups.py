@@ -26,8 +26,8 @@ class Seen(NamedTuple):
     rank: int
     coordinate: tuple[int, int, int, int]
     members: dict[str, list[int]]
-    owns_loss: bool
-    owns_plan: bool
+    counts_loss: bool
+    counts_plan: bool
 
 
 def look_around(groups: Groups) -> Seen:
@@ -37,7 +37,7 @@ def look_around(groups: Groups) -> Seen:
         for name, group in {"tp": groups.tp, "cp": groups.cp, "dp_cp": groups.dp_cp}.items()
     }
     place = (groups.tp_rank, groups.cp_rank, groups.dp_rank, groups.pp_rank)
-    return Seen(groups.rank, place, members, groups.owns_loss, groups.owns_plan)
+    return Seen(groups.rank, place, members, groups.counts_loss, groups.counts_plan)
 
 
 def neighbours(layout: Layout, rank: int, axes: set[str]) -> list[int]:
@@ -65,10 +65,10 @@ def test_groups_are_those_of_the_layout(pool: Pool, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_losses_and_plans_have_one_owner_for_each_part_of_the_batch(pool: Pool, layout: Layout) -> None:
     seen = pool.run(look_around, layout)
-    owners = sorted((s.coordinate[1], s.coordinate[2]) for s in seen if s.owns_loss)
+    owners = sorted((s.coordinate[1], s.coordinate[2]) for s in seen if s.counts_loss)
     assert owners == sorted((cp, dp) for cp in range(layout.cp) for dp in range(layout.dp))
-    assert all(s.coordinate[3] == layout.pp - 1 for s in seen if s.owns_loss)
-    assert sorted(s.coordinate[2] for s in seen if s.owns_plan) == list(range(layout.dp))
+    assert all(s.coordinate[3] == layout.pp - 1 for s in seen if s.counts_loss)
+    assert sorted(s.coordinate[2] for s in seen if s.counts_plan) == list(range(layout.dp))
 
 
 def replicated_draw(groups: Groups) -> tuple[tuple[int, int, int], float]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError, RankLostError
-from mtrain.mcore.distributed.init import choose_device, open_world
+from mtrain.mcore.distributed.init import choose_device, init_distributed
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
@@ -53,14 +53,17 @@ LOST = {
 
 @pytest.mark.parametrize("error", LOST.values(), ids=LOST.keys())
 def test_a_lost_rank_is_recognised_whatever_the_backend(error: RuntimeError) -> None:
-    with pytest.raises(RankLostError, match="rank 0 lost the connection") as caught, open_world(ALONE, "auto", 10):
+    with (
+        pytest.raises(RankLostError, match="rank 0 lost the connection") as caught,
+        init_distributed(ALONE, "auto", 10),
+    ):
         raise error
     assert caught.value.exit_code == 5
     assert "third_party" not in str(caught.value)
 
 
 def test_other_faults_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="a shape does not fit"), open_world(ALONE, "auto", 10):
+    with pytest.raises(RuntimeError, match="a shape does not fit"), init_distributed(ALONE, "auto", 10):
         raise RuntimeError("a shape does not fit")
 
 
@@ -73,7 +76,7 @@ def test_other_faults_stay_as_they_are() -> None:
 )
 def test_a_lack_of_memory_says_what_to_lower(allocate: Callable[[], object], notice: Notice) -> None:
     words = r"not enough memory .* lower train\.micro_batch_size"
-    with notice, pytest.raises(MachineError, match=words) as error, open_world(ALONE, "auto", 10):
+    with notice, pytest.raises(MachineError, match=words) as error, init_distributed(ALONE, "auto", 10):
         allocate()
     assert error.value.exit_code == notice.exit_code
     assert "alloc_cpu.cpp" not in str(error.value)
@@ -85,6 +88,6 @@ def test_a_world_that_cannot_meet_says_where() -> None:
     )
     with (
         pytest.raises(MachineError, match=r"rank 1 of 2 cannot meet the others at 127\.0\.0\.1:1"),
-        open_world(lonely, "auto", 1),
+        init_distributed(lonely, "auto", 1),
     ):
         raise AssertionError("not reached")

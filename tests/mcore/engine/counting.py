@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.broadcast import share_batches, slice_for_rank
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import run_chunk
 from mtrain.mcore.model.mtp import Logits
@@ -121,7 +121,9 @@ def _plain_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch
     """As megatron-core's users write it: a sum of losses, an int32 count, a report to be logged."""
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
     terms = [MAIN_TERM, *config.loss.side_terms]
-    rows = slice_for_rank(share_batches(own_microbatches(batch, groups, config), count, terms, config, groups), groups)
+    rows = slice_for_rank(
+        broadcast_batches(own_microbatches(batch, groups, config), count, terms, config, groups), groups
+    )
 
     def finalize(model: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
         finalize_model_grads(model, num_tokens if normalises else None, **options)

@@ -21,7 +21,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.optimizer_state import adam_step, loss_scaler, portions
+from mtrain.mcore.engine.optimizer_state import adam_step, flat_slices, loss_scaler
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
@@ -198,7 +198,7 @@ def standing(parts: Parts) -> Standing:
     held = []
     for part in inner.chained_optimizers:
         state_of = {id(main): state for main, state in part.optimizer.state.items()}
-        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in portions(inner)]
+        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in flat_slices(inner)]
     parameters = [_numpy(parameter) for chunk in parts.chunks for parameter in chunk.parameters()]
     random_bytes = bytes(torch.get_rng_state().numpy())
     return Standing(parameters, held, adam_step(inner), loss_scaler(inner), random_bytes)

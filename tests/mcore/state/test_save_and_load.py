@@ -12,14 +12,14 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import (
-    begin_attempt,
+    begin_staging,
     load_entry,
     newest_good,
     publish,
     published_steps,
     step_name,
 )
-from mtrain.checkpoint.store.manifest import Facts
+from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
@@ -263,16 +263,18 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(pool: Pool, half: A
         assert [word for word in words if word not in text] == [], (changes, text)
 
 
-FACTS = set(Facts.model_fields)
+FACTS = set(CheckpointInfo.model_fields)
 
 
 def republished(folder: Path, change: Callable[[Path], Any], root: Path) -> Path:
     """The same checkpoint in another folder, changed before it was published: its manifest knows no better."""
-    attempt = begin_attempt(root, 2)
+    attempt = begin_staging(root, 2)
     shutil.copytree(folder / step_name(2), attempt.path, dirs_exist_ok=True)
     (attempt.path / "mtrain.json").unlink()
     change(attempt.path)
-    publish(attempt, Facts.model_validate(load_entry(folder / step_name(2)).manifest.model_dump(include=FACTS)))
+    publish(
+        attempt, CheckpointInfo.model_validate(load_entry(folder / step_name(2)).manifest.model_dump(include=FACTS))
+    )
     return root
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.optimizer_state import STATES, portion_states
+from mtrain.mcore.engine.optimizer_state import STATES, flat_slice_states
 
 
 @torch.no_grad()
@@ -18,14 +18,14 @@ def whole_states(
     chunks: list[torch.nn.Module], optimizer: Optimizer, groups: Groups
 ) -> Iterator[tuple[Tensor, str, Tensor]]:
     """(parameter, name of the state, float32 tensor of the parameter's shape). Collective."""
-    held = {id(portion.parameter): (portion, states) for portion, states in portion_states(optimizer.inner)}
+    held = {id(flat_slice.parameter): (flat_slice, states) for flat_slice, states in flat_slice_states(optimizer.inner)}
     shards = optimizer.inner.chained_optimizers[0].config.use_distributed_optimizer
     for parameter in (each for chunk in chunks for each in chunk.parameters() if each.requires_grad):
         for name in STATES:
             whole = torch.zeros(parameter.shape)
             if id(parameter) in held:
-                portion, states = held[id(parameter)]
-                whole.view(-1)[portion.start : portion.end] = states[name].flatten()
+                flat_slice, states = held[id(parameter)]
+                whole.view(-1)[flat_slice.start : flat_slice.end] = states[name].flatten()
             if shards:
                 dist.all_reduce(whole, group=groups.replicas_of(parameter))
             yield parameter, name, whole

@@ -125,7 +125,7 @@ def test_the_premultiplier_changes_no_bit(pool: Pool, case: Case) -> None:
 
 
 def test_plain_sums_would_overflow_in_fp16(pool: Pool) -> None:
-    """Without the premultiplier a step with the usual loss scale is lost; with it, it is near the oracle."""
+    """Without the numerator_scale a step with the usual loss scale is lost; with it, it is near the oracle."""
     one = case(4)
     config = one.config(train__precision="fp16", train__initial_loss_scale=2.0**16)
     batch = three_steps()[0]

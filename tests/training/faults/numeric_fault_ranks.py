@@ -14,12 +14,12 @@ from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import write_list, write_parts
-from mtrain.checkpoint.store.directory import begin_attempt, publish
-from mtrain.checkpoint.store.manifest import Facts
+from mtrain.checkpoint.format.writer import write_metadata, write_shards
+from mtrain.checkpoint.store.directory import begin_staging, publish
+from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.shards import parts_to_save
+from mtrain.mcore.state.shards import local_shards
 from mtrain.training.trainer import train_on
 from tests.mcore.state.checkpoint_ranks import build
 
@@ -52,13 +52,13 @@ def run(groups: Groups, config: Config, fault: str | None = None) -> Ending:
 def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
     """A checkpoint with NaN in it, as a program that does not look would publish it. On one rank."""
     built = build(groups, config)
-    parts = parts_to_save(built.chunks, built.optimizer, groups)
+    parts = local_shards(built.chunks, built.optimizer, groups)
     for part in parts:
         if part.key == "decoder.final_layernorm.weight":
             part.data.view(-1)[0] = torch.nan
-    attempt = begin_attempt(Path(config.run.dir) / "checkpoints", step)
-    written = write_parts(attempt.path / "__0_0.distcp", parts)
-    write_list(attempt.path, written.places)
+    attempt = begin_staging(Path(config.run.dir) / "checkpoints", step)
+    written = write_shards(attempt.path / "__0_0.distcp", parts)
+    write_metadata(attempt.path, written.places)
     batch_size, vocab_size = config.train.global_batch_size, config.model.vocab_size
     write_state(
         attempt.path,
@@ -72,4 +72,4 @@ def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
             vocab_size=vocab_size,
         ),
     )
-    publish(attempt, Facts(step=step, layout=str(groups.layout), config_hash="", versions={}))
+    publish(attempt, CheckpointInfo(step=step, layout=str(groups.layout), config_hash="", versions={}))

@@ -53,8 +53,8 @@ def test_ranks_share_one_global_batch(dp: int, size: int) -> None:
     parts = [Batches(small(size), PLAN, rank, dp).of_step(1) for rank in range(dp)]
     rows = [batch.tokens for microbatches in zip(*parts) for batch in microbatches]
     assert torch.cat(rows).equal(whole.tokens)
-    shares = sum(float(batch.shares["main"].sum()) for rank in parts for batch in rank)
-    assert shares == pytest.approx(float(whole.shares["main"].sum()), rel=1e-14)
+    shares = sum(float(batch.denominator_weights["main"].sum()) for rank in parts for batch in rank)
+    assert shares == pytest.approx(float(whole.denominator_weights["main"].sum()), rel=1e-14)
 
 
 def test_steps_differ_and_come_back_with_the_seed() -> None:

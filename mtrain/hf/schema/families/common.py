@@ -8,7 +8,7 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Entry, Field, Given, Needed
+from mtrain.hf.schema.config import Constant, Entry, Field, Required
 from mtrain.hf.schema.table import Part, Rule
 from mtrain.hf.schema.values import needed_value, value_of
 
@@ -123,7 +123,7 @@ FEED_FORWARD = (
     in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f").only(is_dense),
     in_layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h").only(is_dense).only(has_linear_bias),
 )
-ACTIVATION = (Needed("hidden_act", "silu", "silu", ("swish",)), Given("activation", "swiglu"))
+ACTIVATION = (Required("hidden_act", "silu", "silu", ("swish",)), Constant("activation", "swiglu"))
 
 
 def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:

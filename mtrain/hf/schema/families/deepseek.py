@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import DEPTHS, Derived, Entry, Field, Given, Needed, Rope, lookup
+from mtrain.hf.schema.config import DEPTHS, Computed, Constant, Entry, Field, Required, Rope, lookup
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
     FEED_FORWARD,
@@ -182,9 +182,9 @@ DEEPSEEK_V3 = Family(
     (
         *common(),
         *ACTIVATION,
-        Derived("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
-        Derived("head_dim", {"qk_rope_head_dim": _ROTATED}),
-        Derived("qk_head_dim", {"qk_nope_head_dim": ("mla.qk_nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
+        Computed("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
+        Computed("head_dim", {"qk_rope_head_dim": _ROTATED}),
+        Computed("qk_head_dim", {"qk_nope_head_dim": ("mla.qk_nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
         _LatentNorms(),
         Field("q_lora_rank", "mla.q_lora_rank", 1536),
         Field("kv_lora_rank", "mla.kv_lora_rank", 512),
@@ -198,15 +198,15 @@ DEEPSEEK_V3 = Family(
         Field("first_k_dense_replace", "experts.first_dense_layers", 3),
         _Groups(),
         Field("routed_scaling_factor", "experts.scaling_factor", 2.5),
-        Given("experts.score", "sigmoid"),
-        Given("experts.expert_bias", True),
+        Constant("experts.score", "sigmoid"),
+        Constant("experts.expert_bias", True),
         _Depths(),
         Field("rope_interleave", "rope.interleaved", True),
-        Needed("norm_topk_prob", True, True),
-        Needed("scoring_func", "sigmoid", "sigmoid"),
-        Needed("topk_method", "noaux_tc", "noaux_tc"),
-        Needed("moe_layer_freq", 1, 1),
-        Needed("attention_bias", False, False),
+        Required("norm_topk_prob", True, True),
+        Required("scoring_func", "sigmoid", "sigmoid"),
+        Required("topk_method", "noaux_tc", "noaux_tc"),
+        Required("moe_layer_freq", 1, 1),
+        Required("attention_bias", False, False),
         Rope(),
     ),
     (*VOCABULARY, *_LAYER, *_AHEAD),

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Entry, Field, Given, Needed, Rope, heads
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
     ATTENTION,
@@ -76,7 +76,7 @@ QWEN2 = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=32),
-        Given("qkv_bias", True),
+        Constant("qkv_bias", True),
         LayerWindows(),
         Rope(),
     ),
@@ -89,8 +89,8 @@ QWEN3 = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=32, head_dim=128),
-        Needed("attention_bias", False, False),
-        Given("qk_norm", True),
+        Required("attention_bias", False, False),
+        Constant("qk_norm", True),
         LayerWindows(),
         Rope(),
     ),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Entry, Field, Given, Needed, Rope, heads, lookup
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, lookup
 from mtrain.hf.schema.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, common, experts, router
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.values import needed_value, value_of
@@ -59,8 +59,8 @@ MIXTRAL = Family(
         Field("intermediate_size", "experts.ffn_hidden_size"),
         Field("num_local_experts", "experts.num_experts", 8),
         Field("num_experts_per_tok", "experts.top_k", 2),
-        Given("experts.pre_softmax", False),
-        Needed("router_jitter_noise", 0.0, 0.0, (None,)),
+        Constant("experts.pre_softmax", False),
+        Required("router_jitter_noise", 0.0, 0.0, (None,)),
         Rope(1e6),
     ),
     (
@@ -82,10 +82,10 @@ QWEN3_MOE = Family(
         Field("num_experts", "experts.num_experts", 128, alias="num_local_experts"),
         Field("num_experts_per_tok", "experts.top_k", 8),
         _Renormalised(),
-        Needed("attention_bias", False, False),
-        Needed("decoder_sparse_step", 1, 1),
-        Needed("mlp_only_layers", [], [], (None,)),
-        Given("qk_norm", True),
+        Required("attention_bias", False, False),
+        Required("decoder_sparse_step", 1, 1),
+        Required("mlp_only_layers", [], [], (None,)),
+        Constant("qk_norm", True),
         _Window(),
         Rope(),
     ),

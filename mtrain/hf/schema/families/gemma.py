@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Entry, Field, Given, Needed, heads
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, heads
 from mtrain.hf.schema.families.common import (
     ATTENTION,
     FEED_FORWARD,
@@ -85,16 +85,16 @@ GEMMA3 = Family(
         *common(tied=True),
         *heads(groups=4, head_dim=256),
         Field("query_pre_attn_scalar", "query_scalar", 256),
-        Needed("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
-        Needed("attention_bias", False, False),
-        Needed("attn_logit_softcapping", None, None),
-        Needed("final_logit_softcapping", None, None),
-        Needed("use_bidirectional_attention", False, False, (None,)),
-        Given("activation", "geglu_tanh"),
-        Given("qk_norm", True),
-        Given("zero_centered_norm", True),
-        Given("sandwich_norm", True),
-        Given("scale_embeddings", True),
+        Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+        Required("attention_bias", False, False),
+        Required("attn_logit_softcapping", None, None),
+        Required("final_logit_softcapping", None, None),
+        Required("use_bidirectional_attention", False, False, (None,)),
+        Constant("activation", "geglu_tanh"),
+        Constant("qk_norm", True),
+        Constant("zero_centered_norm", True),
+        Constant("sandwich_norm", True),
+        Constant("scale_embeddings", True),
         _Windows(),
         _Ropes(),
     ),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Entry, Field, Given, Needed, Rope, heads
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads
 from mtrain.hf.schema.families.common import (
     ATTENTION,
     KEY,
@@ -74,15 +74,15 @@ GPT_OSS = Family(
         Field("intermediate_size", "experts.ffn_hidden_size", 2880),
         Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),
-        Needed("hidden_act", "silu", "silu", ("swish",)),
-        Needed("attention_bias", True, True),
-        Needed("swiglu_alpha", 1.702, 1.702),
-        Needed("swiglu_limit", 7.0, 7.0),
-        Given("activation", "swiglu_clamped"),
-        Given("linear_bias", True),
-        Given("attention_sinks", True),
-        Given("experts.router_bias", True),
-        Given("experts.pre_softmax", False),
+        Required("hidden_act", "silu", "silu", ("swish",)),
+        Required("attention_bias", True, True),
+        Required("swiglu_alpha", 1.702, 1.702),
+        Required("swiglu_limit", 7.0, 7.0),
+        Constant("activation", "swiglu_clamped"),
+        Constant("linear_bias", True),
+        Constant("attention_sinks", True),
+        Constant("experts.router_bias", True),
+        Constant("experts.pre_softmax", False),
         _Windows(),
         Rope(150000.0, _YARN),
     ),

@@ -49,7 +49,7 @@ class _Weighted(NamedTuple):
     """[seq_local, batch]."""
     weights: Tensor
     """[seq_local, batch] float64, without a graph."""
-    shares: Tensor
+    denominator_weights: Tensor
     """What the tokens of this rank add to the denominator; counts."""
 
 
@@ -85,7 +85,7 @@ class RouterBalance:
         self.step: _Step | None = None
         if self.terms or self._rate:
             for index, router in enumerate(self.routers):
-                router.watch = RouterWatch(self, index, router.section, groups, router not in of_depths)
+                router.watch = RouterStats(self, index, router.section, groups, router not in of_depths)
 
     @contextmanager
     def watching(self, accumulator: PairAccumulator, factors: Factors) -> Iterator[None]:
@@ -132,7 +132,7 @@ class RouterBalance:
         self.counts = None
 
 
-class RouterWatch:
+class RouterStats:
     """Sees what one router does."""
 
     def __init__(
@@ -168,7 +168,7 @@ class RouterWatch:
         assert is_padding is not None, "a router was not told what is padding"
         weighted = self._weighted(logits, ~is_padding, step)
         numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
-        shares = torch.stack([each.shares.sum() * self._is_counted for each in weighted])
+        shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
         step.accumulator.add_router(numerators, shares)
         attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
         return attached

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.mcore.model.moe.topk_routing import Choice, choose
+from mtrain.mcore.model.moe.topk_routing import TopkRouting, choose
 
 
-class Watch(Protocol):
+class StatsHook(Protocol):
     """Sees what a router does with each microbatch."""
 
     def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
@@ -50,7 +50,7 @@ class Router(MegatronModule):
         self.section = section
         self.tp_group = pg_collection.tp  # read where shards are named
         self.layer_number: int | None = None
-        self.watch: Watch | None = None
+        self.watch: StatsHook | None = None
         self.weight = self._parameter(torch.empty(section.num_experts, config.hidden_size))
         if section.router_bias:
             self.bias = self._parameter(torch.zeros(section.num_experts))
@@ -99,7 +99,7 @@ class Router(MegatronModule):
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
 
-    def _within_capacity(self, choice: Choice) -> tuple[Tensor, Tensor]:
+    def _within_capacity(self, choice: TopkRouting) -> tuple[Tensor, Tensor]:
         weights, chosen = apply_router_token_dropping(
             choice.weights, choice.chosen, self.section.top_k, self.section.capacity_factor
         )

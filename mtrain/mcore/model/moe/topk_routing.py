@@ -13,7 +13,7 @@ _EPSILON = 1e-20
 """Added to the sum that sigmoid scores are divided by, as megatron-core and DeepSeek do."""
 
 
-class Choice(NamedTuple):
+class TopkRouting(NamedTuple):
     """The experts of each token."""
 
     weights: Tensor
@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """[tokens, num_experts] bool."""
 
 
-def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) -> Choice:
+def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) -> TopkRouting:
     """The top_k best experts of each token.
 
     Args:
@@ -34,7 +34,7 @@ def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) 
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     places = best_places(ranking.detach(), section)
     weights = _normalised(scores.gather(1, places), section) * section.scaling_factor
-    return Choice(
+    return TopkRouting(
         torch.zeros_like(logits).scatter(1, places, weights),
         torch.zeros_like(logits, dtype=torch.bool).scatter(1, places, True),
     )
