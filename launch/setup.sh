@@ -37,7 +37,7 @@ setup_environment() {
   if [[ ! -f $stamp || $(<"$stamp") != "$now" ]]; then
     echo "installing into $venv (minutes the first time)"
     index=$(torch_index "$python")
-    "$python" -m pip install --quiet --disable-pip-version-check ${index:+"$index"} --editable '.[test]'
+    "$python" -m pip install --quiet --disable-pip-version-check ${index:+"$index"} --editable '.[test,docs]'
     echo "$now" >"$stamp"
   fi
 }

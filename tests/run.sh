@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one test command: set-up on a fresh machine (a browser too), then format, lint, types and tests. Arguments go to pytest.
+# The one test command: set-up on a fresh machine (a browser too), then tests/check.sh and the tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
@@ -7,7 +7,5 @@ source launch/setup.sh
 launch/browser.sh
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$python" -m ruff format --check .
-"$python" -m ruff check .
-"$python" -m mypy --strict mtrain tools
+tests/check.sh "$python"
 exec "$python" -m pytest -n 2 --dist worksteal "$@"

@@ -177,8 +177,8 @@ LAYOUT_DEPENDENT = Note(
 OWN_LOSS = Note(
     lambda config: config.layout.cp > 1 and bool(own_functions(config.loss)),
     "a loss function of yours runs under context parallelism, where no rank holds a whole sequence: what is not linear "
-    "in its tokens needs TermInputs.sum_over_sequence (docs/losses.md); `mtrain verify parity` shows whether it is the "
-    "same on every layout",
+    "in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows whether "
+    "it is the same on every layout",
 )
 NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
 

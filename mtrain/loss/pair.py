@@ -3,8 +3,8 @@
 A mean cannot be added across microbatches, ranks or masks; a sum can. So a loss function returns both parts and the
 division happens once, in `mtrain/mcore/engine/finalize.py`.
 
-The contract of a loss function (docs/losses.md): its pairs are added up, so its numerator has to be a sum over tokens
-of what each token says by itself, or over sequences of what `TermInputs.sum_over_sequence` made whole.
+The contract of a loss function (docs/extending/loss.md): its pairs are added up, so its numerator has to be a sum over
+tokens of what each token says by itself, or over sequences of what `TermInputs.sum_over_sequence` made whole.
 """
 
 from __future__ import annotations

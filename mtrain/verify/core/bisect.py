@@ -67,7 +67,7 @@ def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagno
     advice = (
         f"loss.function={', '.join(functions)} is yours: its numerator has to be a sum over tokens, since microbatches "
         "and ranks are added up; what is not linear in the tokens of a sequence takes their sum from "
-        "TermInputs.sum_over_sequence and ends with weigh_sequences (docs/losses.md)"
+        "TermInputs.sum_over_sequence and ends with weigh_sequences (docs/extending/loss.md)"
     )
     return replace(diagnosis, lines=(*diagnosis.lines, advice))
 

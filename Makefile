@@ -1,0 +1,27 @@
+# What a contributor does every day. Each target sets up .venv first where it is missing (launch/setup.sh).
+SHELL := /bin/bash
+setup := set -euo pipefail; source launch/setup.sh; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1};
+.DEFAULT_GOAL := help
+.PHONY: help check fix test test-fast docs clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+check: ## format, lint, types, documentation: a minute
+	@$(setup) tests/check.sh "$$python"
+
+fix: ## formats, and repairs what the linter can repair
+	@$(setup) "$$python" -m ruff check --fix .; "$$python" -m ruff format .
+
+test: ## all that CI runs: check and every test
+	@bash tests/run.sh
+
+test-fast: ## the tests of tests/fast.txt: what breaks first, in under 90 s on two idle cores
+	@$(setup) "$$python" -m pytest -n 2 --dist worksteal @tests/fast.txt
+
+docs: ## the site, into site/; fails on a broken link
+	@$(setup) NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo "open site/index.html"
+
+clean: ## what building and testing left behind; runs, checkpoints and .venv stay
+	@rm -rf build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@find mtrain tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

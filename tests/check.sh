@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Everything that is checked without running the project: format, lint, types, and the documentation's links.
+# usage: tests/check.sh PYTHON
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+"$1" -m ruff format --check .
+"$1" -m ruff check .
+"$1" -m mypy --strict mtrain tools
+NO_MKDOCS_2_WARNING=1 "$1" -m mkdocs build --strict

@@ -1,0 +1,77 @@
+"""What the documentation says of the repository is so. Links inside the site are checked by `make docs`."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.pictures import FOLDER, PICTURES, packages, write
+from tests.test_architecture import PACKAGES_BY_LAYER, ROOT
+
+ADRS = sorted((ROOT / "docs" / "adr").glob("0*.md"))
+AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+WITH_A_TEST_OF_ITS_OWN = ROOT / "docs" / "faults.md"
+"""Names tests from their folder on."""
+PAGES = [*AT_ROOT, *sorted({*(ROOT / "docs").glob("**/*.md")} - {WITH_A_TEST_OF_ITS_OWN})]
+PATH = re.compile(
+    r"(?<![\w/.<-])(?:mtrain|tests|tools|launch|configs|docs|examples)(?:/[\w.-]+)+\.(?:py|md|sh|sbatch|yaml|json|svg|png|txt)\b"
+)
+"""A file of this repository in a text."""
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
+
+
+def test_decisions_are_numbered_and_listed() -> None:
+    assert [int(path.name[:4]) for path in ADRS] == list(range(1, len(ADRS) + 1))
+    rows = re.findall(r"^\| (\d+) \| \[(.+)\]\((.+)\) \|", (ROOT / "docs/adr/index.md").read_text(), re.MULTILINE)
+    titles = [path.read_text().partition("\n")[0].removeprefix(f"# {int(path.name[:4])}. ") for path in ADRS]
+    assert rows == [(str(n), title, path.name) for n, (title, path) in enumerate(zip(titles, ADRS), start=1)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    assert [name for name in PATH.findall(page.read_text()) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", AT_ROOT, ids=lambda page: page.name)
+def test_links_of_pages_outside_the_site_lead_somewhere(page: Path) -> None:
+    assert [target for target in LINK.findall(page.read_text()) if not (ROOT / target).exists()] == []
+
+
+def test_a_missing_file_and_a_dead_link_would_be_found() -> None:
+    assert PATH.findall("see `mtrain/no_such/file.py` and docs/none.md.") == ["mtrain/no_such/file.py", "docs/none.md"]
+    assert LINK.findall("[a](docs/a.md#b) [c](https://c.d) [e](#f)") == ["docs/a.md"]
+
+
+def words(picture: Path) -> list[str]:
+    """The texts of an SVG, in the order in which they are drawn."""
+    return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_say_what_the_code_says(name: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    assert words(FOLDER / name) == words(tmp_path / name), "write them again: python -m tests.docs.pictures"
+
+
+def test_the_picture_of_layers_has_every_package() -> None:
+    drawn = set(words(FOLDER / "layers.svg"))
+    folders = {path.parent.name for path in ROOT.glob("mtrain/*/__init__.py")} - {"hf"}
+    assert folders <= drawn
+    assert {name for layer in packages(PACKAGES_BY_LAYER) for name in layer} <= drawn
+
+
+def test_pre_commit_formats_as_the_check_does() -> None:
+    """One version of ruff: another minor formats differently."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (pin,) = [line for line in extras["test"] if line.startswith("ruff")]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    pins = {hook["id"]: hook["additional_dependencies"] for hook in hooks if hook["language"] == "python"}
+    assert pins == {"format": [pin], "lint": [pin]}
+    minor = re.fullmatch(r"ruff==(\d+\.\d+)\.\*", pin)
+    assert minor is not None, "one minor version"
+    installed = subprocess.run([sys.executable, "-m", "ruff", "--version"], capture_output=True, text=True, check=True)
+    assert installed.stdout.startswith(f"ruff {minor[1]}.")
