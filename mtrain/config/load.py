@@ -23,7 +23,8 @@ from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
-from mtrain.config.messages import dotted, joined, readable
+from mtrain.config.kinds import before_another_kind, of_one_kind
+from mtrain.config.messages import dotted, joined, readable, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
@@ -108,7 +109,7 @@ def read_file(path: Path) -> Source:
     content = _parse(text, str(path))
     if not content:
         raise ConfigError(f"{path}: the file is empty; fill it or leave it out")
-    return Source(str(path), with_current_names(content, str(path)))
+    return Source(str(path), of_one_kind(with_current_names(content, str(path))))
 
 
 def _text_of(path: Path) -> str:
@@ -184,7 +185,8 @@ def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
     merged = DictConfig({})
     for source in sources:
         try:
-            merged = OmegaConf.merge(merged, source.content)
+            kept = before_another_kind(OmegaConf.to_container(merged, resolve=False), source.content)
+            merged = OmegaConf.merge(DictConfig(kept), source.content)
         except (TypeError, OmegaConfBaseException) as fault:
             raise ConfigError(
                 f"{source.name}: a key holds a mapping here and a list elsewhere ({_first_line(fault)}); lists are "
@@ -197,7 +199,8 @@ def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
 
 def _messages(error: ValidationError, sources: Sequence[Source]) -> Iterator[str]:
     for detail in error.errors(include_url=False):
-        origin = next((source.name for source in reversed(sources) if _holds(source.content, detail["loc"])), None)
+        location = without_kinds(detail["loc"])
+        origin = next((source.name for source in reversed(sources) if _holds(source.content, location)), None)
         is_rule = isinstance(detail.get("ctx", {}).get("error"), BrokenRulesError)  # may involve several files
         place = "" if is_rule or origin is None else f" (in {origin})"
         yield from (line + place for line in readable(detail))

@@ -2,12 +2,13 @@
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from itertools import islice
+from typing import get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
 from mtrain.config.schema.root import Config
-from mtrain.config.schema.section import BrokenRulesError, Section
+from mtrain.config.schema.section import BrokenRulesError, Section, sections_in
 
 _LONGEST_VALUE = 80
 """Characters of a value that are shown."""
@@ -48,29 +49,37 @@ def dotted(location: Location) -> str:
 
 def readable(detail: ErrorDetails) -> Iterator[str]:
     """Yields one line for each thing that a finding of pydantic says is wrong."""
-    key = dotted(detail["loc"])
+    key = dotted(without_kinds(detail["loc"]))
     error = detail.get("ctx", {}).get("error")
     match detail["type"]:
         case "extra_forbidden":
-            yield f"{key}: there is no such key; {_nearest(detail['loc'])}"
+            yield _unknown_key(detail["loc"])
         case "missing":
             yield f"{key}: no value is given; set {_required(detail['loc']) or 'it'}"
         case "value_error" if isinstance(error, BrokenRulesError):
             yield from (f"{key}.{message}" if key else message for message in error.messages)
         case "value_error":
             yield f"{key}: {error}; change it"
-        case "model_type" | "model_attributes_type":
+        case "union_tag_invalid":
+            kinds, given = detail["ctx"]["expected_tags"], detail["ctx"]["tag"]
+            yield f"{key}.kind: one of {kinds} is needed, but {given!r} was given; change it"
+        case "model_type" | "model_attributes_type" | "union_tag_not_found":
             yield f"{key}: a section with keys is needed, but {_shown(detail['input'])} was given; change it"
         case _:
             message = detail["msg"][:1].lower() + detail["msg"][1:]
             yield f"{key}: {message}, but {_shown(detail['input'])} was given; change it"
 
 
+def without_kinds(location: Location) -> Location:
+    """A location of pydantic as the user writes it: pydantic adds the kind of a section behind the section's name."""
+    return _resolved(location)[0]
+
+
 def _required(location: Location) -> str:
     """The keys that a section at `location` cannot do without; empty where there is a value."""
-    section = _section_at(Config, location)
+    written, section = _resolved(location)
     fields = section.model_fields.items() if section else ()
-    return ", ".join(dotted((*location, name)) for name, field in fields if field.is_required())
+    return ", ".join(dotted((*written, name)) for name, field in fields if field.is_required())
 
 
 def _shown(value: object) -> str:
@@ -78,39 +87,66 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
-def _nearest(location: Location) -> str:
-    """Suggests the nearest valid key of the same section, else of any section, else lists the section's keys."""
+def _unknown_key(location: Location) -> str:
+    """What to do about a key that its section has not."""
     *parents, name = location
-    section = _section_at(Config, tuple(parents))
+    place, section = _resolved(tuple(parents))
+    if section and (kinds := _kinds_with(place, str(name))):
+        (kind,) = kinds_of(section)
+        return (
+            f"{dotted((*place, name))}: this is no key of {dotted((*place, 'kind'))}={kind}, but of "
+            f"{' and '.join(kinds)}; remove it or change the kind"
+        )
+    return f"{dotted((*place, name))}: there is no such key; {_nearest(place, section, str(name))}"
+
+
+def _kinds_with(place: Location, name: str) -> list[str]:
+    """The kinds of a section that have a key."""
+    return [kind for each in sections_at(place) if name in each.model_fields for kind in kinds_of(each)]
+
+
+def _nearest(place: Location, section: type[Section] | None, name: str) -> str:
+    """Suggests the nearest valid key of the same section, else of any section, else lists the section's keys."""
     keys = list(section.model_fields) if section else []
-    if near := difflib.get_close_matches(str(name), keys, n=1):
-        return f"did you mean {dotted((*parents, near[0]))}?"
+    if near := difflib.get_close_matches(name, keys, n=1):
+        return f"did you mean {dotted((*place, near[0]))}?"
     elsewhere = {key: dotted((top, key)) for top in Config.model_fields for key in _keys_of(top)}
-    if near := difflib.get_close_matches(str(name), elsewhere, n=1, cutoff=0.8):
+    if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8):
         return f"did you mean {elsewhere[near[0]]}?"
-    return f"{dotted(tuple(parents)) or 'a configuration'} has {', '.join(keys)}"
+    return f"{dotted(place) or 'a configuration'} has {', '.join(keys)}"
 
 
 def _keys_of(top: str) -> list[str]:
-    section = _section_at(Config, (top,))
-    return list(section.model_fields) if section else []
+    return [key for section in sections_at((top,)) for key in section.model_fields]
 
 
-def _section_at(section: type[Section], location: Location) -> type[Section] | None:
-    """The section class at `location`, where None stands for no section."""
+def sections_at(place: Location) -> tuple[type[Section], ...]:
+    """The classes of a section by its keys as the user writes them, one for each kind; none where a value stands."""
+    found: tuple[type[Section], ...] = (Config,)
+    for part in place:
+        fields = [section.model_fields[str(part)] for section in found if str(part) in section.model_fields]
+        found = sections_in(fields[0].annotation) if fields else ()
+    return found
+
+
+def kinds_of(section: type[Section]) -> tuple[str, ...]:
+    """The kind of a section that is one of several; none of others."""
+    field = section.model_fields.get("kind")
+    return get_args(field.annotation) if field else ()
+
+
+def _resolved(location: Location) -> tuple[Location, type[Section] | None]:
+    """A location of pydantic as the user writes it, and the section class there, where None stands for no section."""
+    written: list[int | str] = []
+    section: type[Section] | None = Config
     parts = iter(location)
     for part in parts:
-        field = section.model_fields.get(str(part))
-        found = _section_in(field.annotation) if field else None
-        if field is None or found is None:
-            return None
-        section = found
-        if field.annotation is not found:
-            next(parts, None)  # the index in a list of sections, or the name of one
-    return section
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for argument in get_args(annotation) if (found := _section_in(argument))), None)
+        written.append(part)
+        annotation = section.model_fields[str(part)].annotation if section and part in section.model_fields else None
+        found = sections_in(annotation)
+        section = found[0] if found else None
+        if len(found) > 1 and (kind := next(parts, None)) is not None:
+            (section,) = (each for each in found if kind in kinds_of(each))
+        elif get_origin(annotation) in (dict, tuple):
+            written += islice(parts, 1)  # the index in a list of sections, or the name of one
+    return tuple(written), section

@@ -6,7 +6,7 @@ Each function yields a message for every broken rule: what was given, what is ne
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mtrain.config.schema.data import DataSection
+from mtrain.config.schema.data import AnyData, FilesSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
@@ -28,10 +28,10 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
         )
 
 
-def validation(valid: ValidSection, data: DataSection) -> Iterator[str]:
+def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
     """Validation that was asked for needs samples."""
     asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
-    if asked and data.kind != "mock" and not data.valid and (data.split is None or data.split[1] == 0):
+    if asked and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
         yield (
             "valid asks for validation, but there are no samples for it; name data.valid, give data.split a second "
             "share above 0, or turn valid.interval_steps, valid.at_start and valid.at_end off"
@@ -83,7 +83,7 @@ def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
 
 
-def sequence(layout: LayoutSection, data: DataSection) -> Iterator[str]:
+def sequence(layout: LayoutSection, data: AnyData) -> Iterator[str]:
     """Context parallelism cuts a sequence into 2 x cp chunks; sequence parallelism cuts a rank's part over tp."""
     factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
     divisor = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
@@ -134,7 +134,7 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
 
 
-def multi_token(model: ModelSection, loss: LossSection, data: DataSection) -> Iterator[str]:
+def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterator[str]:
     """Each depth is a term beside the main one, and needs a token to predict."""
     if model.mtp_depths == 0:
         return

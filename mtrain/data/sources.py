@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.config.schema.data import DataSection, SourceSection
+from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, JsonlSection, MockSection, SourceSection
 from mtrain.data.formats.jsonl import Lines
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
@@ -100,10 +100,14 @@ class Sources:
             DataError: a source is missing, damaged, too small, or does not fit the model.
         """
         data, seed = self._config.data, self._config.train.seed
-        if data.kind == "mock":
-            return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
-        sources = [self._open(section, "train", number) for number, section in enumerate(data.train)]
-        return Blended(seed, [section.weight for section in data.train], sources)
+        match data:
+            case MockSection():
+                return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
+            case IndexedSection() | JsonlSection():
+                sources = [self._open(data, section, "train", number) for number, section in enumerate(data.train)]
+                return Blended(seed, [section.weight for section in data.train], sources)
+            case _:
+                assert_never(data)
 
     def held_out(self, part: Literal["valid", "test"]) -> HeldOut | MockHeldOut | None:
         """The validation or test set; None where the configuration has none.
@@ -112,37 +116,51 @@ class Sources:
             DataError: as for the training samples.
         """
         data, limit = self._config.data, self._config.valid.max_samples
-        if data.kind == "mock":
-            seed = key_of(self._config.train.seed, _PARTS.index(part))
-            samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
-            return MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)
-        if data.split is not None:
-            sections = data.train if data.split[_PARTS.index(part)] > 0 else ()
-        else:
-            sections = data.valid if part == "valid" else data.test
-        return HeldOut([self._open(section, part, None) for section in sections], limit) if sections else None
+        match data:
+            case MockSection():
+                seed = key_of(self._config.train.seed, _PARTS.index(part))
+                samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
+                return MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)
+            case IndexedSection() | JsonlSection():
+                sections = _held_out_sections(data, part)
+                return HeldOut([self._open(data, each, part, None) for each in sections], limit) if sections else None
+            case _:
+                assert_never(data)
 
-    def _open(self, section: SourceSection, part: Part, shuffle_number: int | None) -> SampleSource:
-        data = self._config.data
-        if data.kind == "jsonl":
-            assert self.tokenizer is not None  # a rule of the section
-            lines = self._lines(section.path)
-            numbers = self._part(part, len(lines))
-            return SFTDataset(lines, numbers, self.tokenizer, data.seq_length, data.too_long, self._form)
-        corpus = self._corpus(section.path)
-        documents = self._part(part, len(corpus.document_lengths))
-        key = None if shuffle_number is None else (self._config.train.seed, shuffle_number)
-        return PretrainDataset(corpus, documents, data.seq_length, data.isolate_documents, key)
+    def _open(
+        self, data: IndexedSection | JsonlSection, section: SourceSection, part: Part, shuffle_number: int | None
+    ) -> SampleSource:
+        match data:
+            case JsonlSection():
+                assert self.tokenizer is not None  # a rule of the section
+                lines = self._lines(section.path)
+                numbers = _numbers(data, part, len(lines))
+                return SFTDataset(lines, numbers, self.tokenizer, data.seq_length, data.too_long, self._form)
+            case IndexedSection():
+                corpus = self._corpus(section.path)
+                documents = _numbers(data, part, len(corpus.document_lengths))
+                key = None if shuffle_number is None else (self._config.train.seed, shuffle_number)
+                return PretrainDataset(corpus, documents, data.seq_length, data.isolate_documents, key)
+            case _:
+                assert_never(data)
 
-    def _part(self, part: Part, total: int) -> range:
-        """The documents or lines of a part, in file order."""
-        split = self._config.data.split
-        return range(total) if split is None else document_ranges(total, split)[_PARTS.index(part)]
+
+def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> tuple[SourceSection, ...]:
+    if data.split is not None:
+        return data.train if data.split[_PARTS.index(part)] > 0 else ()
+    return data.valid if part == "valid" else data.test
 
 
-def _line_format(data: DataSection, tokenizer: Tokenizer | None) -> LineFormat:
+def _numbers(data: FilesSection, part: Part, total: int) -> range:
+    """The documents or lines of a part, in file order."""
+    return range(total) if data.split is None else document_ranges(total, data.split)[_PARTS.index(part)]
+
+
+def _line_format(data: AnyData, tokenizer: Tokenizer | None) -> LineFormat:
     """Whether messages are refused is known only here: the configuration alone does not tell the tokenizer's folder."""
-    if data.kind != "jsonl" or data.chat_format == "plain" or tokenizer is None:
+    if not isinstance(data, JsonlSection):
+        return LineFormat()
+    if data.chat_format == "plain" or tokenizer is None:
         return LineFormat(frozenset(data.ignore_keys))
     return LineFormat(frozenset(data.ignore_keys), chat_template(tokenizer.path))
 

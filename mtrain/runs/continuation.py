@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from mtrain.base.errors import RunFolderError
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
+from mtrain.config.messages import sections_at
 from mtrain.plan.lr import decay_steps, learning_rate
 from mtrain.runs.folder import Change, changes, flat_keys
 
@@ -62,8 +62,10 @@ def kept_lines(given: Config, kept: Config) -> Iterator[str]:
     """A line for the user on each key of KEPT that the run does not take from this start."""
     for key, rule in KEPT.items():
         section, name = key.split(".")
+        if not rule.applies(kept):
+            continue
         value = getattr(getattr(kept, section), name)
-        if rule.applies(kept) and value != getattr(getattr(given, section), name):
+        if value != getattr(getattr(given, section), name):
             yield f"{key}={value} stays, as this run began with it"
 
 
@@ -71,7 +73,7 @@ def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
     for key, kept in KEPT.items():
         section, name = key.split(".")
         own = getattr(config, section)
-        if name not in own.model_fields_set:
+        if name in type(own).model_fields and name not in own.model_fields_set:
             value = earlier.get(key, kept.before)
             config = config.model_copy(update={section: own.model_copy(update={name: value})})
     return config
@@ -86,17 +88,10 @@ def _is_other_run(change: Change) -> bool:
 
 
 def _default(key: str) -> Any:
-    """The default of a dotted key; PydanticUndefined where there is none."""
-    place: Any = Config
-    default: Any = PydanticUndefined
-    for name in key.split("."):
-        fields = {} if place is None else place.model_fields
-        if name not in fields:
-            return PydanticUndefined
-        default, annotation = fields[name].get_default(call_default_factory=True), fields[name].annotation
-        kinds = (annotation, *get_args(annotation))
-        place = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-    return default
+    """The default of a dotted key, in any kind of its section; PydanticUndefined where there is none."""
+    *place, name = key.split(".")
+    fields = [section.model_fields[name] for section in sections_at(tuple(place)) if name in section.model_fields]
+    return fields[0].get_default(call_default_factory=True) if fields else PydanticUndefined
 
 
 def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder: Path, newest_step: int) -> None:

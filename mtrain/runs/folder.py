@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
+from mtrain.config.kinds import of_one_kind
 from mtrain.config.renamed import current_names
 from mtrain.config.yaml_text import MAX_BYTES, refuse
 from mtrain.runs.lock import Patience, RunLock, locked
@@ -269,7 +270,7 @@ def flat_keys(text: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     content = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
-    rest: list[tuple[str, Any]] = [("", current_names(content, "config.yaml")[0])]
+    rest: list[tuple[str, Any]] = [("", of_one_kind(current_names(content, "config.yaml")[0]))]
     while rest:
         prefix, value = rest.pop()
         if isinstance(value, dict) and value:

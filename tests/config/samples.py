@@ -4,6 +4,8 @@ from typing import Any
 
 from mtrain.config import Config
 
+INDEXED: dict[str, Any] = {"kind": "indexed", "seq_length": 64, "train": [{"path": "corpus"}]}
+
 
 def content(**changes: Any) -> dict[str, Any]:
     """Sections of a legal configuration; `layout__tp=2` sets layout.tp."""

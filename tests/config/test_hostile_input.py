@@ -12,7 +12,7 @@ from mtrain.cli.check import print_plan
 from mtrain.config.load import load_config
 from mtrain.config.schema import bounds
 from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES
-from tests.config.samples import config, content
+from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
 
@@ -25,7 +25,7 @@ def fault(what: str, happens: str) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return write(tmp_path / "base.yaml", content())
+    return write(tmp_path / "base.yaml", content(data=INDEXED))
 
 
 def refusal(paths: list[Path], overrides: list[str], notice: Notice) -> str:

@@ -11,7 +11,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import load_config, save_config
 from mtrain.config.schema.bounds import FLOAT32_LARGEST, FLOAT32_SMALLEST
-from tests.config.samples import config, content
+from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 
 
@@ -23,7 +23,7 @@ def message(paths: list[Path], overrides: list[str]) -> str:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return write(tmp_path / "base.yaml", content())
+    return write(tmp_path / "base.yaml", content(data=INDEXED))
 
 
 def test_later_files_win_key_by_key_and_overrides_win_over_files(base: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_missing_files_and_folders_are_all_named(base: Path, tmp_path: Path) -> 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(base: Path) -> None:
     base.write_bytes(b"\xef\xbb\xbf" + base.read_bytes())
-    assert load_config([base], []) == config()
+    assert load_config([base], []) == config(data=INDEXED)
 
 
 def test_the_environment_is_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,10 @@ def configs(draw: st.DrawFn) -> Config:
         "train__recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "loss__options": draw(st.dictionaries(texts | tricky, values, max_size=3)),
         "loss__side_terms": draw(st.dictionaries(texts.filter(lambda name: name != "main"), st.just({}), max_size=2)),
-        "data__train": draw(st.lists(st.fixed_dictionaries({"path": (texts | tricky).filter(bool)}), max_size=2)),
+        "data__kind": "indexed",
+        "data__train": draw(
+            st.lists(st.fixed_dictionaries({"path": (texts | tricky).filter(bool)}), min_size=1, max_size=2)
+        ),
         "data__split": draw(st.sampled_from([None, [0.9, 0.1, 0], [1, 0, 0]])),
     }
     return config(**changes)

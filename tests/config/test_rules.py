@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
-from tests.config.samples import config, content
+from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 
 
@@ -51,12 +51,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
-        {"data__split": [0.9, 0.1, 0], "data__valid": [{"path": "v"}]},
+        {"data": {**INDEXED, "split": [0.9, 0.1, 0], "valid": [{"path": "v"}]}},
         "data.split already divides the train sources, but valid or test are given",
     ),
-    ({"data__split": [0.9, 0.2, 0]}, "data.split=[0.9, 0.2, 0.0] needs three shares"),
-    ({"data__split": [1.1, -0.1, 0]}, "data.split=[1.1, -0.1, 0.0] needs three shares"),
-    ({"data__split": [0, 0.5, 0.5]}, "data.split=[0.0, 0.5, 0.5] needs three shares"),
+    ({"data": {**INDEXED, "split": [0.9, 0.2, 0]}}, "data.split=[0.9, 0.2, 0.0] needs three shares"),
+    ({"data": {**INDEXED, "split": [1.1, -0.1, 0]}}, "data.split=[1.1, -0.1, 0.0] needs three shares"),
+    ({"data": {**INDEXED, "split": [0, 0.5, 0.5]}}, "data.split=[0.0, 0.5, 0.5] needs three shares"),
     ({"data": {"kind": "jsonl", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer is not given"),
     (
         {
@@ -68,7 +68,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
                 "isolate_documents": 1,
             }
         },
-        "data.isolate_documents=true is for kind=indexed",
+        "data.isolate_documents: this is no key of data.kind=jsonl, but of indexed and mock",
     ),
     ({"model__mtp_depths": 1, "loss__denominator": "measured"}, "model.mtp_depths=1 adds terms that are scaled before"),
     ({"model__mtp_depths": 64}, "model.mtp_depths=64 must be below data.seq_length=64"),

@@ -15,11 +15,25 @@ from tests.fault_table import Notice
 
 FOLDER = Path("runs/first")
 
+OF_ANY_KIND = {
+    "train": [],
+    "valid": [],
+    "test": [],
+    "split": None,
+    "tokenizer": None,
+    "isolate_documents": False,
+    "too_long": "truncate",
+}
+"""Keys of the one section for all kinds of data that 0.1.0 had, all of which it wrote."""
+
 
 def of_old_version(**changes: Any) -> str:
     """The resolved configuration as the program wrote it before it had the keys of today."""
     sections = yaml.safe_load(config_yaml(config(**changes)))
-    del sections["optimizer"]["schedule_convention"], sections["data"]["chat_format"], sections["data"]["ignore_keys"]
+    del sections["optimizer"]["schedule_convention"], sections["optimizer"]["kind"]
+    for later in ("chat_format", "ignore_keys"):
+        sections["data"].pop(later, None)
+    sections["data"] = OF_ANY_KIND | sections["data"]
     return yaml.safe_dump(sections)
 
 
@@ -67,9 +81,15 @@ def test_a_named_convention_does_not_turn_a_run_around(notice: Notice) -> None:
     assert caught.value.exit_code == notice.exit_code
 
 
+def test_keys_of_other_kinds_of_data_said_nothing_in_an_old_version() -> None:
+    saved = yaml.safe_load(of_old_version())
+    saved["data"] |= {"train": [{"path": "x"}], "too_long": "drop", "split": [0.9, 0.1, 0.0]}
+    assert continued(config(), yaml.safe_dump(saved), FOLDER, 3).data == config().data
+
+
 def test_keys_that_an_old_version_did_not_have_stand_at_their_default() -> None:
     old = yaml.safe_load(config_yaml(config()))
-    del old["model"]["qk_norm"], old["optimizer"]["decay_norms_and_biases"], old["data"]["split"]
+    del old["model"]["qk_norm"], old["optimizer"]["decay_norms_and_biases"], old["data"]["prefetch_steps"]
     del old["optimizer"]["kind"]  # 0.1.0 had AdamW only
     assert continued(config(), yaml.safe_dump(old), FOLDER, 3) == config()
     with pytest.raises(RunFolderError, match=r"model.qk_norm had other"):

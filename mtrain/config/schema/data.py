@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section, by_kind, rule
 
 
 class SourceSection(Section):
@@ -18,35 +18,31 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """Pretraining on Megatron's .bin/.idx corpora, finetuning on JSONL, or random tokens."""
+    """What all kinds of data have."""
 
-    kind: Literal["indexed", "jsonl", "mock"] = "indexed"
+    kind: str
+    """Where samples come from; each kind is a section of its own with the keys that only it has."""
     seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
     """Tokens in a sample."""
+    tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
+    prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
+    """Global batches read ahead by a thread; 0 reads in the training loop."""
+
+
+class FilesSection(DataSection):
+    """What is read from files: a blend of sources, and what is held out of them."""
+
     train: tuple[SourceSection, ...] = ()
     valid: tuple[SourceSection, ...] = ()
     test: tuple[SourceSection, ...] = ()
     split: tuple[float, float, float] | None = None
     """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
     [0.9, 0.1, 0]."""
-    tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
-    isolate_documents: bool = False
-    """indexed: attention and positions start again at each document, and no token is predicted across an edge."""
-    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """jsonl: what happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
-    chat_format: Literal["auto", "plain"] = "auto"
-    """jsonl with `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages
-    where the tokenizer's folder has a chat template, which is not applied."""
-    ignore_keys: tuple[str, ...] = ()
-    """jsonl: keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are
-    refused."""
-    prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
-    """Global batches read ahead by a thread; 0 reads in the training loop."""
 
     @rule
     def training_needs_a_source(self) -> str | None:
-        if self.train or self.kind == "mock":
+        if self.train:
             return None
         return f"train is empty, but kind={self.kind} reads from files; name at least one source, or set kind to mock"
 
@@ -65,14 +61,50 @@ class DataSection(Section):
             "write for instance [0.9, 0.1, 0]"
         )
 
+
+class IndexedSection(FilesSection):
+    """Pretraining on Megatron's .bin/.idx corpora; what a configuration without `kind` means."""
+
+    kind: Literal["indexed"] = "indexed"
+    isolate_documents: bool = False
+    """Attention and positions start again at each document, and no token is predicted across an edge."""
+
+
+class JsonlSection(FilesSection):
+    """Finetuning on JSONL, one sample a line."""
+
+    kind: Literal["jsonl"]
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    """What happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
+    chat_format: Literal["auto", "plain"] = "auto"
+    """For `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages where
+    the tokenizer's folder has a chat template, which is not applied."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are refused."""
+
+    @property
+    def isolate_documents(self) -> bool:
+        """A row is one sample, so there is no edge to isolate."""
+        return False
+
     @rule
-    def jsonl_needs_a_tokenizer(self) -> str | None:
-        if self.kind != "jsonl" or self.tokenizer is not None:
+    def text_needs_a_tokenizer(self) -> str | None:
+        if self.tokenizer is not None:
             return None
         return "tokenizer is not given, but kind=jsonl holds text; name the tokenizer that turns it into tokens"
 
-    @rule
-    def jsonl_samples_are_isolated_already(self) -> str | None:
-        if not self.isolate_documents or self.kind != "jsonl":
-            return None
-        return "isolate_documents=true is for kind=indexed; a sample of kind=jsonl is one document already; turn it off"
+
+class MockSection(DataSection):
+    """Random tokens, to try a layout without files."""
+
+    kind: Literal["mock"]
+    isolate_documents: bool = False
+    """As with indexed; each sample is one document."""
+
+
+AnyData = Annotated[
+    Annotated[IndexedSection, Tag("indexed")]
+    | Annotated[JsonlSection, Tag("jsonl")]
+    | Annotated[MockSection, Tag("mock")],
+    by_kind("indexed"),
+]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from mtrain.config import known_issues, rules
-from mtrain.config.schema.data import DataSection
+from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
@@ -21,7 +21,7 @@ class Config(Section):
     train: TrainSection
     optimizer: AdamWSection
     loss: LossSection = LossSection()
-    data: DataSection
+    data: AnyData
     valid: ValidSection = ValidSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()

@@ -1,9 +1,9 @@
 """The base of every configuration section, and how sections keep their rules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationInfo, field_validator, model_validator
 
 from mtrain.config.schema.bounds import fits_the_machine
 
@@ -62,3 +62,24 @@ class Section(BaseModel):
             for member in vars(owner).values():
                 if getattr(member, "is_rule", False):
                     yield member
+
+
+def by_kind(where_absent: str) -> Discriminator:
+    """Chooses among a union of sections, each with the tag of its `kind`, and takes `where_absent` where none is named.
+
+    A function, since pydantic does not choose by a field that has validators, as all fields of a section have.
+    """
+
+    def kind_of(value: object) -> str | None:
+        if isinstance(value, Section):
+            return str(getattr(value, "kind", None))
+        return str(value.get("kind", where_absent)) if isinstance(value, Mapping) else None
+
+    return Discriminator(kind_of)
+
+
+def sections_in(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections that a field's annotation allows: one for each kind; none where it holds plain values."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    return tuple(found for argument in get_args(annotation) for found in sections_in(argument))

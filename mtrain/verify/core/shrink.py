@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
-from mtrain.config.schema.data import DataSection
+from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, JsonlSection, MockSection
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
@@ -77,7 +77,7 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
     content["model"] |= _model(config, trials, length, reads_files)
     content["layout"] = {}
     content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
-    content["data"] |= {"seq_length": length, "prefetch_steps": 0} | _data(config.data, reads_files)
+    content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
     content["valid"], content["checkpoint"] = {}, {}
     for section, values in also.items():
         content[section] |= values
@@ -85,11 +85,17 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
     return Shrunk(changed, tuple(_changes(config, changed)), reads_files)
 
 
-def has_files(data: DataSection) -> bool:
+def has_files(data: AnyData) -> bool:
     """Whether the training data and the tokenizer that the configuration names are on this machine."""
-    if data.kind == "mock":
-        return False
-    paths = [Path(f"{source.path}.idx" if data.kind == "indexed" else source.path) for source in data.train]
+    match data:
+        case MockSection():
+            return False
+        case IndexedSection():
+            paths = [Path(f"{source.path}.idx") for source in data.train]
+        case JsonlSection():
+            paths = [Path(source.path) for source in data.train]
+        case _:
+            assert_never(data)
     if data.tokenizer is not None:
         paths.append(Path(data.tokenizer))
     return all(path.exists() for path in paths)
@@ -229,10 +235,22 @@ def _window(model: ModelSection, old: int, new: int) -> int | None:
     return max(2, min(round(new * model.sliding_window / old), new - 1 if model.sliding_window < old else new))
 
 
-def _data(data: DataSection, reads_files: bool) -> dict[str, Any]:
-    if reads_files:
-        return {"too_long": "truncate", "valid": (), "test": ()} if data.split is None else {"too_long": "truncate"}
-    return {"kind": "mock", "train": (), "valid": (), "test": (), "split": None, "tokenizer": None}
+def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
+    if not reads_files:
+        return {"kind": "mock", "isolate_documents": data.isolate_documents}
+    match data:
+        case JsonlSection():
+            return data.model_dump() | _training_only(data) | {"too_long": "truncate"}
+        case IndexedSection():
+            return data.model_dump() | _training_only(data)
+        case MockSection():
+            return data.model_dump()
+        case _:
+            assert_never(data)
+
+
+def _training_only(data: FilesSection) -> dict[str, Any]:
+    return {"valid": (), "test": ()} if data.split is None else {}
 
 
 def _multiple_from(least: int, divisors: Sequence[int]) -> int:
@@ -245,7 +263,7 @@ def _changes(before: Config, after: Config) -> Iterator[str]:
     old, new = before.model_dump(), after.model_dump()
     for section in ("model", "train", "optimizer", "data"):
         for key, value in old[section].items():
-            if new[section][key] != value:
+            if key in new[section] and new[section][key] != value:  # another kind of data lacks keys
                 folded = key == "vocab_size" and after.data.kind != "mock"
                 how = f" (token ids modulo {after.model.vocab_size})" if folded else ""
                 yield f"{section}.{key}: {_shown(value)} -> {_shown(new[section][key])}{how}"

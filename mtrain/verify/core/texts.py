@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 import numpy as np
 
 from mtrain.config import Config
+from mtrain.config.schema.data import FilesSection, IndexedSection, JsonlSection, MockSection
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.sources import Blended, Sources
@@ -59,10 +61,16 @@ def _own_texts(config: Config, plan: Plan) -> tuple[list[Text], tuple[str, ...]]
     places = [stream.order.locate(number) for number in range(max(count, _NUM_ORDERED))]
     turns = [BlendPosition(place.source, place.epoch, place.index) for place in places]
     sizes = [len(source) for source in stream.sources]
-    faults = list(broken_order(turns, sizes, [section.weight for section in config.data.train]))
-    if config.data.kind == "jsonl":
-        return _answers(user, sources, turns[:count], sizes, faults.append), tuple(faults)
-    return _windows(user, stream, turns[:count], faults.append), tuple(faults)
+    data = config.data
+    assert not isinstance(data, MockSection), "random tokens are no blend"
+    faults = list(broken_order(turns, sizes, [section.weight for section in data.train]))
+    match data:
+        case JsonlSection():
+            return _answers(data, sources, turns[:count], sizes, faults.append), tuple(faults)
+        case IndexedSection():
+            return _windows(data, stream, turns[:count], faults.append), tuple(faults)
+        case _:
+            assert_never(data)
 
 
 def _random(samples: MockSamples, number: int) -> Text:
@@ -72,35 +80,37 @@ def _random(samples: MockSamples, number: int) -> Text:
 
 
 def _answers(
-    config: Config, sources: Sources, turns: list[BlendPosition], sizes: list[int], tell: Callable[[str], None]
+    data: JsonlSection, sources: Sources, turns: list[BlendPosition], sizes: list[int], tell: Callable[[str], None]
 ) -> list[Text]:
     assert sources.tokenizer is not None, "a rule of the section"
-    paths = [Path(section.path) for section in config.data.train]
+    paths = [Path(section.path) for section in data.train]
     for source, path in enumerate(paths):
-        count = _in_training(num_lines(path), config)
-        if sizes[source] != count and config.data.too_long == "truncate":
+        count = _in_training(num_lines(path), data)
+        if sizes[source] != count and data.too_long == "truncate":
             tell(f"source {source} has {sizes[source]} samples, but {path} has {count} lines of training")
     lines = [
         objects(path, {turn.index for turn in turns if turn.source == number}) for number, path in enumerate(paths)
     ]
-    length = config.data.seq_length
+    length = data.seq_length
     return [text_of(lines[turn.source][turn.index], sources.tokenizer, length) for turn in turns]
 
 
-def _windows(config: Config, stream: Blended, turns: list[BlendPosition], tell: Callable[[str], None]) -> list[Text]:
-    corpora = [Corpus.open(section.path) for section in config.data.train]
+def _windows(
+    data: IndexedSection, stream: Blended, turns: list[BlendPosition], tell: Callable[[str], None]
+) -> list[Text]:
+    corpora = [Corpus.open(section.path) for section in data.train]
     orders = {}
     for source, epoch in sorted({(turn.source, turn.epoch) for turn in turns}):
         windows = stream.sources[source]
         assert isinstance(windows, PretrainDataset)
         orders[source, epoch] = windows.document_order(epoch)
-        count = _in_training(corpora[source].num_documents, config)
+        count = _in_training(corpora[source].num_documents, data)
         if not is_permutation(orders[source, epoch], count):
             tell(f"source {source}: epoch {epoch} does not hold each of its {count} documents once")
-    isolate, length = config.data.isolate_documents, config.data.seq_length
+    isolate, length = data.isolate_documents, data.seq_length
     return [corpora[turn.source].window(orders[turn.source, turn.epoch], turn.index, length, isolate) for turn in turns]
 
 
-def _in_training(count: int, config: Config) -> int:
+def _in_training(count: int, data: FilesSection) -> int:
     """Documents or lines that are trained on: the first ones, where a split holds others out."""
-    return count if config.data.split is None else round(count * config.data.split[0])
+    return count if data.split is None else round(count * data.split[0])

@@ -1,0 +1,45 @@
+"""Sections that are chosen by their `kind`, as several files and earlier versions write them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtrain.config.messages import kinds_of, sections_at
+from mtrain.config.schema.root import Config
+
+_DATA_OF_0_1_0 = frozenset(
+    {"kind", "seq_length", "train", "valid", "test", "split", "tokenizer", "isolate_documents", "too_long"}
+)
+"""Version 0.1.0 had one section for all kinds of data, and wrote all its keys into config.yaml."""
+
+
+def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
+    """The sections of one source, without the keys that 0.1.0 wrote of other kinds of data: they said nothing."""
+    data = content.get("data")
+    if not isinstance(data, dict) or not data.keys() >= _DATA_OF_0_1_0:
+        return content
+    return {**content, "data": _without_keys_of_others("data", data, data["kind"])}
+
+
+def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What stays of earlier sources where a later one changes a section's kind: the keys that the new kind has, too.
+
+    So `data.kind=mock` on the command line turns any configuration into one of random tokens.
+
+    Args:
+        under: Sections of the sources before, merged.
+        over: Sections of the next source.
+    """
+    kept = dict(under)
+    for name in Config.model_fields:
+        old, new = under.get(name), over.get(name)
+        if isinstance(old, dict) and isinstance(new, dict) and "kind" in new and new["kind"] != old.get("kind"):
+            kept[name] = _without_keys_of_others(name, old, new["kind"])
+    return kept
+
+
+def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
+    """Without the keys that sections of this name have, but not those of this kind; all keys where no kind is meant."""
+    choices = sections_at((name,))
+    own = [key for each in choices if kind in kinds_of(each) for key in each.model_fields]
+    others = {key for each in choices for key in each.model_fields} - set(own) if own else set()
+    return {key: value for key, value in section.items() if key not in others}

@@ -1,0 +1,115 @@
+"""Sections chosen by `kind`: what is said about kinds and their keys, what files and 0.1.0 may hold of others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from tests.config.samples import INDEXED, config, content
+from tests.config.yaml_files import write
+from tests.fault_table import Notice
+
+JSONL: dict[str, Any] = {"kind": "jsonl", "seq_length": 64, "train": [{"path": "x"}], "tokenizer": "t"}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (
+            {"kind": "jsnl", "seq_length": 64},
+            "one of 'indexed', 'jsonl', 'mock' is needed, but 'jsnl' was given",
+        ),
+        (
+            {"kind": None, "seq_length": 64},
+            "one of 'indexed', 'jsonl', 'mock' is needed, but 'None' was given",
+        ),
+        (
+            {"kind": [1], "seq_length": 64},
+            "one of 'indexed', 'jsonl', 'mock' is needed, but '[1]' was given",
+        ),
+        (3, "data: a section with keys is needed, but 3 was given"),
+        (
+            {**INDEXED, "too_long": "drop"},
+            "data.too_long: this is no key of data.kind=indexed, but of jsonl; remove it or change the kind (in ",
+        ),
+        ({**JSONL, "isolate_documents": True}, "this is no key of data.kind=jsonl, but of indexed and mock;"),
+        ({**INDEXED, "kind": "mock"}, "data.train: this is no key of data.kind=mock, but of indexed and jsonl;"),
+        ({**JSONL, "to_long": 1}, "data.to_long: there is no such key; did you mean data.too_long?"),
+        (
+            {**JSONL, "train": [{"pth": 1, "path": "x"}]},
+            "data.train[0].pth: there is no such key; did you mean data.tr",
+        ),
+        ({"kind": "jsonl", "seq_length": 64, "tokenizer": "t"}, "data.train is empty, but kind=jsonl reads from files"),
+        ({"kind": "mock"}, "data.seq_length: no value is given; set it"),
+        (None, "data: a section with keys is needed, but nothing was given"),
+    ],
+    ids=str,
+)
+@pytest.mark.fault(
+    "input", "a kind of data that does not exist, or keys of another kind", happens="refused", exit_code=2
+)
+def test_a_wrong_kind_and_keys_of_another_are_named(data: Any, expected: str, tmp_path: Path, notice: Notice) -> None:
+    path = write(tmp_path / "c.yaml", content(data=data))
+    with notice, pytest.raises(ConfigError) as error:
+        load_config([path], [])
+    assert error.value.exit_code == notice.exit_code
+    (line,) = str(error.value).splitlines()
+    assert expected in line
+
+
+def test_a_missing_section_names_what_its_first_kind_needs(tmp_path: Path) -> None:
+    sections = content()
+    del sections["data"]
+    with pytest.raises(ConfigError, match=r"^data: no value is given; set data\.seq_length$"):
+        load_config([write(tmp_path / "c.yaml", sections)], [])
+
+
+def test_data_without_a_kind_is_indexed() -> None:
+    assert config(data={key: value for key, value in INDEXED.items() if key != "kind"}) == config(data=INDEXED)
+
+
+def test_a_later_source_of_another_kind_leaves_the_keys_of_the_old_one_behind(tmp_path: Path) -> None:
+    finetuning = write(tmp_path / "finetune.yaml", content(data={**JSONL, "too_long": "drop", "prefetch_steps": 7}))
+    tried = load_config([finetuning], ["data.kind=mock"]).data
+    assert (tried.kind, tried.seq_length, tried.tokenizer, tried.prefetch_steps) == ("mock", 64, "t", 7)
+    indexed = write(tmp_path / "indexed.yaml", {"data": {"kind": "indexed", "train": [{"path": "corpus"}]}})
+    assert load_config([finetuning, indexed], []) == config(
+        data={"seq_length": 64, "train": [{"path": "corpus"}], "tokenizer": "t", "prefetch_steps": 7}
+    )
+
+
+@pytest.mark.parametrize("overrides", [["data.kind=jsonl"], ["data.kind=mock", "data.too_long=drop"]], ids=str)
+def test_keys_that_no_later_kind_left_behind_are_refused(overrides: list[str], tmp_path: Path) -> None:
+    odd = write(tmp_path / "c.yaml", content(data={**JSONL, "isolate_documents": True}))
+    with pytest.raises(ConfigError, match=r"this is no key of data\.kind"):
+        load_config([odd], overrides)
+
+
+@pytest.mark.parametrize("kind", ["mock", "indexed", "jsonl"])
+def test_a_saved_configuration_of_0_1_0_holds_keys_of_all_kinds(kind: str, tmp_path: Path) -> None:
+    data: dict[str, Any] = {
+        "kind": kind,
+        "seq_length": 64,
+        "train": [{"path": "x", "weight": 1.0}],
+        "valid": [],
+        "test": [],
+        "split": None,
+        "tokenizer": "t",
+        "isolate_documents": kind == "mock",
+        "too_long": "truncate" if kind == "mock" else "drop",
+        "prefetch_steps": 2,
+    }
+    read = load_config([write(tmp_path / "config.yaml", content(data=data))], []).data
+    own = read.model_dump(mode="json")
+    assert {key: value for key, value in data.items() if key in own} == {key: own[key] for key in data if key in own}
+
+
+def test_editors_get_a_schema_with_one_section_a_kind() -> None:
+    schema = Config.model_json_schema()
+    choices = [schema["$defs"][each["$ref"].rpartition("/")[2]] for each in schema["properties"]["data"]["oneOf"]]
+    assert [each["properties"]["kind"]["const"] for each in choices] == ["indexed", "jsonl", "mock"]
+    assert ["kind" in each["required"] for each in choices] == [False, True, True], "one section fits without a kind"
+    assert all(each["additionalProperties"] is False for each in choices)
