@@ -81,10 +81,9 @@ class OptimizerSection(Section):
         )
 
 
-class AdamWSection(OptimizerSection):
-    """AdamW with decoupled weight decay for all parameters; what a configuration without `kind` means."""
+class AdamWConstants(OptimizerSection):
+    """Of kinds that update all parameters, or some, by AdamW."""
 
-    kind: Literal["adamw"] = "adamw"
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     epsilon: float = Field(1e-8, gt=0)
@@ -98,6 +97,12 @@ class AdamWSection(OptimizerSection):
             f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
             f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower it"
         )
+
+
+class AdamWSection(AdamWConstants):
+    """AdamW with decoupled weight decay for all parameters; what a configuration without `kind` means."""
+
+    kind: Literal["adamw"] = "adamw"
 
 
 class ValidSection(Section):

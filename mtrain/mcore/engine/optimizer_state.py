@@ -1,4 +1,4 @@
-"""Adam's state, parameter by parameter, whatever the optimizer and its sharding.
+"""The optimizer's state, parameter by parameter, whatever the optimizer and its sharding.
 
 megatron-core 0.16.1 has a form for any layout itself (`fully_reshardable`), but not an exact one, so its state is taken
 and set here:
@@ -14,7 +14,7 @@ The float32 main weights travel beside the moments; half-precision weights are o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,10 @@ from mtrain.checkpoint.format.training_state import LossScaler
 
 MAIN = "param"
 """Name of the float32 main weights among a parameter's states, as megatron-core writes it."""
-STATES = (MAIN, "exp_avg", "exp_avg_sq")
-"""What a parameter has in the optimizer, each float32 and of the parameter's shape."""
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+STATES = (MAIN, _FIRST, _SECOND)
+"""What a parameter has in the optimizer, each float32 and of the parameter's shape. Where a momentum stands alone
+there are no second moments, and no count of updates."""
 
 
 class FlatSlice(NamedTuple):
@@ -58,12 +60,31 @@ def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice,
             yield flat_slice, _states(part, flat_slice.main)
 
 
+def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]) -> Iterator[tuple[FlatSlice, Tensor]]:
+    """Gives parameters a momentum alone, of zeros, in the place of Adam's state; before the first update.
+
+    Args:
+        optimizer: megatron-core's optimizer.
+        has_momentum: Which of the model's parameters get one.
+
+    Returns:
+        What this rank updates of them, each with its momentum [end - start].
+    """
+    for part in optimizer.chained_optimizers:
+        for flat_slice in _flat_slices_of(part):
+            if has_momentum(flat_slice.parameter):
+                momentum = torch.zeros_like(flat_slice.main, requires_grad=False)
+                part.optimizer.state[flat_slice.main] = {_FIRST: momentum}
+                yield flat_slice, momentum
+
+
 def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
     """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
     for part in optimizer.chained_optimizers:
         if _steps_by_parameter(part):
-            for flat_slice in _flat_slices_of(part):
-                part.optimizer.state[flat_slice.main]["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
+            for state in (part.optimizer.state[flat_slice.main] for flat_slice in _flat_slices_of(part)):
+                if not _is_momentum_alone(state):
+                    state["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
         else:
             for group in part.optimizer.param_groups:
                 group["step"] = adam_step
@@ -91,7 +112,8 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
     steps = {0}
     for part in optimizer.chained_optimizers:
         if _steps_by_parameter(part):
-            steps |= {int(state["step"]) for state in part.optimizer.state.values()}
+            states = part.optimizer.state.values()
+            steps |= {int(state["step"]) for state in states if not _is_momentum_alone(state)}
         else:
             steps |= {int(group.get("step", 0)) for group in part.optimizer.param_groups}
     assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
@@ -149,4 +171,8 @@ def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
         if _steps_by_parameter(part):
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
-    return {name: main if name == MAIN else state[name] for name in STATES}
+    return {MAIN: main} | {name: state[name] for name in STATES if name in state}
+
+
+def _is_momentum_alone(state: Mapping[str, Any]) -> bool:
+    return _FIRST in state and _SECOND not in state

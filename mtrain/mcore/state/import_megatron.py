@@ -25,8 +25,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import canonical_name
 from mtrain.mcore.state.reader import load_shards
-from mtrain.mcore.state.sharded_parameters import sharded_parameters
-from mtrain.mcore.state.shards import whole_of
+from mtrain.mcore.state.sharded_parameters import sharded_parameters, whole_of
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
 _BESIDE = re.compile(r"(optimizer|chained_|rng|opt_param_scheduler|rerun_state)")

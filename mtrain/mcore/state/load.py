@@ -33,8 +33,7 @@ from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.reader import GlobalTensors, load_shards
 from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, sharded_parameters
-from mtrain.mcore.state.shards import run_of, whole_of
+from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, whole_of
 
 _TE_STATE = "._extra_state/"
 """In keys of what TransformerEngine pickles beside weights; never read."""

@@ -14,8 +14,7 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, sharded_parameters, shards
-from mtrain.mcore.state.shards import run_of
+from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, shards
 
 WEIGHTS = "weights"
 """The weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
@@ -12,6 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mtrain.checkpoint.format.slices import slices_of_run
+from mtrain.checkpoint.format.writer import Part
 from mtrain.mcore.distributed.groups import Groups
 
 ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -70,3 +73,36 @@ def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Sharde
         yield from nested_values(replace(place, key=key, data=values).build())
     else:
         yield replace(place, key=key, data=values, dtype=values.dtype)
+
+
+def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Part]:
+    """The boxes of a parameter, or of a tensor of its shape in its place; views of `values`."""
+    return run_of(place, key, values.view(-1), 0, values.numel())
+
+
+def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
+    """The boxes of elements [start, end) of a parameter, or of a tensor in its place.
+
+    Args:
+        place: Of the parameter; fused parameters are several global boxes.
+        key: Global name of the tensor.
+        values: [end - start], the elements; the boxes are views of it.
+        start: First element, counted in the flattened parameter of this rank.
+        end: One behind the last element.
+    """
+    for shard in shards(place, key, place.data):
+        assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"
+        first = shard.data.storage_offset() - place.data.storage_offset()
+        low, high = max(start, first), min(end, first + shard.data.numel())
+        axes = shard.prepend_axis_num
+        for box in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
+            corner = [whole + within for whole, within in zip(shard.global_offset[axes:], box.offset)]
+            begin = first + box.start - start
+            yield Part(
+                shard.key,
+                tuple(shard.global_shape),
+                (*shard.global_offset[:axes], *corner),
+                (*[1] * axes, *box.sizes),
+                values[begin : begin + math.prod(box.sizes)].detach(),
+                shard.allow_shape_mismatch,
+            )

@@ -7,15 +7,13 @@ parameter, and a run is a few boxes, so nothing is brought together first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mtrain.base.fault_points import wanted_fault
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
-from mtrain.checkpoint.format.slices import slices_of_run
 from mtrain.checkpoint.format.writer import Part
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups
@@ -23,12 +21,12 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.sharded_parameters import (
-    ShardedParameter,
     has_own_shard,
     is_written_here,
     optimizer_key,
+    run_of,
     sharded_parameters,
-    shards,
+    whole_of,
 )
 
 _SPOILED = {"nan": math.nan, "huge": 3e38}
@@ -83,36 +81,3 @@ def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups:
     key, index = fault.phase.split(":")
     part = next(part for part in local_shards(chunks, optimizer, groups) if part.key == key)
     part.data.view(-1)[int(index)] = _SPOILED[fault.kind]
-
-
-def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Part]:
-    """The boxes of a parameter, or of a tensor of its shape in its place; views of `values`."""
-    return run_of(place, key, values.view(-1), 0, values.numel())
-
-
-def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
-    """The boxes of elements [start, end) of a parameter, or of a tensor in its place.
-
-    Args:
-        place: Of the parameter; fused parameters are several global boxes.
-        key: Global name of the tensor.
-        values: [end - start], the elements; the boxes are views of it.
-        start: First element, counted in the flattened parameter of this rank.
-        end: One behind the last element.
-    """
-    for shard in shards(place, key, place.data):
-        assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"
-        first = shard.data.storage_offset() - place.data.storage_offset()
-        low, high = max(start, first), min(end, first + shard.data.numel())
-        axes = shard.prepend_axis_num
-        for box in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
-            corner = [whole + within for whole, within in zip(shard.global_offset[axes:], box.offset)]
-            begin = first + box.start - start
-            yield Part(
-                shard.key,
-                tuple(shard.global_shape),
-                (*shard.global_offset[:axes], *corner),
-                (*[1] * axes, *box.sizes),
-                values[begin : begin + math.prod(box.sizes)].detach(),
-                shard.allow_shape_mismatch,
-            )

@@ -18,7 +18,8 @@ from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Toler
 from mtrain.verify.core.tolerances import update_tolerance
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT, Arrays, Whole
 from mtrain.verify.core.worker import Outcome, disagreement
-from mtrain.verify.reference.adamw import AdamW, Moments, Updated
+from mtrain.verify.reference.adamw import Moments, Updated
+from mtrain.verify.reference.optimizer import exact_optimizer
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Of normal float32 numbers; keeps 0 / 0 out of the comparison of weights."""
@@ -97,11 +98,11 @@ class StepComparison:
             tolerances: Of all kinds.
             tensors: Names in the order of the forward pass.
             rate: Learning rate of a step, counted from 1.
-            start: Adam's state before the first step that is compared.
+            start: The optimizer's state before the first step that is compared.
         """
         self._config, self._tensors, self._rate = config, tensors, rate
         self._tolerance = {each.kind: each.value for each in tolerances}
-        self._adamw = AdamW(config.optimizer, start)
+        self._optimizer = exact_optimizer(config, start)
 
     def of(self, outcome: Outcome, exact: Sequence[Exact]) -> Iterator[Deviation]:
         """All of them, step by step."""
@@ -148,11 +149,11 @@ class StepComparison:
         return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
 
     def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
-        """Exact AdamW on the layout's own gradients, and exact biases; an empty step leaves all as it is."""
+        """The exact optimizer on the layout's own gradients, and exact biases; an empty step leaves all as it is."""
         scales = {name: np.abs(value) + 1e-30 for name, value in before.items()}
         if values.denominators["main"] == 0:
             return Updated(before, scales)
-        updated = self._adamw.updated(before, gradients, values.grad_norm, self._rate(values.step))
+        updated = self._optimizer.updated(before, gradients, values.grad_norm, self._rate(values.step))
         moved = {name: np.abs(value) + np.abs(value - before[name]) for name, value in biases.items()}
         return Updated({**before, **updated.weights, **biases}, {**scales, **updated.scales, **moved})
 

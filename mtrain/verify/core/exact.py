@@ -20,10 +20,10 @@ from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.weights import Arrays, drawn
-from mtrain.verify.reference.adamw import AdamW
 from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, shapes_of
 from mtrain.verify.reference.model.transformer import Transformer
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
+from mtrain.verify.reference.optimizer import exact_optimizer
 from mtrain.verify.reference.text import Rows, Text, rows_of
 
 
@@ -72,9 +72,9 @@ def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> lis
 
 
 def exact_run(groups: Groups, job: ExactJob) -> tuple[list[StepValues], list[str]]:
-    """The reference's own run of all steps with exact AdamW updates, and the names of all tensors in model order."""
+    """The reference's own run of all steps with exact updates, and the names of all tensors in model order."""
     evaluator = _Evaluator(groups.device, job.config)
-    optimizer, weights = AdamW(job.config.optimizer), initial_weights(job.config)
+    optimizer, weights = exact_optimizer(job.config), initial_weights(job.config)
     names, values = list(weights), []
     for number, texts in enumerate(job.steps):
         exact = evaluator.step(number, weights, texts, watches=False)

@@ -21,6 +21,7 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.io.training import Rows as HfRows
 from mtrain.hf.io.training import StepInput, transformers_steps
 from mtrain.loss.pair import MAIN_TERM
@@ -107,7 +108,11 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
             f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare "
             "the rest"
         )
-    wanted: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}, "model": {"mtp_depths": 0}}
+    wanted: dict[str, dict[str, Any]] = {
+        "train": {"precision": "fp32"},
+        "model": {"mtp_depths": 0},
+        "optimizer": {"kind": "adamw"},
+    }
     lines = tuple(
         f"{name}.{key}: {getattr(getattr(config, name), key)} -> {value}"
         for name, values in wanted.items()
@@ -117,6 +122,7 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
     content = config.model_dump()
     for name, values in wanted.items():
         content[name] |= values
+    content["optimizer"] = {name: content["optimizer"][name] for name in AdamWSection.model_fields}
     return Config.model_validate(content), lines
 
 
@@ -171,6 +177,7 @@ def _documents(rows: Rows, weights: Tensor) -> Iterator[HfRows]:
 def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> LayoutResult:
     """The run in transformers."""
     assert config.model.hf is not None, "the command line names it"
+    assert isinstance(config.optimizer, AdamWSection), "made so to be comparable"
     began = time.monotonic()
     values = []
     steps = [each.step for each in inputs]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.config.schema.train import AdamWSection
+from mtrain.config.schema.train import AdamWConstants
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -38,7 +38,7 @@ class AdamW:
     Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
     """
 
-    def __init__(self, section: AdamWSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
+    def __init__(self, section: AdamWConstants, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
         self._section = section
         self._num_updates = start.num_updates
         self._first = {name: np.asarray(value, np.float64) for name, value in start.first.items()}
@@ -55,8 +55,7 @@ class AdamW:
             lr: Of this step.
         """
         self._num_updates += 1
-        clip = self._section.clip_grad
-        factor = min(1.0, clip / (grad_norm + _CLIPPING_OFFSET)) if clip > 0 else 1.0
+        factor = clipping_factor(self._section.clip_grad, grad_norm)
         new: Arrays = {}
         scales: Arrays = {}
         for name, gradient in gradients.items():
@@ -76,3 +75,8 @@ class AdamW:
         decay = self._section.weight_decay if decays else 0.0
         new = value - lr * (self._first[name] / (1 - beta1**step) / divisor + decay * value)
         return new, np.abs(value) + lr * self._magnitude[name] / (1 - beta1**step) / divisor
+
+
+def clipping_factor(clip_grad: float, grad_norm: float) -> float:
+    """What gradients of this global norm are multiplied by; clip_grad = 0 leaves them."""
+    return min(1.0, clip_grad / (grad_norm + _CLIPPING_OFFSET)) if clip_grad > 0 else 1.0

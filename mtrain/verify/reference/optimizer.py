@@ -1,0 +1,23 @@
+"""Which optimizer a configuration means."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from mtrain.config import Config
+from mtrain.config.schema.train import AdamWSection
+from mtrain.verify.reference.adamw import AdamW, Moments
+
+
+def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW:  # noqa: B008
+    """In float64.
+
+    Args:
+        config: Kind and constants of the optimizer, and the model.
+        start: State after some updates.
+    """
+    match config.optimizer:
+        case AdamWSection():
+            return AdamW(config.optimizer, start)
+        case _:
+            assert_never(config.optimizer)
