@@ -3,11 +3,14 @@
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
+from tests.needs import NOT_RUN, leave_out, report_not_run
 from tests.pool import Pool
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
@@ -22,17 +25,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # what -k and -m deselect is not missing
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A search that was asked for takes the time it takes."""
+    """Leaves out what this machine cannot run; a search that was asked for takes the time it takes."""
+    leave_out(config, items)
     if config.getoption("--max-examples") is not None:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist passes on which tests it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not_run"] = session.config.stash[NOT_RUN]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The controller takes it over; all workers left out the same."""
+    node.config.stash.setdefault(NOT_RUN, {}).update(getattr(node, "workeroutput", {}).get("not_run", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The suite ends with the tests that it did not run."""
+    report_not_run(terminalreporter, config.stash.get(NOT_RUN, {}))
 
 
 @pytest.fixture(scope="session")
 def pool() -> Pool:
     """Ranks on gloo."""
     return Pool()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A real browser, for one file of tests."""
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as running:
+        yield running
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def compare(
 ) -> None:
     """Compares two runs: what differs, and from which step and quantity on; exit 0 equal, 1 divergent."""
     with one_message():
-        from mtrain.verify.compare_report import report_comparison
+        from mtrain.compare.report import report_comparison
 
         is_equal = report_comparison(run_a, run_b, rtol, output)
     raise typer.Exit(0 if is_equal else 1)
@@ -213,7 +213,7 @@ def _verify(
     with one_message(), prefixed_traceback():
         paths, overrides = split_arguments(arguments)
         config = _loaded(paths, [*overrides, *last_overrides])
-        from mtrain.verify.report import print_report, write_report  # loads torch
+        from mtrain.verify.report.print import print_report, write_report  # loads torch
 
         folder = Path(config.run.dir) / verb if output is None else output
         report = run(config)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
+from mtrain.metrics.colours import curve_colour
 from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import StepRecord, ValidRecord
 
@@ -61,7 +62,7 @@ def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
-        _draw_run(losses, norms, name, run, colour=f"C{number % 10}")
+        _draw_run(losses, norms, name, run, colour=curve_colour(number))
     finish_axes(losses, "loss (nats)", is_log=False)
     finish_axes(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
     losses.legend()

@@ -28,7 +28,7 @@ def colours(picture: Path) -> set[tuple[int, int, int]]:
     return {(int(r), int(g), int(b)) for r, g, b in np.unique(pixels.reshape(-1, 3), axis=0)}
 
 
-BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
+BLUE, RED = (25, 89, 179), (179, 25, 43)
 
 
 @pytest.mark.parametrize("num_steps", [3, 300])
@@ -39,8 +39,8 @@ def test_each_run_is_drawn_in_its_colour(tmp_path: Path, num_steps: int) -> None
     plot_losses([first], tmp_path / "one.png")
     plot_losses([first, second], tmp_path / "pictures" / "two.png")
     assert BLUE in colours(tmp_path / "one.png")
-    assert ORANGE not in colours(tmp_path / "one.png")
-    assert {BLUE, ORANGE} <= colours(tmp_path / "pictures" / "two.png")
+    assert RED not in colours(tmp_path / "one.png")
+    assert {BLUE, RED} <= colours(tmp_path / "pictures" / "two.png")
 
 
 def test_of_a_step_told_twice_the_last_counts(tmp_path: Path) -> None:

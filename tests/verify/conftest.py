@@ -1,20 +1,10 @@
-"""A browser for the pages, and a tokenizer."""
+"""A tokenizer."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-
-from tests.verify.browser import Browser, browser
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A real browser, for one file of tests."""
-    with browser(tmp_path_factory.mktemp("browser") / "profile") as running:
-        yield running
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult
-from mtrain.verify.wording import BEFORE_FORWARD, IN_WORDS, Wording
+from mtrain.verify.report.text import BEFORE_FORWARD, IN_WORDS, ReportText
 
 EVERY_LAYOUT = "every layout"
 
@@ -18,19 +18,19 @@ Watched = Callable[[LayoutResult, int], str | None]
 """(layout, step from 1) -> the first module of the forward pass whose output deviates."""
 
 
-def diagnosed(results: Sequence[LayoutResult], watched: Watched, wording: Wording) -> Diagnosis | None:
+def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportText) -> Diagnosis | None:
     """The diagnosis; None where every layout passes.
 
     Args:
         results: Of all layouts.
         watched: Runs a layout again and watches its modules; asked once, for the smallest layout that fails.
-        wording: Of the check.
+        text: Of the check.
     """
     judged = _telling(results)
     axis = failing_axis(judged)
     if axis is None:
         return None
-    if wording.undecided and not any(each.passed for each in judged):
+    if text.undecided and not any(each.passed for each in judged):
         axis = EVERY_LAYOUT  # nothing tells the axes apart
     smallest = _smallest_failures(judged)[0]
     first = smallest.first_failure()
@@ -44,7 +44,7 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, wording: Wordin
         value=None if first is None else first.value,
         tolerance=None if first is None else first.tolerance,
         module=module,
-        lines=(_where(axis, smallest, first, wording), _what(smallest, first, module, wording)),
+        lines=(_where(axis, smallest, first, text), _what(smallest, first, module, text)),
     )
 
 
@@ -98,23 +98,23 @@ def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
     return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
 
 
-def _where(axis: str, result: LayoutResult, first: Deviation | None, wording: Wording) -> str:
+def _where(axis: str, result: LayoutResult, first: Deviation | None, text: ReportText) -> str:
     if axis == EVERY_LAYOUT:
-        fails = wording.undecided if wording.undecided and result.num_ranks > 1 else wording.everything
+        fails = text.undecided if text.undecided and result.num_ranks > 1 else text.everything
     else:
         fails = f"each of {axis} alone breaks the run" if ", " in axis else f"{axis} alone breaks the run"
     when = f", step {first.step}" if first is not None else ""
-    told = f"{wording.noun} {result.name} ({result.num_ranks} ranks){when}"
-    return f"mtrain verify {wording.verb}: {fails}; smallest {told}"
+    told = f"{text.noun} {result.name} ({result.num_ranks} ranks){when}"
+    return f"mtrain verify {text.verb}: {fails}; smallest {told}"
 
 
-def _what(result: LayoutResult, first: Deviation | None, module: str | None, wording: Wording) -> str:
+def _what(result: LayoutResult, first: Deviation | None, module: str | None, text: ReportText) -> str:
     if first is None:
         return f"stopped: {result.error or '; '.join(result.guards)}"
     quantity = IN_WORDS[first.kind].format(name=first.name)
     deviation = f"{first.value:.1e} (tolerance {first.tolerance:.1e})"
-    agreed = wording.agreed_before(first.kind, {each.kind for each in result.deviations if each.step == first.step})
-    if "gradient" not in wording.maps or first.kind in BEFORE_FORWARD:
+    agreed = text.agreed_before(first.kind, {each.kind for each in result.deviations if each.step == first.step})
+    if "gradient" not in text.maps or first.kind in BEFORE_FORWARD:
         return f"first deviation: {quantity} by {deviation}{agreed}"
     forward = f"first module that deviates: {module}" if module else "outputs of all modules agree"
     return f"first deviation: {quantity} by {deviation}{agreed}; {forward}"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from mtrain.base.errors import DataError
-from mtrain.verify.wording import HF, PARITY, RESUME, TENSOR_KINDS, TITLES, Wording
+from mtrain.verify.report.text import HF, PARITY, RESUME, TENSOR_KINDS, TITLES, ReportText
 
 FORMAT = 1
 """Of the JSON file; raised when a field changes its meaning."""
@@ -109,7 +109,7 @@ class LayoutResult:
 
     def worst(self, *kinds: str) -> Deviation | None:
         """The deviation of these kinds that exceeds its tolerance most; None where there is none of them."""
-        return max((each for each in self.deviations if each.kind in kinds), key=_badness, default=None)
+        return max((each for each in self.deviations if each.kind in kinds), key=badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
         """The worst deviation of a tensor; None where every tensor is the same."""
@@ -152,7 +152,7 @@ class Diagnosis:
 class Report:
     """Everything that was compared."""
 
-    wording: ClassVar[Wording]
+    text: ClassVar[ReportText]
     """Of the check that this is a report of."""
 
     created: str
@@ -200,7 +200,7 @@ class Report:
         Raises:
             DataError: the text is no report, or one of another format.
         """
-        verb = cls.wording.verb
+        verb = cls.text.verb
         try:
             content = json.loads(text)
             found = content["format"]
@@ -216,21 +216,21 @@ class ParityReport(Report):
     """Of `mtrain verify parity`; the reference is one process with one batch in float64, without pipeline schedule, DDP
     or optimizer of Megatron-Core."""
 
-    wording = PARITY
+    text = PARITY
 
 
 @dataclass(frozen=True)
 class ResumeReport(Report):
     """Of `mtrain verify resume`; the reference is the run that never stopped."""
 
-    wording = RESUME
+    text = RESUME
 
 
 @dataclass(frozen=True)
 class HfReport(Report):
     """Of `mtrain verify hf`; the reference is the run in transformers, and no tensor is compared."""
 
-    wording = HF
+    text = HF
 
 
 _TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -293,5 +293,6 @@ def _step(content: dict[str, Any]) -> StepValues:
     return StepValues(**{**content, **numbers, **by_term})
 
 
-def _badness(deviation: Deviation) -> tuple[float, float]:
+def badness(deviation: Deviation) -> tuple[float, float]:
+    """Orders deviations: by tolerances, then by value, nan above all."""
     return deviation.excess, math.inf if math.isnan(deviation.value) else deviation.value

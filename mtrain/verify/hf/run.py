@@ -87,7 +87,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         reference=reference,
         layouts=layouts,
         injected=request.fault,
-        diagnosis=diagnosed(layouts, lambda result, step: None, HfReport.wording),
+        diagnosis=diagnosed(layouts, lambda result, step: None, HfReport.text),
     )
 
 

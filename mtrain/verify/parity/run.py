@@ -83,7 +83,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         layouts=tuple(layouts),
         injected=request.fault,
         diagnosis=with_advice(
-            diagnosed(layouts, check.first_module, ParityReport.wording), own_functions(check.config.loss)
+            diagnosed(layouts, check.first_module, ParityReport.text), own_functions(check.config.loss)
         ),
     )
 

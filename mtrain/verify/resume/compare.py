@@ -19,8 +19,8 @@ from mtrain.verify.core.weights import Arrays
 from mtrain.verify.core.worker import Outcome, StepOutcome
 from mtrain.verify.reference.adamw import Moments
 from mtrain.verify.reference.schedule import published_rate
+from mtrain.verify.report.text import TITLES
 from mtrain.verify.resume.worker import Print, Seen, State
-from mtrain.verify.wording import TITLES
 
 _LEAST = float(np.finfo(np.float32).tiny)
 """Told where bits differ, but none of the elements that were kept, or none as a number."""

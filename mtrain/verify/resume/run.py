@@ -102,7 +102,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
         reference=check.reference,
         layouts=tuple(results),
         injected=request.fault,
-        diagnosis=diagnosed(results, lambda result, step: None, ResumeReport.wording),
+        diagnosis=diagnosed(results, lambda result, step: None, ResumeReport.text),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mtrain.verify.core.bisect import diagnosed, failing_axis, first_deviating
 from mtrain.verify.core.result import Deviation, LayoutResult
-from mtrain.verify.wording import PARITY
+from mtrain.verify.report.text import PARITY
 
 
 def layout(*axes: str, fails: bool = False, error: str | None = None) -> LayoutResult:

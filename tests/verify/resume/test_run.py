@@ -15,15 +15,15 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.result import ResumeReport
-from mtrain.verify.report import write_report
+from mtrain.verify.report.print import write_report
+from mtrain.verify.report.text import RESUME, TITLES
 from mtrain.verify.resume.faults import PLANTS
 from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS, RESUME_NAMES
 from mtrain.verify.resume.run import ResumeCheck, ResumeRequest, planned, verify_resume
-from mtrain.verify.wording import RESUME, TITLES
 from tests.config.samples import config, content
+from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
 from tests.paths import ROOT
 from tests.pool import Pool
-from tests.verify.elements import assert_is_accessible, assert_is_self_contained, read_html
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.compare.expectations import Allowed, allowed, expected_difference
 from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import MAIN_TERM, StepRecord
 from mtrain.runs.folder import Change, RunFolder, changes, flat_keys
-from mtrain.verify.compare_expectations import Allowed, allowed, expected_difference
 
 KINDS = ("denominator", "loss", "grad_norm", "lr")
 """In the order in which a step computes them: the first that differs is nearest to the cause."""

@@ -13,10 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, replacing, write_atomically
+from mtrain.compare.page import comparison_page
+from mtrain.compare.runs import Comparison, Quantity, compare_runs
+from mtrain.metrics.colours import curve_colour
 from mtrain.metrics.plot import draw_curve, finish_axes
 from mtrain.runs.folder import Change
-from mtrain.verify.compare_page import comparison_page
-from mtrain.verify.compare_runs import Comparison, Quantity, compare_runs
 
 _PLAIN_WIDTH = 160
 """Characters of a line where the output is no terminal, so that no row is broken in two."""
@@ -61,8 +62,8 @@ def comparison_picture(comparison: Comparison) -> Figure:
     *values, differences = figure.subplots(4, 1, sharex=True)
     name_a, name_b = comparison.names
     for axes, quantity in zip(values, panels, strict=True):
-        draw_curve(axes, name_a, list(zip(quantity.steps, quantity.a, strict=True)), "C0")
-        draw_curve(axes, name_b, list(zip(quantity.steps, quantity.b, strict=True)), "C1", dashed=True)
+        draw_curve(axes, name_a, list(zip(quantity.steps, quantity.a, strict=True)), curve_colour(0))
+        draw_curve(axes, name_b, list(zip(quantity.steps, quantity.b, strict=True)), curve_colour(1), dashed=True)
         finish_axes(axes, quantity.name, is_log=False)
     values[0].legend()
     _draw_differences(differences, panels, [comparison.allowed.loss, comparison.allowed.grad_norm])
@@ -74,7 +75,7 @@ def _draw_differences(axes: Any, panels: Sequence[Quantity], rtols: Sequence[flo
     shown = [[value if 0 < value < math.inf else math.nan for value in panel.differences] for panel in panels]
     for number, (panel, values) in enumerate(zip(panels, shown, strict=True), start=2):
         label = f"{panel.name}: 0 in every step" if panel.worst == 0 else panel.name
-        axes.plot(panel.steps, values, ".-", color=f"C{number}", linewidth=0.8, markersize=4, label=label)
+        axes.plot(panel.steps, values, ".-", color=curve_colour(number), linewidth=0.8, markersize=4, label=label)
     for rtol in sorted({rtol for rtol in rtols if rtol > 0}):
         axes.axhline(rtol, color="red", linestyle="--", linewidth=1, label=f"tolerance {rtol:.0e}")
     is_log = max(rtols) > 0 or any(not math.isnan(value) for values in shown for value in values)

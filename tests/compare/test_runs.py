@@ -13,17 +13,17 @@ import matplotlib.image
 import pytest
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.compare.page import comparison_page
+from mtrain.compare.report import comparison_picture
+from mtrain.compare.runs import Comparison, compare_runs, relative_difference
 from mtrain.metrics.record import StepRecord, TermRecord
 from mtrain.runs.folder import Change, RunFolder
-from mtrain.verify.compare_page import comparison_page
-from mtrain.verify.compare_report import comparison_picture
-from mtrain.verify.compare_runs import Comparison, compare_runs, relative_difference
+from tests.browser import Browser
+from tests.elements import assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.metrics.records import step_record, valid_record
-from tests.metrics.test_plot import BLUE, ORANGE, colours
+from tests.metrics.test_plot import BLUE, RED, colours
 from tests.metrics.test_plot import run_folder as metrics_folder
 from tests.paths import ROOT
-from tests.verify.browser import Browser
-from tests.verify.elements import assert_is_accessible, assert_is_self_contained, read_html, rows
 
 CONFIG = "model: {num_layers: 2}\nlayout: {tp: 1}\nrun: {dir: a}\n"
 ENVIRONMENT = {"torch": "2.9", "device": "cpu"}
@@ -233,7 +233,7 @@ def test_the_command_tells_and_draws_a_divergence(tmp_path: Path, chromium: Brow
     )
     assert ["denominator", "1.0e-03", "1e-12", "3", "3"] in [line.split() for line in done.stdout.splitlines()]
 
-    assert {BLUE, ORANGE} <= colours(tmp_path / "new" / "out" / "compare.png")
+    assert {BLUE, RED} <= colours(tmp_path / "new" / "out" / "compare.png")
     page = tmp_path / "new" / "out" / "compare.html"
     read = read_html(page.read_text())
     assert_is_self_contained(read)
@@ -270,4 +270,4 @@ def test_a_long_run_with_gaps_is_drawn(tmp_path: Path) -> None:
     assert_is_accessible(read_html(text))
     assert len(text) < 200_000
     comparison_picture(comparison).savefig(tmp_path / "x.png")
-    assert {BLUE, ORANGE} <= colours(tmp_path / "x.png")
+    assert {BLUE, RED} <= colours(tmp_path / "x.png")

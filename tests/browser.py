@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import select
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+from tests.needs import browser_program
+
 DEADLINE_S = 40
 OPTIONS = (
     "--headless",
@@ -40,14 +40,6 @@ class Visit:
     """Every address the page asked for, itself included."""
     complaints: list[str] = field(default_factory=list)
     """Errors and warnings of the console, and exceptions of scripts."""
-
-
-def program() -> str:
-    """The browser: $MTRAIN_BROWSER, else the first of NAMES on PATH."""
-    named = os.environ.get("MTRAIN_BROWSER")
-    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
-    assert found, "no chromium is on PATH; install one (launch/browser.sh) or name it in MTRAIN_BROWSER"
-    return found
 
 
 class Browser:
@@ -145,8 +137,10 @@ def browser(profile: Path) -> Iterator[Browser]:
     commands_out, commands_in = os.pipe()
     answers_out, answers_in = os.pipe()
     options = " ".join([*OPTIONS, f"--user-data-dir='{profile}'"])
+    program = browser_program()
+    assert program, "no chromium is on PATH; install one (launch/browser.sh) or name it in MTRAIN_BROWSER"
     # The browser reads commands from descriptor 3 and answers on 4.
-    line = f"exec '{program()}' {options} about:blank 3<&{commands_out} 4>&{answers_in} >'{profile}.log' 2>&1"
+    line = f"exec '{program}' {options} about:blank 3<&{commands_out} 4>&{answers_in} >'{profile}.log' 2>&1"
     process = subprocess.Popen(["bash", "-c", line], pass_fds=(commands_out, answers_in))
     os.close(commands_out)
     os.close(answers_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -77,6 +78,8 @@ def assert_is_self_contained(page: Element) -> None:
     for each in page.everything():
         assert not {"src", "href", "srcset", "action", "data", "poster", "background"} & each.attributes.keys(), each
         assert each.name not in {"link", "iframe", "object", "embed", "base", "img"}
+        inside = [str(value) for name, value in each.attributes.items() if "url(" in str(value) or ":href" in name]
+        assert all(re.match(r"(url\()?#", value) for value in inside), inside
     style = "".join(each.text for each in page.all("style"))
     assert "url(" not in style
     assert "@import" not in style
@@ -95,7 +98,7 @@ def assert_is_accessible(page: Element) -> None:
         assert table.all("caption")[0].text
         assert all(heading.attributes["scope"] in ("col", "row") for heading in table.all("th"))
         assert len({len(row) for row in rows(table)}) == 1, rows(table)
-    for picture in page.all("svg"):
+    for picture in [*page.all("svg"), *page.all("div", "heat")]:
         assert picture.attributes.get("aria-hidden") == "true" or (
             picture.attributes["role"] == "img" and picture.attributes["aria-label"]
         )

@@ -48,7 +48,7 @@ IN_WORDS = {
 
 
 @dataclass(frozen=True)
-class Wording:
+class ReportText:
     """One check."""
 
     verb: str
@@ -114,7 +114,7 @@ _PLURALS = {
     "grad_norm": "their norm",
 }
 
-PARITY = Wording(
+PARITY = ReportText(
     verb="parity",
     noun="layout",
     columns={kind: (kind,) for kind in ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update")},
@@ -143,7 +143,7 @@ PARITY = Wording(
     everything="every layout fails, one process with one microbatch too: not a fault of a layout",
 )
 
-RESUME = Wording(
+RESUME = ReportText(
     verb="resume",
     noun="case",
     columns={
@@ -185,7 +185,7 @@ RESUME = Wording(
     undecided="",
 )
 
-HF = Wording(
+HF = ReportText(
     verb="hf",
     noun="layout",
     columns={kind: (kind,) for kind in ("denominator", "loss", "grad_norm")},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import MachineError
-from mtrain.verify.core.result import KINDS, LayoutResult, ParityReport
-from mtrain.verify.page import report_page, write_page
-from tests.verify.browser import Browser
-from tests.verify.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
+from mtrain.verify.core.result import KINDS, Deviation, LayoutResult, ParityReport
+from mtrain.verify.report.page import report_page, write_page
+from tests.browser import Browser
+from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.verify.reports import TENSORS, layout_result, report
 
 HOSTILE = "</pre></title></style><script>window.hit=1</script><img src=x onerror='window.hit=1'>\"&amp;"
@@ -35,17 +36,21 @@ def stopped() -> ParityReport:
 
 def hostile(value: Any) -> Any:
     """The same report with the hostile text at the end of every text."""
+    return changed(value, lambda text: text if text in KINDS else text + HOSTILE)
+
+
+def changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with other texts."""
     match value:
-        case str() if value not in KINDS:
-            return value + HOSTILE
+        case str():
+            return change(value)
         case tuple():
-            return tuple(map(hostile, value))
+            return tuple(changed(item, change) for item in value)
         case dict():
-            return {hostile(key): hostile(item) for key, item in value.items()}
+            return {change(key): changed(item, change) for key, item in value.items()}
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.replace(
-                value, **{each.name: hostile(getattr(value, each.name)) for each in dataclasses.fields(value)}
-            )
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return dataclasses.replace(value, **{name: changed(item, change) for name, item in fields.items()})
         case _:
             return value
 
@@ -64,9 +69,9 @@ def test_the_verdict_comes_first(gradient: float) -> None:
     verdict = "PASS" if found.passed else "FAIL"
     assert read.all("title")[0].text.startswith(verdict)
     main = read.all("main")[0]
-    assert isinstance(main.children[0], Element)
-    assert verdict in main.children[0].all("h1")[0].text
-    assert ("All 2 layouts" if found.passed else "2 of 3 layouts are not") in main.children[0].text
+    first = next(each for each in main.children if isinstance(each, Element))
+    assert verdict in first.all("h1")[0].text
+    assert ("All 2 layouts" if found.passed else "2 of 3 layouts are not") in first.text
     assert ("planted on purpose: cp-scaled-loss" in main.text) == (found.injected is not None)
 
 
@@ -112,8 +117,8 @@ def test_every_layout_has_its_curve_in_every_picture() -> None:
     assert [each.all("figcaption")[0].text for each in figures] == names
     for figure in figures:
         values, *differences = figure.all("svg", "chart")
-        assert {group.attributes["data-curve"] for group in values.all("g")} == {"0", "1"}
-        assert len(values.all("path", "backdrop")) == 1
+        assert {group.attributes["data-curve"] for group in values.all("g", "curve")} == {"0", "1"}
+        assert len(values.all("g", "backdrop")) == 1
         is_exact = "denominator" in figure.all("figcaption")[0].text
         assert len(differences) == (0 if is_exact else 1)
         assert ("exactly 0 in every step of every layout" in figure.text) == is_exact
@@ -122,15 +127,49 @@ def test_every_layout_has_its_curve_in_every_picture() -> None:
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_every_tensor_of_every_layout_has_its_square(gradient: float) -> None:
     found = report(gradient)
-    gradients, updates = page(found).all("svg", "heat")[-2:]
-    told = [rect.text for rect in gradients.all("rect") if rect.text]
+    gradients, updates = (each for each in page(found).all("div", "heat"))
+    assert [each.text for each in gradients.all("span", "column")] == [layout.name for layout in found.layouts]
+    assert [each.text for each in gradients.all("span", "row")] == list(TENSORS)
+    cells = gradients.all("i", "cell")
+    assert len(cells) == len(TENSORS) * len(found.layouts)
+    told = [str(cell.attributes["title"]) for cell in cells if "title" in cell.attributes]
     assert len(told) == len(TENSORS) * 2
-    assert len(gradients.all("rect", "none")) == len(TENSORS) * (len(found.layouts) - 2)
-    assert len(gradients.all("path", "cross")) == (not found.passed)
-    assert len(updates.all("path", "cross")) == 0
+    assert sum(cell.attributes["class"] == "cell" for cell in cells) == len(TENSORS) * (len(found.layouts) - 2)
+    assert [cell.text for cell in cells if cell.text] == ["✕"] * (not found.passed)
+    assert not any(cell.text for cell in updates.all("i", "cell"))
     wanted = f"{TENSORS[-1]}\ntp1-pp1-cp2-dp1-mbs1\nworst at step 2: {gradient:.1e}, tolerance 1.0e-05"
     assert (wanted in told) == (not found.passed)
     assert ("1 of 6 beyond" in str(gradients.attributes["aria-label"])) == (not found.passed)
+
+
+@pytest.mark.parametrize(
+    ("excess", "kind"),
+    [
+        (0.0, "b0"),
+        (1e-7, "b1"),
+        (0.5, "b5"),
+        (1.0, "b5"),
+        (1.001, "b6"),
+        (500.0, "b7"),
+        (math.inf, "b8"),
+        (math.nan, "b8"),
+    ],
+)
+def test_a_square_tells_how_many_tolerances(excess: float, kind: str) -> None:
+    only = (Deviation("gradient", TENSORS[0], 1, excess * 1e-5, 1e-5),)
+    layout = dataclasses.replace(layout_result("one", {}), deviations=only)
+    gradients = page(dataclasses.replace(report(), layouts=(layout,))).all("div", "heat")[0]
+    (square,) = (cell for cell in gradients.all("i", "cell") if "title" in cell.attributes)
+    assert square.attributes["class"] == f"cell {kind}"
+    assert square.text == ("" if excess <= 1 else "✕")
+
+
+def test_the_legend_of_squares_has_the_tolerance_between_what_passes_and_what_fails() -> None:
+    entries = page(report()).all("ul", "heat-legend")[0].all("li")
+    place = [entry.text for entry in entries].index("tolerance = 1")
+    assert ["✕" in entry.text for entry in entries] == [False] * (place + 1) + [True] * 3 + [False]
+    kinds = [str(cell.attributes["class"]) for entry in entries for cell in entry.all("i")]
+    assert kinds == [*(f"cell b{number}" for number in range(9)), "cell"]
 
 
 def test_the_worst_layout_of_every_tensor_stands_in_a_table() -> None:
@@ -155,9 +194,23 @@ def test_whatever_a_text_holds_stays_text(tmp_path: Path, chromium: Browser) -> 
     assert read.all("img") == []
     for told in (found.command, found.data, *found.changes, *found.diagnosis.lines, found.layouts[0].name):
         assert told in read.text
+    pictures = [*read.all("svg", "chart"), *read.all("div", "heat")]
+    assert any(HOSTILE in str(each.attributes["aria-label"]) for each in pictures)
+    assert {HOSTILE in each.text for each in pictures[0].all("title")} == {True}
+    assert any(HOSTILE in str(cell.attributes.get("title")) for cell in read.all("i", "cell"))
     write_page(found, tmp_path / "parity.html")
     assert chromium.open(tmp_path / "parity.html").complaints == []
     assert chromium.evaluate("typeof window.hit") == "undefined"
+
+
+def test_what_utf_8_or_html_cannot_hold_is_replaced() -> None:
+    found = dataclasses.replace(report(), command="a\x00b\x1bc\ud800d\te\nf", changes=())
+    assert "a\ufffdb\ufffdc\ufffdd\te\nf" in [each.text for each in page(found).all("pre")]
+    assert report_page(found).encode()
+
+
+def test_a_page_is_the_same_every_time() -> None:
+    assert report_page(report(0.5)) == report_page(report(0.5))
 
 
 def test_a_page_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
@@ -179,7 +232,7 @@ def test_the_browser_tells_of_requests_and_errors(tmp_path: Path, chromium: Brow
 
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 SMALLEST_PICTURE = (
-    "Math.min(...[...document.querySelectorAll('svg[role=img]')].map(e => e.getBoundingClientRect().height))"
+    "Math.min(...[...document.querySelectorAll('[role=img]')].map(e => e.getBoundingClientRect().height))"
 )
 LOWEST_CONTRAST = """(() => {
   const rgb = text => text.match(/[\\d.]+/g).slice(0, 4).map(Number);
@@ -188,7 +241,8 @@ LOWEST_CONTRAST = """(() => {
     return .2126 * r + .7152 * g + .0722 * b };
   const paper = e => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
     if (c.length < 4 || c[3] > 0) return c } return [255, 255, 255] };
-  const names = 'h1,h2,h3,p,th,td,small,dt,dd,li,code,pre,button,summary,caption,figcaption,svg text';
+  const names = 'h1,h2,h3,p,th,td,small,dt,dd,li,code,pre,button,summary,caption,figcaption,svg text,'
+    + '.row,.column b,.cell';
   const all = [...document.querySelectorAll(names)];
   return Math.min(...all.filter(e => e.textContent).map(e => {
     const style = getComputedStyle(e), ink = light(rgb(e.namespaceURI.includes('svg') ? style.fill : style.color));
@@ -225,7 +279,8 @@ def test_the_pictures_are_painted(tmp_path: Path, chromium: Browser) -> None:
     chromium.open(tmp_path / "parity.html")
     chromium.picture(tmp_path / "page.png")
     colours = painted(tmp_path / "page.png")
-    for selector, style in ((".heat rect.b3", "fill"), (".heat rect.b8", "fill"), (".chart .line", "stroke")):
+    squares = ((f".heat .{kind}", "backgroundColor") for kind in ("b3", "b8"))
+    for selector, style in (*squares, (".chart .curve path", "stroke"), (".chart .limit path", "stroke")):
         told = chromium.evaluate(f"getComputedStyle(document.querySelector('figure {selector}')).{style}")
         wanted = [int(number) for number in re.findall(r"\d+", told)]
         assert np.abs(colours - wanted).max(axis=1).min() <= 3, selector  # edges are blended
@@ -236,6 +291,35 @@ def painted(picture: Path) -> np.ndarray:
     pixels = np.round(matplotlib.image.imread(picture)[..., :3] * 255).astype(int)
     found = np.unique(pixels @ [1 << 16, 1 << 8, 1])
     return np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1)
+
+
+LONG = "decoder.layers.0.mlp.experts." + "local_experts." * 12 + "linear_fc1.weight"
+LINES_OF_NAMES = """(() => { const range = document.createRange();
+  const walk = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+  const found = [];
+  for (let node; node = walk.nextNode();) for (const { index } of node.data.matchAll(NAME)) {
+    range.setStart(node, index); range.setEnd(node, index + NAME.length);
+    if (range.getBoundingClientRect().height) found.push(new Set([...range.getClientRects()].map(r => r.top)).size) }
+  return found; })()"""
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_name_of_a_tensor_is_never_broken(tmp_path: Path, chromium: Browser, width: int) -> None:
+    found = report(0.5)
+    assert found.diagnosis is not None
+    named = renamed(dataclasses.replace(found, diagnosis=dataclasses.replace(found.diagnosis, lines=(f"x of {LONG}",))))
+    write_page(named, tmp_path / "parity.html")
+    chromium.open(tmp_path / "parity.html", width)
+    chromium.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    lines = chromium.evaluate(LINES_OF_NAMES.replace("NAME.length", str(len(LONG))).replace("NAME", repr(LONG)))
+    assert len(lines) == page(named).all("main")[0].text.count(LONG) > 5
+    assert {*lines} == {1}
+    assert chromium.evaluate(OVERFLOW) == 0
+
+
+def renamed(value: Any) -> Any:
+    """The same report with a long name of its last tensor."""
+    return changed(value, lambda text: LONG if text == TENSORS[-1] else text)
 
 
 def test_the_legend_brings_out_one_layout(tmp_path: Path, chromium: Browser) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.verify.compare_runs import Comparison, compare_runs
+from mtrain.compare.runs import Comparison, compare_runs
+from tests.compare.test_runs import ENVIRONMENT, changed, compare, first, run, steps
 from tests.training.test_trainer import command, finished, records, start
-from tests.verify.test_compare_runs import ENVIRONMENT, changed, compare, first, run, steps
 
 __all__ = ["command", "start"]
 

@@ -1,1 +1,0 @@
-"""Pages that need nothing but themselves: HTML and SVG as text."""

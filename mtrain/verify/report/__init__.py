@@ -1,0 +1,1 @@
+"""What a check found, for readers: printed, and as a page."""

@@ -1,0 +1,283 @@
+"""Curves over steps as SVG inside a page: equal ones stay visible, and the page's style sheet gives the colours.
+
+matplotlib draws them with placeholder colours. They become variables of the style sheet, so that one picture serves
+light and dark screens, and every curve carries the key by which the page's script finds it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from mtrain.metrics.colours import SATURATION, curve_hue
+
+WIDTH, VALUE_HEIGHT, DIFFERENCE_HEIGHT = 400, 200, 150
+"""In pixels, as all lengths here: 72 dots an inch make matplotlib's points pixels."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 24
+_DASH = 6
+"""Length of one curve's turn on a line that several share."""
+_MAX_MARKED_POINTS = 24
+"""Longer curves are lines without markers."""
+_MAX_TICKS = 6
+_MARKERS = "osD^v"
+_INK, _GRID, _PAPER, _LIMIT = _NAMED = ("#000001", "#000002", "#000003", "#000004")
+_CSS = dict(zip(_NAMED, ("var(--soft)", "var(--rule)", "var(--paper)", "var(--bad)")))
+_STYLE = {
+    "axes.formatter.offset_threshold": 7,  # labels that have room are written out
+    "figure.dpi": 72,
+    "font.family": "DejaVu Sans Mono",  # widths of the style sheet's monospace fonts
+    "font.size": 11,
+    "lines.scale_dashes": False,
+    "path.simplify_threshold": 1.0,  # a long curve keeps its extremes to a pixel, in a few hundred points
+    "svg.fonttype": "none",  # text stays text: selectable, and in the reader's own font
+    "xtick.bottom": False,
+    "ytick.left": False,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's quantity over steps."""
+
+    key: str
+    """Of the entry of the legend that brings it out."""
+    label: str
+    """Shown where a pointer rests on it."""
+    slot: int
+    """Its place among all curves of the page; gives colour, marker and turn."""
+    points: tuple[tuple[int, float], ...]
+    """(step, value), by step."""
+    stands_out: bool = False
+    """Drawn on top and with filled markers; shares its line with others of its kind only."""
+
+
+@matplotlib.rc_context(_STYLE)
+def swatch(slot: int) -> Markup:
+    """The line and marker of a curve, for a legend."""
+    figure = Figure((24 / 72, 12 / 72), frameon=False)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(-1, 1)
+    axes.plot([-1, 0, 1], [0, 0, 0], markevery=[1], linewidth=3.2, clip_on=False, **_look(slot))
+    return _svg(figure, {"class": "swatch", "aria-hidden": "true"}, salt=f"swatch {slot}")
+
+
+@matplotlib.rc_context(_STYLE)
+def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int, float]]) -> Markup:
+    """Curves of one quantity; where several are equal, each has its turn in a striped line.
+
+    Args:
+        name: What the picture shows, for those who do not see it.
+        curves: At least one, with at least one point in all.
+        backdrop: The reference, as a broad band behind the curves; may be empty.
+    """
+    points = [*itertools.chain.from_iterable(curve.points for curve in curves), *backdrop]
+    figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.04)
+    axes.set_ylim(*_span([value for _, value in points]))
+    if backdrop:
+        wide = {"linewidth": 11, "alpha": 0.22, "solid_capstyle": "round"}
+        axes.plot(*_lines(backdrop), color=_INK, gid="backdrop", clip_on=False, **wide)
+    below, above = ([each for each in curves if each.stands_out == is_above] for is_above in (False, True))
+    _draw_shared_line(axes, below, first_turn=0)
+    _draw_shared_line(axes, above, first_turn=1 if below else 0)
+    return _chart(figure, name, curves)
+
+
+@matplotlib.rc_context(_STYLE)
+def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None) -> Markup:
+    """Relative differences, not negative, on an axis of logarithms; equal ones stand side by side.
+
+    Args:
+        name: What the picture shows, for those who do not see it.
+        curves: At least one, with at least one point in all.
+        tolerance: Drawn as a line where it is above 0.
+    """
+    points = list(itertools.chain.from_iterable(curve.points for curve in curves))
+    values, steps = [value for _, value in points], sorted({step for step, _ in points})
+    figure, axes = _panel(DIFFERENCE_HEIGHT, steps, padding=0.09)
+    decades = _Decades.around([*values, *([tolerance] if tolerance else [])])
+    labels = decades.labels(values)
+    axes.set_ylim(min(labels) - 0.4 * decades.room, max(*labels, decades.high) + 0.4 * decades.room)
+    axes.set_yticks(list(labels), list(labels.values()))
+    if tolerance:
+        _draw_limit(axes, tolerance, math.log10(tolerance))
+    is_marked = len(steps) <= _MAX_MARKED_POINTS
+    spread = _spread(steps) if is_marked and len(curves) > 1 else 0.0
+    for turn, curve in enumerate(curves):
+        shift = spread * (turn / max(1, len(curves) - 1) - 0.5)
+        line = _lines([(step + shift, decades.place(value)) for step, value in curve.points])
+        look = _look(curve.slot, is_filled=curve.stands_out) if is_marked else {"color": _placeholder(curve.slot)}
+        style = "-" if len(curves) == 1 or not is_marked else ""
+        axes.plot(*line, linestyle=style, linewidth=1, gid=f"curve {curve.key}", clip_on=False, **look)
+    return _chart(figure, name, curves)
+
+
+def _spread(steps: Sequence[int]) -> float:
+    """Over how much of the axis the curves of one step stand side by side, in steps."""
+    gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
+    return min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) or 0.3)
+
+
+@dataclass(frozen=True)
+class _Decades:
+    """An axis of whole powers of ten, with room below for 0 and above for what is no number."""
+
+    low: int
+    """Power of ten."""
+    high: int
+
+    @classmethod
+    def around(cls, values: Iterable[float]) -> _Decades:
+        powers = [math.log10(value) for value in values if 0 < value < math.inf] or [0.0]
+        low, high = math.floor(min(powers)), math.ceil(max(powers))
+        return cls(low, max(high, low + 1))
+
+    @property
+    def room(self) -> float:
+        return 0.12 * (self.high - self.low)
+
+    def place(self, value: float) -> float:
+        if not math.isfinite(value):
+            return self.high + self.room
+        return math.log10(value) if value > 0 else self.low - self.room
+
+    def labels(self, values: Sequence[float]) -> dict[float, str]:
+        """Place on the axis -> what stands there."""
+        spacing = math.ceil((self.high - self.low) / (_MAX_TICKS - 1))
+        labels = {float(power): f"1e{power}" for power in range(self.low, self.high + 1, spacing)}
+        labels |= {self.place(value): "0" for value in values if value == 0}
+        return labels | {self.place(value): "∞, nan" for value in values if not math.isfinite(value)}
+
+
+def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, Any]:
+    """A figure with axes over whole steps; `padding` is the part of them that stays free on either side."""
+    figure = Figure((WIDTH / 72, height / 72), frameon=False)
+    size = ((WIDTH - _LEFT - _RIGHT) / WIDTH, (height - _TOP - _BOTTOM) / height)
+    axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / height, *size))
+    axes.patch.set_visible(False)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(_INK)
+    axes.tick_params(labelcolor=_INK)
+    axes.grid(axis="y", color=_GRID, linewidth=0.6)
+    axes.yaxis.set_major_locator(MaxNLocator(_MAX_TICKS, steps=[1, 2, 5, 10]))
+    axes.yaxis.get_offset_text().set_color(_INK)
+    low, high = min(steps), max(steps)
+    free = padding * (high - low) or 1.0
+    axes.set_xlim(low - free, high + free)
+    ticks = _whole_numbers(low, high)
+    axes.set_xticks(ticks, map(str, ticks))
+    return figure, axes
+
+
+def _whole_numbers(low: int, high: int) -> list[int]:
+    """Round steps in even distances, and the first one where it does not stand in their way."""
+    ticks = MaxNLocator(_MAX_TICKS, integer=True).tick_values(low, high)
+    inside = [int(tick) for tick in ticks if low <= tick <= high]
+    spacing = ticks[1] - ticks[0]
+    return inside if inside and inside[0] - low < spacing / 2 else [low, *inside]
+
+
+def _span(values: Iterable[float]) -> tuple[float, float]:
+    """Limits around the finite values; a spread that float64 cannot tell from nothing is a flat line."""
+    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(known), max(known)
+    free = 0.08 * (high - low) if high - low > 1e-12 * abs(high) else (abs(high) * 0.05 or 1.0)
+    return low - free, high + free
+
+
+def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> None:
+    """Curves that are likely to be equal: a whole line in turn 0, dashes in the others; markers take turns, too.
+
+    Args:
+        axes: Of matplotlib.
+        curves: Those that share a line.
+        first_turn: 1 leaves a turn to what lies below.
+    """
+    num_turns = first_turn + len(curves)
+    for turn, curve in enumerate(curves):
+        line, gid = _lines(curve.points), f"curve {curve.key}"
+        dashes = turn + first_turn > 0
+        if dashes:  # a thin line where the others have their turn
+            axes.plot(*line, color=_placeholder(curve.slot), linewidth=1, alpha=0.5, gid=gid, clip_on=False)
+        style = (-_DASH * (turn + first_turn), (_DASH, _DASH * (num_turns - 1))) if dashes else "-"
+        own = [index for index in range(len(curve.points)) if index % len(curves) == turn % len(curve.points)]
+        look = {**_look(curve.slot, is_filled=curve.stands_out), "markevery": own}
+        if len(curve.points) > _MAX_MARKED_POINTS:
+            look["marker"] = ""
+        axes.plot(*line, linestyle=style, linewidth=3.2, gid=gid, clip_on=False, **look)
+
+
+def _draw_limit(axes: Any, tolerance: float, y: float) -> None:
+    axes.axhline(y, color=_LIMIT, linewidth=1.3, linestyle=(0, (5, 3)), gid="limit")
+    above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(f"tolerance {tolerance:.1e}", (1, y), xycoords=axes.get_yaxis_transform(), color=_LIMIT, **above)
+
+
+def _look(slot: int, *, is_filled: bool = False) -> dict[str, Any]:
+    colour = _placeholder(slot)
+    face = colour if is_filled else _PAPER
+    marker = {"marker": _MARKERS[slot % len(_MARKERS)], "markersize": 6.5, "markeredgewidth": 1.5}
+    return {"color": colour, "markeredgecolor": colour, "markerfacecolor": face, **marker}
+
+
+def _lines(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Steps and values; nan interrupts the line."""
+    return [step for step, _ in points], [value if math.isfinite(value) else math.nan for _, value in points]
+
+
+def _placeholder(slot: int) -> str:
+    """What stands for a curve's colour until the picture is part of the page."""
+    return f"#01{slot % 0x10000:04x}"
+
+
+def _css_colour(match: re.Match[str]) -> str:
+    found = match.group()
+    return _CSS.get(found) or f"hsl({curve_hue(int(found[3:], 16))} {SATURATION:.0%} var(--line-light))"
+
+
+def _chart(figure: Figure, name: str, curves: Sequence[Curve]) -> Markup:
+    attributes = {"class": "chart", "role": "img", "aria-label": name}
+    return _svg(figure, attributes, name, {curve.key: curve.label for curve in curves})
+
+
+def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mapping[str, str] = {}) -> Markup:
+    """The picture as an element of HTML.
+
+    Args:
+        figure: What was drawn.
+        attributes: Of the element.
+        salt: Different for every picture of a page, because markers have names that hold in the whole page.
+        labels: Key of a curve -> what a pointer shows.
+    """
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    root = ElementTree.fromstring(text.getvalue())
+    root.remove(root[0])  # a style sheet, which in HTML would be the whole page's
+    root.attrib = {**attributes, "viewBox": root.attrib["viewBox"]}
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]  # HTML knows the elements of SVG without their namespace
+        if (target := element.attrib.pop("{http://www.w3.org/1999/xlink}href", None)) is not None:
+            element.set("xlink:href", target)
+        if element.tag == "g":
+            kind, _, key = element.attrib.pop("id", "").partition(" ")
+            if kind in ("curve", "backdrop", "limit"):
+                element.set("class", kind)
+            if kind == "curve":
+                element.set("data-curve", key)
+                title = ElementTree.Element("title")
+                title.text = labels[key]
+                element.insert(0, title)
+    found = ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
+    return Markup(re.sub("#0[01][0-9a-f]{4}", _css_colour, found))

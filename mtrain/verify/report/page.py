@@ -1,0 +1,225 @@
+"""The report of a check as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, badness
+from mtrain.verify.report.charts import Curve, difference_chart, value_chart
+from mtrain.verify.report.html import render, short
+from mtrain.verify.report.text import TITLES
+
+_UNITS = {"loss": "nats", "denominator": "sum of shares", "grad_norm": "L2, before clipping"}
+
+
+@dataclass(frozen=True)
+class Bin:
+    """One colour of a heat map."""
+
+    edge: float
+    """The largest deviation that has it, in tolerances; those above 1 also carry a cross: not by colour alone."""
+    kind: str
+    """Class of the style sheet."""
+    label: str
+
+
+BINS = (
+    Bin(0.0, "b0", "0"),
+    Bin(1e-4, "b1", "≤ 1e-4"),
+    Bin(1e-3, "b2", "≤ 1e-3"),
+    Bin(1e-2, "b3", "≤ 1e-2"),
+    Bin(1e-1, "b4", "≤ 1e-1"),
+    Bin(1.0, "b5", "≤ 1"),
+    Bin(1e1, "b6", "≤ 10"),
+    Bin(1e3, "b7", "≤ 1e3"),
+    Bin(math.inf, "b8", "> 1e3, ∞ or nan"),
+)
+
+
+@dataclass(frozen=True)
+class Square:
+    """The worst step of one tensor in one layout."""
+
+    layout: str
+    worst: Deviation
+
+    @property
+    def kind(self) -> str:
+        """Class of the style sheet."""
+        return next((each.kind for each in BINS if self.worst.excess <= each.edge), BINS[-1].kind)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """The worst deviations of one kind, by tensor and layout."""
+
+    title: str
+    rows: Mapping[str, Sequence[Square | None]]
+    """Tensor -> its squares, one for each layout; None where it was not compared."""
+
+    @property
+    def summary(self) -> str:
+        """How many fail."""
+        squares = [square for row in self.rows.values() for square in row if square is not None]
+        return f"{sum(not square.worst.passed for square in squares)} of {len(squares)} beyond the tolerance"
+
+    def worst(self, tensor: str) -> Square | None:
+        """In which layout the tensor is worst."""
+        squares = [square for square in self.rows[tensor] if square is not None]
+        return max(squares, key=lambda square: badness(square.worst), default=None)
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Writes the report's page, in one move.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    with disk_faults(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, report_page(report))
+
+
+def report_page(report: Report) -> str:
+    """The page's text: verdict, diagnosis, layouts, curves, tensors, tolerances, configuration, in this order."""
+    return render(
+        __package__,
+        "report.html",
+        report=report,
+        titles=TITLES,
+        headline=_headline(report),
+        notes=_notes(report),
+        diagnosis=None if report.diagnosis is None else _facts(report.diagnosis),
+        headings=[_heading(report, name, kinds) for name, kinds in report.text.columns.items()],
+        curves=[_curve(report, slot, ()) for slot in range(len(report.layouts))],
+        figures=[_figure(report, kind, name) for kind, name in _plotted(report)],
+        bins=BINS,
+        maps=[_tensor_map(report, kind) for kind in report.text.maps],
+        configuration="\n".join(_lines(report.config)),
+    )
+
+
+def _headline(report: Report) -> str:
+    num_failed = sum(not layout.passed for layout in report.layouts)
+    text = report.text.failed_headline if num_failed else report.text.headline
+    return text.format(count=len(report.layouts), failed=num_failed)
+
+
+def _notes(report: Report) -> list[str]:
+    notes = [f"{report.text.length.format(steps=report.num_steps)} Data: {report.data}. {report.created}"]
+    if report.injected is not None:
+        notes.append(f"A known fault was planted on purpose: {report.injected}.")
+    return notes
+
+
+def _facts(found: Diagnosis) -> dict[str, str | None]:
+    deviation = None
+    if found.value is not None and found.tolerance is not None:
+        deviation = f"{found.value:.2e}, where {found.tolerance:.2e} is tolerated"
+    return {
+        "axis that fails": found.axis,
+        "smallest layout": found.layout,
+        "first step": None if found.step is None else str(found.step),
+        "first quantity": None if found.kind is None else f"{TITLES[found.kind]}: {found.name}",
+        "deviation": deviation,
+        "first module": found.module,
+    }
+
+
+def _heading(report: Report, name: str, kinds: Sequence[str]) -> str:
+    tolerance = _tolerance(report, kinds[0]) if report.text.shows_tolerances else None
+    title = TITLES.get(name, name)
+    return title if tolerance is None else Markup("{}<small>tolerance {}</small>").format(title, short(tolerance))
+
+
+def _tolerance(report: Report, kind: str) -> float | None:
+    return next((each.value for each in report.tolerances if each.kind == kind), None)
+
+
+def _plotted(report: Report) -> list[tuple[str, str]]:
+    """(kind, name) of every quantity that is one number a step."""
+    runs = (report.reference, *report.layouts)
+    terms = list(dict.fromkeys(term for run in runs for step in run.steps for term in step.denominators))
+    losses, denominators = ([(kind, term) for term in terms] for kind in ("loss", "denominator"))
+    return [*losses, ("grad_norm", "grad_norm"), *denominators]
+
+
+def _figure(report: Report, kind: str, name: str) -> tuple[str, list[tuple[str, str]]]:
+    """Caption, and (what the axis tells, chart or nothing) of each picture."""
+    title = TITLES[kind] if kind == "grad_norm" else f"{TITLES[kind]} of {name}"
+    values, differences = [], []
+    for slot, layout in enumerate(report.layouts):
+        found = [each for each in layout.deviations if (each.kind, each.name) == (kind, name)]
+        values.append(_curve(report, slot, _values(layout.steps, kind, name), not layout.passed))
+        points = sorted((each.step, each.value) for each in found)
+        differences.append(_curve(report, slot, points, any(not each.passed for each in found)))
+    backdrop = _values(report.reference.steps, kind, name)
+    pictures: list[tuple[str, str]] = []
+    if backdrop or any(curve.points for curve in values):
+        words = f"{title} of every {report.text.noun} by step"
+        pictures.append((f"{_UNITS[kind]}, by step", value_chart(words, values, backdrop)))
+    if any(curve.points for curve in differences):
+        pictures.append(_difference_picture(report, kind, title, differences))
+    return title, pictures
+
+
+def _difference_picture(report: Report, kind: str, title: str, curves: Sequence[Curve]) -> tuple[str, str]:
+    noun = report.text.noun
+    if all(value == 0 for curve in curves for _, value in curve.points):
+        return f"relative deviation: exactly 0 in every step of every {noun}", ""
+    tolerance = _tolerance(report, kind)
+    failed = [curve.label for curve in curves if curve.stands_out]
+    verdict = f"beyond the tolerance: {', '.join(failed)}" if failed else f"all {noun}s within the tolerance"
+    worst = max((value if not math.isnan(value) else math.inf) for curve in curves for _, value in curve.points)
+    words = f"relative deviation of the {title} by step, logarithmic: {verdict}, worst {short(worst)}"
+    tolerated = "" if tolerance is None else f"; tolerance {short(tolerance)}"
+    return f"relative deviation, by step{tolerated}", difference_chart(words, curves, tolerance)
+
+
+def _curve(report: Report, slot: int, points: Sequence[tuple[int, float]], stands_out: bool = False) -> Curve:
+    return Curve(str(slot), report.layouts[slot].name, slot, tuple(points), stands_out)
+
+
+def _values(steps: Sequence[StepValues], kind: str, name: str) -> list[tuple[int, float]]:
+    found = [(each.step, _value(each, kind, name)) for each in steps]
+    return [(step, value) for step, value in found if value is not None]
+
+
+def _value(step: StepValues, kind: str, name: str) -> float | None:
+    if kind == "grad_norm":
+        return step.grad_norm
+    return (step.means if kind == "loss" else step.denominators).get(name)
+
+
+def _tensor_map(report: Report, kind: str) -> TensorMap:
+    by_layout = {layout.name: _worst_by_tensor(layout, kind) for layout in report.layouts}
+    rows = {
+        tensor: [Square(name, worst[tensor]) if tensor in worst else None for name, worst in by_layout.items()]
+        for tensor in report.tensors
+    }
+    return TensorMap(TITLES[kind], rows)
+
+
+def _worst_by_tensor(layout: LayoutResult, kind: str) -> dict[str, Deviation]:
+    worst: dict[str, Deviation] = {}
+    for each in layout.deviations:
+        if each.kind == kind and (each.name not in worst or badness(each) > badness(worst[each.name])):
+            worst[each.name] = each
+    return worst
+
+
+def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Nested sections, one value a line, for reading."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {value}"

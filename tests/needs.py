@@ -1,0 +1,76 @@
+"""What some tests need of the machine: where it lacks that they do not run, and the suite names them at its end.
+
+With MTRAIN_REQUIRE_ALL_TESTS=1, as CI sets it, they run all the same and fail, so that none is lost unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+REQUIRE_ALL = "MTRAIN_REQUIRE_ALL_TESTS"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that not every machine has."""
+
+    fixture: str
+    """Tests that ask for this fixture have the need."""
+    what: str
+    is_met: Callable[[], bool]
+
+
+def browser_program() -> str | None:
+    """The browser: $MTRAIN_BROWSER, else the first of BROWSERS on PATH; None where there is none."""
+    return os.environ.get("MTRAIN_BROWSER") or next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def may_mount() -> bool:
+    """Whether this user may mount a disk where only its own processes see it."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        mount = [unshare, "--map-root-user", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", folder]
+        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+
+NEEDS = (
+    Need(
+        "chromium", "a chromium on PATH or in MTRAIN_BROWSER (launch/browser.sh)", lambda: browser_program() is not None
+    ),
+    Need("on_a_small_disk", "the right to mount in a namespace of one's own (unshare --map-root-user)", may_mount),
+)
+
+NOT_RUN = pytest.StashKey[dict[str, list[str]]]()
+"""Need -> tests that this machine cannot run."""
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes the tests off the list whose need is not met, and notes them."""
+    not_run = config.stash.setdefault(NOT_RUN, {})
+    if os.environ.get(REQUIRE_ALL) == "1":
+        return
+    for need in NEEDS:
+        concerned = [item for item in items if need.fixture in getattr(item, "fixturenames", ())]
+        if concerned and not need.is_met():
+            not_run[need.what] = [item.nodeid for item in concerned]
+            config.hook.pytest_deselected(items=concerned)
+            items[:] = [item for item in items if item not in concerned]
+
+
+def report_not_run(reporter: pytest.TerminalReporter, not_run: dict[str, list[str]]) -> None:
+    """The last thing that the suite says."""
+    for what, tests in not_run.items():
+        reporter.section(f"not run: {len(tests)}", red=True, bold=True)
+        reporter.line(f"This machine lacks {what}. With {REQUIRE_ALL}=1 these tests fail instead:")
+        for test in tests:
+            reporter.line(f"  {test}")

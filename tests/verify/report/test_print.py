@@ -1,0 +1,34 @@
+"""What a terminal shows of a report: no number and no name is cut, however narrow it is."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mtrain.verify.report.print import print_report
+from tests.verify.reports import TENSORS, report
+
+
+def shown(width: int, *, is_terminal: bool) -> list[str]:
+    text = io.StringIO()
+    output = Console(file=text, width=width, force_terminal=is_terminal, color_system=None, highlight=False)
+    print_report(report(0.5), Path("out"), output)
+    return text.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200, 260])
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["plain", "terminal"])
+def test_the_worst_tensor_of_every_layout_is_named_in_full(width: int, is_terminal: bool) -> None:
+    lines = shown(width, is_terminal=is_terminal)
+    (bad,) = (line for line in lines if f"gradient of {TENSORS[-1]}, step 2" in line and "cp2" in line)
+    assert bad.count("tp1-pp1-cp2-dp1-mbs1") == 1
+    row = next(line for line in lines if line.strip("│ ").startswith("tp1-pp1-cp2-dp1-mbs1"))
+    assert "5.0e-01 !" in row
+    assert "FAIL" in row
+    assert "…" not in "".join(lines)
+
+
+def test_a_wide_terminal_has_one_table_and_a_narrow_one_lines_below() -> None:
+    assert not any(line.startswith("worst tensor of") for line in shown(200, is_terminal=True))
+    assert sum(line.startswith("worst tensor of") for line in shown(80, is_terminal=True)) == 2
