@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sees to the browser in which the tests open the pages that `mtrain` writes: $MTRAIN_BROWSER, or one on PATH, or
-# Debian's chromium, which root installs here. A moment where there is one; ends with 7 where there can be none.
+# Debian's chromium, which root installs here. A moment where there is one. Where there can be none, as for a user without
+# root, it says so and the tests say which of them did not run; with MTRAIN_REQUIRE_ALL_TESTS=1, as in CI, it ends with 7.
 set -euo pipefail
 
 if [[ -n ${MTRAIN_BROWSER:-} ]]; then
@@ -22,6 +23,9 @@ if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
   fi
   tail -n 5 "$log" >&2
 fi
-echo "error: the tests open pages in chromium, but none is on PATH and it could not be installed here; install" \
-  "chromium, or name a browser of its kind in MTRAIN_BROWSER" >&2
-exit 7
+none="no chromium is on PATH and none could be installed here; install one, or name a browser of its kind in MTRAIN_BROWSER"
+if [[ ${MTRAIN_REQUIRE_ALL_TESTS:-} == 1 ]]; then
+  echo "error: $none" >&2
+  exit 7
+fi
+echo "note: $none; the tests that open pages do not run" >&2

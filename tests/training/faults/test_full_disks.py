@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,7 +38,7 @@ shift
 """
 
 
-def on_a_small_disk(script: str, size: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_on_a_small_disk(script: str, size: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs bash in `folder`, where `run` is a disk of its own; the script's "$@" starts the run."""
     outer = [
         "unshare",
@@ -57,6 +58,12 @@ def on_a_small_disk(script: str, size: str, arguments: list[str], folder: Path) 
     return subprocess.run(
         outer, cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=True
     )
+
+
+@pytest.fixture
+def on_a_small_disk() -> Callable[[str, str, list[str], Path], subprocess.CompletedProcess[str]]:
+    """Runs a script on a disk of its own, where the machine lets it mount one: tests/needs.py."""
+    return run_on_a_small_disk
 
 
 def steps_with_scalars(folder: Path) -> list[int]:
@@ -80,7 +87,7 @@ cp -a run kept
     exit_code=7,
 )
 def test_a_full_disk_and_one_that_cannot_be_written_leave_good_checkpoints(
-    command: Callable[..., list[str]], tmp_path: Path, notice: Notice
+    command: Callable[..., list[str]], tmp_path: Path, notice: Notice, on_a_small_disk: Any
 ) -> None:
     arguments = command("checkpoint.interval_steps=1", "checkpoint.keep_last=99", "train.num_steps=12")
     with notice:
@@ -134,7 +141,7 @@ cp -a run kept
     exit_code=7,
 )
 def test_records_catch_up_when_there_is_room_again(
-    command: Callable[..., list[str]], tmp_path: Path, notice: Notice
+    command: Callable[..., list[str]], tmp_path: Path, notice: Notice, on_a_small_disk: Any
 ) -> None:
     arguments = command("checkpoint.interval_steps=10", "checkpoint.keep_last=1", "metrics.tensorboard=true", ranks=2)
     relative = [f"run.dir={Path(text).name}" if text.startswith("run.dir=") else text for text in arguments]
@@ -175,7 +182,11 @@ unset MTRAIN_TEST_FAULT
     exit_code=0,
 )
 def test_a_start_makes_room_before_it_needs_some(
-    command: Callable[..., list[str]], tmp_path: Path, notice: Notice, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., list[str]],
+    tmp_path: Path,
+    notice: Notice,
+    on_a_small_disk: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(fault_points.VARIABLE, "kill rank=0 step=2 phase=write.3")
     arguments = command("checkpoint.interval_steps=1", "checkpoint.async_save=false", "train.num_steps=3")

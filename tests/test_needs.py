@@ -1,0 +1,52 @@
+"""A machine that lacks something runs the rest of the suite, and the suite ends with what it did not run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.paths import ROOT
+
+FILES = (
+    "tests/launch/test_browser_script.py",
+    "tests/verify/report/test_page.py",
+    "tests/training/faults/test_full_disks.py",
+)
+BROWSER = "tests/verify/report/test_page.py::test_the_pictures_are_painted"
+MOUNT = "tests/training/faults/test_full_disks.py::"
+
+
+def suite(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A few tests where PATH has no program."""
+    ours = ("MTRAIN_BROWSER", "MTRAIN_REQUIRE_ALL_TESTS")
+    clean = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    return subprocess.run(
+        command, cwd=ROOT, env={**clean, "PATH": "", **environment}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_what_a_machine_cannot_run_is_named_at_the_end(workers: tuple[str, ...]) -> None:
+    done = suite(*workers, *FILES, "-k", "test_where_no_test_may or pictures_are_painted or leave_good_checkpoints")
+    assert done.returncode == 0, done.stdout
+    end = done.stdout[done.stdout.index("not run: ") :]
+    assert "This machine lacks a chromium on PATH or in MTRAIN_BROWSER" in end
+    assert f"  {BROWSER}\n" in end
+    assert "This machine lacks the right to mount" in end
+    assert f"  {MOUNT}test_a_full_disk_and_one_that_cannot_be_written_leave_good_checkpoints\n" in end
+    assert "1 passed" in end
+    assert "launch/test_browser_script" not in end
+    assert "test_the_legend" not in end, "what -k leaves out is not missing"
+
+
+def test_where_none_may_be_left_out_they_fail() -> None:
+    done = suite(FILES[1], "-k", "pictures_are_painted", MTRAIN_REQUIRE_ALL_TESTS="1")
+    assert done.returncode == 1
+    assert "no chromium is on PATH; install one (launch/browser.sh) or name it in MTRAIN_BROWSER" in done.stdout
+    assert "not run: " not in done.stdout
+
+
+def test_ci_lets_none_be_left_out() -> None:
+    assert "\nexport MTRAIN_REQUIRE_ALL_TESTS=1\n" in (ROOT / ".ci/run").read_text()
