@@ -16,7 +16,7 @@ the step's first sequence. So however rows are later cut and dealt out, each sha
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,8 @@ def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection
 def _divisor(total: float, term: TermSection) -> float:
     """What the tokens of one sequence are divided by."""
     match term.aggregation:
+        case "token-mean" | "seq-mean-token-sum" | "sum":
+            return 1.0
         case "seq-mean-token-mean":
             return total if total > 0 else 1.0
         case "seq-mean-token-sqrt":
@@ -62,15 +64,18 @@ def _divisor(total: float, term: TermSection) -> float:
             assert term.norm_length is not None  # a rule of the section
             return float(term.norm_length)
         case _:
-            return 1.0
+            assert_never(term.aggregation)
 
 
 def _share(total: float, sample_weight: float, term: TermSection, is_first_in_step: bool) -> float:
     """What one sequence adds to the denominator."""
+    assert term.aggregation != "token-mean", "its denominator belongs to tokens, not to sequences"
     match term.aggregation:
         case "sum" | "token-sum-norm":
             return 1.0 if is_first_in_step else 0.0
         case "seq-mean-token-sqrt":
             return sample_weight * math.sqrt(total)
-        case _:
+        case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
             return sample_weight if total > 0 or term.empty_sequences == "include" else 0.0
+        case _:
+            assert_never(term.aggregation)

@@ -153,9 +153,9 @@ def power_of_two_near(x: float) -> float:
     return math.ldexp(1.0, round(math.log2(x)))
 
 
-def _divisor(term: TermSection) -> tuple[object, ...]:
-    """What decides a term's denominator, beside the batch."""
-    return term.aggregation, term.norm_length, term.empty_sequences
+def _divisor(term: TermSection) -> dict[str, object]:
+    """What decides a term's denominator, beside the batch: all that a term has but its function."""
+    return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 
 def _checked(pair: object, name: str, inputs: TermInputs) -> LossPair:
