@@ -1,6 +1,7 @@
 """Aggregations as per-token weights and shares of the denominator, computed on whole sequences.
 
-With mask w_t, n = sum of w_t, sample weight v and the constant length L (sums and means over the global batch):
+With mask w_t, n = sum of w_t, sample weight v, the constant length L and the constant power p (sums and means are over
+the global batch):
 
     name                     weight of a token   denominator
     token-mean               v w_t               sum of v w_t
@@ -9,6 +10,7 @@ With mask w_t, n = sum of w_t, sample weight v and the constant length L (sums a
     seq-mean-token-sum-norm  v w_t / L           sum of v
     token-sum-norm           v w_t / L           1
     seq-mean-token-sqrt      v w_t / sqrt(n)     sum of v sqrt(n)
+    seq-mean-token-power     v w_t / n^p         sum of v n^(1 - p)
     sum                      v w_t               1
 
 What a sequence adds to the denominator is carried by its first token, and the 1 of a whole step by the first token of
@@ -60,6 +62,8 @@ def _divisor(total: float, term: TermSection) -> float:
             return total if total > 0 else 1.0
         case "seq-mean-token-sqrt":
             return math.sqrt(total) if total > 0 else 1.0
+        case "seq-mean-token-power":
+            return math.pow(total, _power(term)) if total > 0 else 1.0
         case "seq-mean-token-sum-norm" | "token-sum-norm":
             assert term.norm_length is not None  # a rule of the section
             return float(term.norm_length)
@@ -75,7 +79,14 @@ def _share(total: float, sample_weight: float, term: TermSection, is_first_in_st
             return 1.0 if is_first_in_step else 0.0
         case "seq-mean-token-sqrt":
             return sample_weight * math.sqrt(total)
+        case "seq-mean-token-power":
+            return sample_weight * math.pow(total, 1 - _power(term))
         case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
             return sample_weight if total > 0 or term.empty_sequences == "include" else 0.0
         case _:
             assert_never(term.aggregation)
+
+
+def _power(term: TermSection) -> float:
+    assert term.length_power is not None  # a rule of the section
+    return term.length_power

@@ -92,6 +92,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"loss__norm_length": 7}, "loss.norm_length=7 is not used by aggregation=token-mean"),
     (
+        {"loss__aggregation": "seq-mean-token-power"},
+        "loss.length_power is not given, but aggregation=seq-mean-token-power divides by the length to that power",
+    ),
+    ({"loss__length_power": 0.5}, "loss.length_power=0.5 is not used by aggregation=token-mean"),
+    (
         {"loss__side_terms": {"z": {"aggregation": "token-sum-norm"}}},
         "loss.side_terms.z.norm_length is not given",
     ),

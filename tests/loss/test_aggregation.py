@@ -17,16 +17,19 @@ NAMES: list[Aggregation] = [
     "seq-mean-token-sum-norm",
     "token-sum-norm",
     "seq-mean-token-sqrt",
+    "seq-mean-token-power",
     "sum",
 ]
 COUNTS = st.one_of(st.just(0.0), st.floats(0.01, 10))
 SEQUENCES = st.lists(st.tuples(st.lists(COUNTS, min_size=4, max_size=4), COUNTS), min_size=1, max_size=5)
 NORM_LENGTH = 7
+POWER = 0.3
 
 
 def term(name: Aggregation, empty: str = "exclude") -> TermSection:
     length = {"norm_length": NORM_LENGTH} if name in NORM_AGGREGATIONS else {}
-    return TermSection.model_validate({"aggregation": name, "empty_sequences": empty, **length})
+    power = {"length_power": POWER} if name == "seq-mean-token-power" else {}
+    return TermSection.model_validate({"aggregation": name, "empty_sequences": empty, **length, **power})
 
 
 def defined(name: Aggregation, empty: str, sequences: list[tuple[list[float], float]]) -> tuple[list[float], float]:
@@ -55,6 +58,9 @@ def defined(name: Aggregation, empty: str, sequences: list[tuple[list[float], fl
             case "seq-mean-token-sqrt":
                 factors += [v * x / math.sqrt(n) if n else 0.0 for x in w]
                 denominator += v * math.sqrt(n)
+            case "seq-mean-token-power":
+                factors += [v * x / math.exp(POWER * math.log(n)) if n else 0.0 for x in w]
+                denominator += v * n / math.exp(POWER * math.log(n)) if n else 0.0
             case "sum":
                 factors += [v * x for x in w]
                 denominator = 1.0
@@ -98,6 +104,8 @@ def test_counts_are_exact(name: Aggregation) -> None:
     expected = {"token-mean": masks.sum(), "token-sum-norm": 1.0, "sum": 1.0}.get(name, 64.0)
     if name == "seq-mean-token-sqrt":
         assert total == pytest.approx(np.sqrt(masks.sum(1)).sum(), rel=1e-14)
+    elif name == "seq-mean-token-power":
+        assert total == pytest.approx((masks.sum(1) ** (1 - POWER)).sum(), rel=1e-14)
     else:
         assert total == expected
 
@@ -108,6 +116,20 @@ def test_whole_sequences_are_owned_by_their_first_token() -> None:
     assert aggregate(mask, 2.0, term("sum"), True).denominator_weights.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert aggregate(mask, 2.0, term("sum"), False).denominator_weights.tolist() == [0.0, 0.0, 0.0, 0.0]
     assert aggregate(mask, 2.0, term("token-mean"), False).denominator_weights.tolist() == [0.0, 0.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("power", "same"), [(0.5, "seq-mean-token-sqrt"), (1e-12, "token-mean"), (1 - 1e-12, "seq-mean-token-mean")]
+)
+@given(sequences=SEQUENCES)
+def test_a_power_lies_between_the_means_of_tokens_and_of_sequences(
+    power: float, same: Aggregation, sequences: list[tuple[list[float], float]]
+) -> None:
+    powered = TermSection(aggregation="seq-mean-token-power", length_power=power)
+    for mask, weight in sequences:
+        found, expected = (aggregate(np.array(mask), weight, each, False) for each in (powered, term(same)))
+        assert found.weights == pytest.approx(expected.weights, rel=1e-6)
+        assert math.fsum(found.denominator_weights) == pytest.approx(math.fsum(expected.denominator_weights), rel=1e-9)
 
 
 def test_types_are_those_of_the_pair() -> None:

@@ -198,6 +198,11 @@ def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) ->
         case "seq-mean-token-sqrt":
             per_sequence = [mean * math.sqrt(count) for mean, count in zip(means, counts, strict=True)]
             denominator = math.fsum(v_i * math.sqrt(n_i) for v_i, n_i in zip(v, counts, strict=True))
+        case "seq-mean-token-power":
+            assert term.length_power is not None
+            lengths = [count ** (1.0 - term.length_power) if count > 0 else 0.0 for count in counts]
+            per_sequence = [mean * length for mean, length in zip(means, lengths, strict=True)]
+            denominator = math.fsum(v_i * length for v_i, length in zip(v, lengths, strict=True))
         case "sum":
             per_sequence, denominator = sums, 1.0
     numerator = torch.stack([v_i * value for v_i, value in zip(v, per_sequence, strict=True)]).sum()

@@ -53,6 +53,11 @@ def random_batch(seed: int, sizes: tuple[int, ...] = (5, 9, 3, 9)) -> list[Seque
             2 * 7.0 / math.sqrt(2) + 3 * 3.0,
             2 * math.sqrt(2) + 3.0,
         ),
+        (
+            TermSection(aggregation="seq-mean-token-power", length_power=0.25),
+            2 * 7.0 / 2**0.25 + 3 * 3.0,
+            2 * 2**0.75 + 3.0,
+        ),
         (TermSection(aggregation="sum"), 23.0, 1.0),
     ],
 )

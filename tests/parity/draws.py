@@ -105,6 +105,8 @@ def terms(draw: DrawFn) -> dict[str, Any]:
     term: dict[str, Any] = {"aggregation": draw(st.sampled_from(get_args(Aggregation)))}
     if term["aggregation"] in NORM_AGGREGATIONS:
         term["norm_length"] = draw(st.sampled_from([1, 20, 4096]))
+    if term["aggregation"] == "seq-mean-token-power":
+        term["length_power"] = draw(st.sampled_from([0.25, 0.5, 0.9]))
     return term | {"empty_sequences": draw(st.sampled_from(["exclude", "include"]))}
 
 

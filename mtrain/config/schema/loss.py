@@ -17,6 +17,7 @@ Aggregation = Literal[
     "seq-mean-token-sum-norm",
     "token-sum-norm",
     "seq-mean-token-sqrt",
+    "seq-mean-token-power",
     "sum",
 ]
 
@@ -65,6 +66,8 @@ class TermSection(Section):
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
     """The constant L of the -norm aggregations, in tokens."""
+    length_power: float | None = Field(None, gt=0, lt=1)
+    """The constant p of seq-mean-token-power: near 0 it is token-mean, near 1 seq-mean-token-mean."""
     empty_sequences: Literal["exclude", "include"] = "exclude"
     """Whether a sequence without loss tokens counts in the denominator of the seq-mean aggregations."""
 
@@ -103,6 +106,20 @@ class TermSection(Section):
             f"norm_length={self.norm_length} is not used by aggregation={self.aggregation}; remove it, or choose "
             f"{' or '.join(NORM_AGGREGATIONS)}"
         )
+
+    @rule
+    def powers_belong_to_one_aggregation(self) -> str | None:
+        if self.length_power is None and self.aggregation == "seq-mean-token-power":
+            return (
+                "length_power is not given, but aggregation=seq-mean-token-power divides by the length to that power; "
+                "set it, between 0 and 1"
+            )
+        if self.length_power is not None and self.aggregation != "seq-mean-token-power":
+            return (
+                f"length_power={self.length_power} is not used by aggregation={self.aggregation}; remove it, or choose "
+                "seq-mean-token-power"
+            )
+        return None
 
 
 class SideTermSection(TermSection):

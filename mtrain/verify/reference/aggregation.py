@@ -1,7 +1,7 @@
 """Aggregations: what each sequence adds to a term and to what the term is divided by.
 
 With w_t the weight of a token, n the sum of them over the sequence, v the weight of the sample, l_t the loss of a token
-and L a constant, sums and means over all sequences of the global batch:
+and L and p constants, sums and means over all sequences of the global batch:
 
     token-mean               sum v w l          / sum v w
     seq-mean-token-sum       sum v (sum w l)    / sum v
@@ -9,9 +9,10 @@ and L a constant, sums and means over all sequences of the global batch:
     seq-mean-token-sum-norm  sum v (sum w l / L) / sum v
     token-sum-norm           sum v (sum w l / L)
     seq-mean-token-sqrt      sum v (sum w l / sqrt n) / sum v sqrt n
+    seq-mean-token-power     sum v (sum w l / n^p) / sum v n^(1 - p)
     sum                      sum v w l
 
-Source: names as verl's agg_loss; square averaging as InternVL's.
+Source: names as verl's agg_loss; square averaging, and powers between token and sample averaging, as InternVL's.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) ->
             divisors = torch.where(totals > 0, totals, ones)
         case "seq-mean-token-sqrt":
             divisors = torch.where(totals > 0, totals.sqrt(), ones)
+        case "seq-mean-token-power":
+            assert term.length_power is not None, "a rule of the section"
+            divisors = torch.where(totals > 0, totals**term.length_power, ones)
         case "seq-mean-token-sum-norm" | "token-sum-norm":
             assert term.norm_length is not None, "a rule of the section"
             divisors = ones * term.norm_length
@@ -86,6 +90,10 @@ def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divis
             return Divisor(tuple(v for v, total in zip(samples, rows, strict=True) if total > 0 or counts_empty))
         case "seq-mean-token-sqrt":
             return Divisor(tuple(v * math.sqrt(total) for v, total in zip(samples, rows, strict=True)))
+        case "seq-mean-token-power":
+            assert term.length_power is not None, "a rule of the section"
+            rest = 1 - term.length_power
+            return Divisor(tuple(v * math.pow(total, rest) for v, total in zip(samples, rows, strict=True)))
         case "token-sum-norm" | "sum":
             return Divisor((1.0,))
         case _:

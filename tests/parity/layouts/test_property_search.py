@@ -72,7 +72,7 @@ def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
         "loss__denominator": "measured",
         "loss__aggregation": "token-mean",
     }
-    planted |= {"loss__norm_length": None, "loss__side_terms": {}}
+    planted |= {"loss__norm_length": None, "loss__length_power": None, "loss__side_terms": {}}
     deviations = []
 
     @settings(_FIXED, max_examples=NUM_EXAMPLES)

@@ -21,8 +21,10 @@ CASES = [
 
 
 def knobs(aggregation: str) -> dict[str, Any]:
-    """The constant length where the aggregation has one; it is neither the row's width nor a mean."""
-    return {"loss__aggregation": aggregation} | ({"loss__norm_length": 20} if aggregation in NORM_AGGREGATIONS else {})
+    """With the constant where the aggregation has one; the length is neither the row's width nor a mean."""
+    length = {"loss__norm_length": 20} if aggregation in NORM_AGGREGATIONS else {}
+    power = {"loss__length_power": 0.3} if aggregation == "seq-mean-token-power" else {}
+    return {"loss__aggregation": aggregation, **length, **power}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -45,7 +47,9 @@ def test_empty_sequences_count_where_the_configuration_says_so(pool: Pool, aggre
     deviation(run_case(pool, case, batches, **changes), oracle, config).assert_below()
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sqrt"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sqrt", "seq-mean-token-power"]
+)
 def test_a_denominator_below_one_is_not_clamped(pool: Pool, aggregation: str) -> None:
     """Sample weights cancel, however small: the run is that of weights 1."""
     one, batch = case(4, dp=2), three_steps()[0]

@@ -100,14 +100,15 @@ SAMPLES = torch.tensor([2.0, 5.0, 3.0], dtype=torch.float64)
         (TermSection(aggregation="seq-mean-token-sum-norm", norm_length=4), 1.5, 0.5625, 5.0),
         (TermSection(aggregation="token-sum-norm", norm_length=4), 1.5, 0.5625, 1.0),
         (TermSection(aggregation="seq-mean-token-sqrt"), 3.0, 2.25, 7.0),
+        (TermSection(aggregation="seq-mean-token-power", length_power=0.25), 6 / 2**0.5, 2.25, 2 * 2**1.5 + 3),
         (TermSection(aggregation="sum"), 6.0, 2.25, 1.0),
     ],
     ids=lambda value: value.aggregation if isinstance(value, TermSection) else None,
 )
 def test_aggregations_by_hand(term: TermSection, first: float, last: float, denominator: float) -> None:
     found = token_weights(WEIGHTS, SAMPLES, term)
-    assert (float(found[0, 1]), float(found[2, 2])) == (first, last)
-    assert divisor(WEIGHTS, SAMPLES, term).value == denominator
+    assert (float(found[0, 1]), float(found[2, 2])) == pytest.approx((first, last), rel=1e-15)
+    assert divisor(WEIGHTS, SAMPLES, term).value == pytest.approx(denominator, rel=1e-15)
 
 
 @pytest.mark.parametrize(
