@@ -107,11 +107,11 @@ def verify(path: PathArgument) -> None:
 def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
     from mtrain.checkpoint.store.contents import size_bytes
 
-    table = _table("tensor", "dtype", "shape", "size", "boxes")
+    table = _table("tensor", "dtype", "shape", "size", "slices")
     for key, tensor in sorted(tensors.items()):
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        table.add_row(key, dtype, shape, _size(size_bytes(tensor)), str(len(tensor.boxes)))
+        table.add_row(key, dtype, shape, _size(size_bytes(tensor)), str(len(tensor.slices)))
     _console().print(table)
 
 

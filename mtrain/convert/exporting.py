@@ -13,6 +13,7 @@ import torch
 
 import mtrain
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
@@ -24,7 +25,6 @@ from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
 from mtrain.hf.io.safetensors import header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
-from mtrain.hf.schema.axes import Sizes
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 
@@ -100,7 +100,7 @@ class Outgoing(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Shard(NamedTuple):
+class OutgoingFile(NamedTuple):
     """One safetensors file to be written."""
 
     tensors: list[Outgoing]
@@ -113,16 +113,16 @@ class Shard(NamedTuple):
         return sum(one.size_bytes for one in self.tensors)
 
 
-def shards(target: Target, dtype: torch.dtype | None) -> dict[str, Shard]:
+def shards(target: Target, dtype: torch.dtype | None) -> dict[str, OutgoingFile]:
     """Files as they were where the weights came from, else full ones one after the other."""
     wanted = {
-        tensor.name: Outgoing(tensor.name, tensor, piece.key, target.dtype(piece, dtype))
-        for tensor, piece in target.table.tensors()
+        tensor.name: Outgoing(tensor.name, tensor, filled.key, target.dtype(filled, dtype))
+        for tensor, filled in target.table.tensors()
     }
     copies = {name: wanted[original]._replace(name=name) for name, original in target.table.copies.items()}
     known = copies | wanted
     files = {
-        file: Shard([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
+        file: OutgoingFile([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
         for file, facts in _files_there(target.origin).items()
     }
     if wanted.keys() <= {one.name for shard in files.values() for one in shard.tensors}:
@@ -136,9 +136,9 @@ def shards(target: Target, dtype: torch.dtype | None) -> dict[str, Shard]:
         groups[-1].append(one)
         filled += one.size_bytes
     if len(groups) == 1:
-        return {SINGLE_NAME: Shard(groups[0], {"format": "pt"})}
+        return {SINGLE_NAME: OutgoingFile(groups[0], {"format": "pt"})}
     return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": Shard(group, {"format": "pt"})
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": OutgoingFile(group, {"format": "pt"})
         for number, group in enumerate(groups, start=1)
     }
 
@@ -153,7 +153,7 @@ def _files_there(origin: Path | None) -> dict[str, Any]:
     return found
 
 
-def _plan(target: Target, files: Mapping[str, Shard], dtype: torch.dtype | None) -> dict[str, Any]:
+def _plan(target: Target, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
     """What makes a later call the same one."""
     return {
         "program": mtrain.__version__,
@@ -165,7 +165,7 @@ def _plan(target: Target, files: Mapping[str, Shard], dtype: torch.dtype | None)
     }
 
 
-def _write_side_files(folder: Path, target: Target, files: Mapping[str, Shard]) -> None:
+def _write_side_files(folder: Path, target: Target, files: Mapping[str, OutgoingFile]) -> None:
     origin, template = target.origin, None
     if origin is not None:
         template = plain_config(read_json(origin / CONFIG_NAME))

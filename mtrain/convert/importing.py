@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,25 +16,26 @@ import mtrain
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import METADATA_FILES, Place, save_record, write_metadata
+from mtrain.checkpoint.format.writer import METADATA_FILES, save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.source import Source, open_source
-from mtrain.hf.schema.axes import Sizes
 from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
-from mtrain.hf.schema.table import Piece, Table, boxes_to_write, cut, read_box
+from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
 
 SHARDS_NAME = "shards.json"
 _FILE_BYTES = 1 << 29
-_BOX_BYTES = 1 << 26
-"""Larger boxes are cut into rows, so that a reader of a part, and a cast, need little memory."""
+_SLICE_BYTES = 1 << 26
+"""Larger slices are cut into rows, so that a reader of a part, and a cast, need little memory."""
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
@@ -68,38 +68,43 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 def _write_tensors(
     folder: Path, source: Source, dtypes: Mapping[str, torch.dtype], num_workers: int
 ) -> dict[str, FileInfo]:
-    """Data files and their list."""
+    """Data files and the metadata."""
     files = _files(source.table, dtypes)
 
     def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
-        boxes: list[Any] = []
+        slices: list[Any] = []
         with HashedFile(partial) as file:
             for part in files[unit.name]:
-                start, key = file.tell(), part.piece.key
-                values = read_box(part.piece, part.offsets, part.sizes, source.weights.tensor)
+                start, key = file.tell(), part.source.key
+                values = read_slice(part.source, part.at, source.weights.tensor)
                 save_record(values.to(dtypes[key]), file)
-                boxes.append([key, part.offsets, part.sizes, start, file.tell() - start])
+                slices.append([key, *part.at, start, file.tell() - start])
                 tell(part.size_bytes)
-            return {"boxes": boxes, "file": file.finish().model_dump()}
+            return {"slices": slices, "file": file.finish().model_dump()}
 
     units = [Unit(name, sum(part.size_bytes for part in parts)) for name, parts in files.items()]
     known = run_units(folder, units, write, num_workers, "importing")
-    places = [
-        Place(key, dtypes[key], source.table.shapes[key], tuple(offsets), tuple(sizes), name, *extent)
+    saved = [
+        (key, GlobalTensor(dtypes[key], source.table.shapes[key], (SavedSlice(at, name, *extent),)))
         for name, facts in known.items()
-        for key, offsets, sizes, *extent in facts["boxes"]
+        for key, at, extent in _listed(facts["slices"])
     ]
     for name in METADATA_FILES:
         (folder / name).unlink(missing_ok=True)
     with disk_faults(f"write {folder}"):
-        listed = write_metadata(folder, places)
+        listed = write_metadata(folder, saved)
     return {name: FileInfo.model_validate(facts["file"]) for name, facts in known.items()} | listed
 
 
-class _BoxToWrite(NamedTuple):
-    piece: Piece
-    offsets: Sizes
-    sizes: Sizes
+def _listed(slices: list[Any]) -> Iterator[tuple[str, TensorSlice, list[int]]]:
+    """(key, slice, extent in the file in bytes) of what JSON may have made lists of."""
+    for key, offset, shape, *extent in slices:
+        yield key, TensorSlice(tuple(offset), tuple(shape)), extent
+
+
+class _SliceToWrite(NamedTuple):
+    source: FilledSlice
+    at: TensorSlice
     size_bytes: int
 
 
@@ -110,32 +115,32 @@ def _dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]
         DataError: Tensors that are one in the checkpoint have several.
     """
     found: dict[str, torch.dtype] = {}
-    for tensor, piece in source.table.tensors():
+    for tensor, filled in source.table.tensors():
         held = source.weights.facts(tensor.name)[0]
-        its = held if dtype is None or piece.keeps_dtype else dtype
-        if found.setdefault(piece.key, its) != its:
+        its = held if dtype is None or filled.keeps_dtype else dtype
+        if found.setdefault(filled.key, its) != its:
             raise DataError(
-                f"{source.folder.path}: {tensor.name} is {its}, but others that belong to {piece.key} are "
-                f"{found[piece.key]}; choose one with --dtype"
+                f"{source.folder.path}: {tensor.name} is {its}, but others that belong to {filled.key} are "
+                f"{found[filled.key]}; choose one with --dtype"
             )
     return found
 
 
-def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_BoxToWrite]]:
-    """Data file -> its boxes, about half a gigabyte each."""
-    files: list[list[_BoxToWrite]] = [[]]
-    filled = 0
-    for piece in table.pieces:
-        itemsize = dtypes[piece.key].itemsize
-        is_whole = any(tensor.arrangement.is_reordered for tensor in piece.tensors)
-        if filled >= _FILE_BYTES:
+def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_SliceToWrite]]:
+    """Data file -> its slices, about half a gigabyte each."""
+    files: list[list[_SliceToWrite]] = [[]]
+    size_bytes = 0
+    for filled in table.slices:
+        itemsize = dtypes[filled.key].itemsize
+        is_whole = any(tensor.arrangement.is_reordered for tensor in filled.tensors)
+        if size_bytes >= _FILE_BYTES:
             files.append([])
-            filled = 0
-        for block in boxes_to_write(piece):
-            for offsets, sizes in cut(block.offsets, block.sizes, 1 << 62 if is_whole else _BOX_BYTES // itemsize):
-                files[-1].append(_BoxToWrite(piece, offsets, sizes, itemsize * math.prod(sizes)))
-                filled += files[-1][-1].size_bytes
-    return {f"__0_{number}.distcp": boxes for number, boxes in enumerate(files)}
+            size_bytes = 0
+        for whole in slices_to_write(filled):
+            for at in whole.cut(1 << 62 if is_whole else _SLICE_BYTES // itemsize):
+                files[-1].append(_SliceToWrite(filled, at, itemsize * at.num_elements))
+                size_bytes += files[-1][-1].size_bytes
+    return {f"__0_{number}.distcp": slices for number, slices in enumerate(files)}
 
 
 def _plan(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import torch
 
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.progress import Meter
 from mtrain.hf.io.block_scaled import Weights
 from mtrain.hf.io.matching import same_bits, told
-from mtrain.hf.schema.axes import Sizes
-from mtrain.hf.schema.table import HfTensor, Piece, Table, stream_tensor
+from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
 
 
 class Proof(NamedTuple):
@@ -52,10 +52,10 @@ def prove(
     tensors = list(table.tensors())
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
 
-    def differs(item: tuple[HfTensor, Piece]) -> bool:
-        tensor, piece = item
+    def differs(item: tuple[HfTensor, FilledSlice]) -> bool:
+        tensor, filled = item
         theirs, start = weights.tensor(tensor.name).contiguous().view(-1), 0
-        for ours in stream_tensor(tensor, key_of(piece.key), checkpoint.read):
+        for ours in stream_tensor(tensor, key_of(filled.key), checkpoint.read):
             check()
             part = theirs[start : start + ours.numel()]
             dtype = ours.dtype if into == "checkpoint" else part.dtype

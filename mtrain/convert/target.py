@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
@@ -15,12 +16,11 @@ from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.block_scaled import plain_config
-from mtrain.hf.schema.axes import Sizes
 from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of, fitting_family
-from mtrain.hf.schema.table import Piece, Table
+from mtrain.hf.schema.table import FilledSlice, Table
 
 _MAIN = "optimizer.state.param."
 _LEFT = ("optimizer.", "rng")
@@ -60,12 +60,12 @@ class Target(NamedTuple):
 
     def files(self) -> set[str]:
         """Files of the checkpoint that hold the weights."""
-        return {box.file for key in self.table.shapes for box in self.tensors.tensors[self.key(key)].boxes}
+        return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
 
-    def dtype(self, piece: Piece, wanted: torch.dtype | None) -> torch.dtype:
+    def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
         """What a tensor will have outside."""
-        held = self.tensors.tensors[self.key(piece.key)].dtype
-        return held if wanted is None or piece.keeps_dtype else wanted
+        held = self.tensors.tensors[self.key(filled.key)].dtype
+        return held if wanted is None or filled.keeps_dtype else wanted
 
 
 def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Target:

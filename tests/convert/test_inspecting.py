@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from mtrain.checkpoint.format.slices import slices_of_run
-from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from mtrain.checkpoint.store.contents import contents_of
 from mtrain.checkpoint.store.diff import differences
 from mtrain.plan.layout import Layout
@@ -40,15 +40,15 @@ def said(*arguments: object) -> tuple[int, str]:
 
 
 def changed(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint in Megatron's format, each tensor in several boxes."""
+    """A checkpoint in Megatron's format, each tensor in several slices."""
     folder.mkdir()
     parts = [
-        Part(key, tuple(values.shape), box.offset, box.sizes, values.flatten()[box.start : box.end])
+        Shard(key, tuple(values.shape), at, values.flatten()[start : start + at.num_elements])
         for key, values in tensors.items()
         for run in ((0, values.numel() // 3), (values.numel() // 3, values.numel()))
-        for box in slices_of_run(values.shape, *run)
+        for start, at in slices_of_run(values.shape, *run)
     ]
-    write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).places)
+    write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).tensors)
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.safetensors import header_of
 from mtrain.hf.io.source import FolderTensors, open_source
@@ -143,7 +144,7 @@ def _read(folder: Path) -> None:
     assert _meaning(again) == _meaning(source.model)
     tensors = FolderTensors(source)
     for key, facts in tensors.tensors.items():
-        assert not tensors.read(key, (0,) * len(facts.shape), facts.shape).any()
+        assert not tensors.read(key, TensorSlice.whole(facts.shape)).any()
     if _same_json(folder / CONFIG_NAME, folder / _BEFORE):
         assert source.model == family.model(json.loads((folder / _BEFORE).read_bytes()))
 

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from tests.fuzz.mutations import HUGE, TEXTS, mutated_bytes
 from tests.fuzz.target import Target
 
@@ -78,8 +79,8 @@ def _write(folder: Path, random: Random) -> None:
         for start in range(0, len(values), 2):
             box = values[start : start + 2].contiguous()
             offset = (start, *[0] * (values.dim() - 1))
-            parts.append(Part(key, tuple(values.shape), offset, tuple(box.shape), box))
-    write_metadata(inside, write_shards(inside / _SHARD, parts).places)
+            parts.append(Shard(key, tuple(values.shape), TensorSlice(offset, tuple(box.shape)), box))
+    write_metadata(inside, write_shards(inside / _SHARD, parts).tensors)
     write_shards(outside / _SHARD, [part._replace(data=torch.full_like(part.data, _SECRET)) for part in parts])
     listed = pickle.loads((inside / _LIST).read_bytes())
     match random.choice(("bytes", "bytes", "opcodes", "object", "object", "shard", "whole")):
@@ -145,7 +146,7 @@ def _read(folder: Path) -> None:
         tensors = CheckpointTensors(folder / _INSIDE)
         known = {number for values in _values().values() for number in values.flatten().tolist()}
         for key, facts in tensors.tensors.items():
-            values = tensors.read(key, (0,) * len(facts.shape), facts.shape)
+            values = tensors.read(key, TensorSlice.whole(facts.shape))
             assert tuple(values.shape) == facts.shape
             assert values.dtype == facts.dtype
             assert _SECRET not in values

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
 from mtrain.runs.folder import RunFolder
@@ -65,7 +66,9 @@ def test_the_next_start_exports_what_was_left_to_do_and_keeps_it_until_then(
     exporter.finish()
     model = transformers.AutoModelForCausalLM.from_pretrained(run.exports / "step_00000002", dtype="auto")
     tensors = CheckpointTensors(load_entry(run.checkpoints / "step_00000002").path)
-    assert torch.equal(model.model.norm.weight, tensors.read("decoder.final_layernorm.weight", (0,), (32,)))
+    assert torch.equal(
+        model.model.norm.weight, tensors.read("decoder.final_layernorm.weight", TensorSlice((0,), (32,)))
+    )
     Exporter(run, 2).finish()
     assert capsys.readouterr().out.count("exported") == 1
     assert delete_checkpoint(run.checkpoints, 2)

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 
 _MOST_RANKS = 8
 """Named in a message."""
 
 
 class Finding(NamedTuple):
-    """What one rank has found in its boxes."""
+    """What one rank has found in its shards."""
 
     place: str
     """Of the first such number, with its value."""
@@ -24,21 +24,21 @@ class Finding(NamedTuple):
 
 
 @torch.no_grad()
-def non_finite(parts: Sequence[Part]) -> Finding | None:
+def non_finite(shards: Sequence[Shard]) -> Finding | None:
     """The first number that is nan or inf; None where all are finite.
 
-    Each box is read once, where it lies; integers are left out. The host reads one vector of flags.
+    Each shard is read once, where it lies; integers are left out. The host reads one vector of flags.
     """
-    floats = [part for part in parts if part.data.is_floating_point() and part.data.numel() > 0]
+    floats = [shard for shard in shards if shard.data.is_floating_point() and shard.data.numel() > 0]
     if not floats:
         return None
-    # the smallest and the largest carry every nan and inf, and need no mask as large as the box
-    extremes = [torch.stack(torch.aminmax(part.data.detach())) for part in floats]
+    # the smallest and the largest carry every nan and inf, and need no mask as large as the shard
+    extremes = [torch.stack(torch.aminmax(shard.data.detach())) for shard in floats]
     flags = torch.stack([pair.isfinite().all() for pair in extremes]).tolist()
-    bad = [part for part, is_finite in zip(floats, flags, strict=True) if not is_finite]
+    bad = [shard for shard, is_finite in zip(floats, flags, strict=True) if not is_finite]
     if not bad:
         return None
-    return Finding(_place(bad[0]), len({part.key for part in bad}))
+    return Finding(_place(bad[0]), len({shard.key for shard in bad}))
 
 
 def described(everyone: Sequence[Finding | None]) -> str | None:
@@ -61,9 +61,9 @@ def described(everyone: Sequence[Finding | None]) -> str | None:
     return text
 
 
-def _place(part: Part) -> str:
+def _place(shard: Shard) -> str:
     """Such as `decoder.final_layernorm.weight[3] is nan`, by its index in the global tensor."""
-    values: Tensor = part.data.detach().view(part.sizes)
+    values: Tensor = shard.data.detach().view(shard.at.shape)
     index = (~values.isfinite()).nonzero()[0].tolist()
     value = values[tuple(index)].item()
-    return f"{part.key}{[start + within for start, within in zip(part.offset, index, strict=True)]} is {value}"
+    return f"{shard.key}{[start + within for start, within in zip(shard.at.offset, index, strict=True)]} is {value}"

@@ -1,8 +1,8 @@
-"""Reads the list of tensors of a checkpoint without running or building anything that it names.
+"""Reads the metadata of a checkpoint without running or building anything that it names.
 
-torch keeps that list, `.metadata`, as a pickle, and a pickle can name any function to call. It is read as plain data
+torch keeps it, `.metadata`, as a pickle, and a pickle can name any function to call. It is read as plain data
 (`inert_pickle`), and of that data every value that is used is checked here. The tensors themselves are mapped
-(`record`), and nothing else of a checkpoint is unpickled.
+(`torch_save_reader`), and nothing else of a checkpoint is unpickled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import read_plain_file
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.inert_pickle import Built, Named, read_inert
 
-Sizes: TypeAlias = tuple[int, ...]
 _METADATA = ".metadata"
 _MOST_BYTES = 1 << 28
-"""Of a list; about two million boxes."""
+"""Of the metadata; about two million slices."""
 _MOST_AXES = 64
 """As torch allows."""
 _MOST_ELEMENTS = 1 << 63
@@ -55,34 +55,32 @@ _ALLOWED = {
     f"{_IN_TORCH}planner.WriteItem",
     f"{_IN_TORCH}planner.WriteItemType",
 }
-"""What a list may name."""
+"""What the metadata may name."""
 
 
-class Box(NamedTuple):
-    """A part of a global tensor and where its bytes lie."""
+class SavedSlice(NamedTuple):
+    """A slice of a global tensor and where its bytes lie."""
 
-    key: str
-    offsets: Sizes
-    sizes: Sizes
+    at: TensorSlice
     file: str
     """A plain name in the checkpoint's folder."""
-    start: int
+    start_bytes: int
     """First byte in the file."""
-    length: int
-    """Bytes, with all that torch.save writes around the values."""
+    length_bytes: int
+    """With all that torch.save writes around the values."""
 
 
 class GlobalTensor(NamedTuple):
-    """What the list says of one tensor."""
+    """What the metadata says of one tensor."""
 
     dtype: torch.dtype
     shape: Sizes
-    boxes: tuple[Box, ...]
+    slices: tuple[SavedSlice, ...]
     """Of other offsets each, inside the shape."""
 
 
 class TensorMetadata(NamedTuple):
-    """A checked list."""
+    """Checked metadata."""
 
     tensors: dict[str, GlobalTensor]
     others: set[str]
@@ -93,11 +91,11 @@ def read_metadata(folder: Path) -> TensorMetadata:
     """The tensors of a checkpoint in `torch_dist` format.
 
     Raises:
-        DataError: The list is missing, damaged or too long, names code or files elsewhere, or contradicts itself.
+        DataError: The metadata is missing, damaged or too long, names code or files elsewhere, or contradicts itself.
     """
     path = folder / _METADATA
     try:
-        return _tensor_list(read_inert(read_plain_file(path, _MOST_BYTES), _ALLOWED))
+        return _tensor_metadata(read_inert(read_plain_file(path, _MOST_BYTES), _ALLOWED))
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValueError as fault:
@@ -106,7 +104,7 @@ def read_metadata(folder: Path) -> TensorMetadata:
         raise DataError(f"{path} does not fit into memory; restore the checkpoint or use another") from fault
 
 
-def _tensor_list(content: Any) -> TensorMetadata:
+def _tensor_metadata(content: Any) -> TensorMetadata:
     metadata = _fields(content, "metadata.Metadata")
     saved, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(saved, dict) or not isinstance(storage, dict):
@@ -162,20 +160,20 @@ def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor
         raise ValueError(f"{key} has no dtype")
     shape = _sizes(facts.get("size"))
     if not isinstance(chunks, list):
-        raise ValueError(f"{key} has no list of boxes")
-    boxes: dict[Sizes, Box] = {}
+        raise ValueError(f"{key} has no list of slices")
+    slices: dict[Sizes, SavedSlice] = {}
     for chunk in chunks:
         said = _fields(chunk, "metadata.ChunkStorageMetadata")
-        offsets, sizes = _sizes(said.get("offsets")), _sizes(said.get("sizes"))
-        is_inside = len(offsets) == len(sizes) == len(shape) and all(
-            first + size <= whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
+        at = TensorSlice(_sizes(said.get("offsets")), _sizes(said.get("sizes")))
+        is_inside = len(at.offset) == len(at.shape) == len(shape) and all(
+            first + size <= whole for first, size, whole in zip(*at, shape, strict=True)
         )
-        if not is_inside or offsets in boxes:  # so there are no more boxes than places, however often one is named
-            raise ValueError(f"{key} of shape {list(shape)} has a box of {list(sizes)} at {list(offsets)}")
-        if (key, offsets) not in places:
+        if not is_inside or at.offset in slices:  # so there are no more slices than places, however often one is named
+            raise ValueError(f"{key} of shape {list(shape)} has a slice of {list(at.shape)} at {list(at.offset)}")
+        if (key, at.offset) not in places:
             raise ValueError(f"it names no file for a part of {key}")
-        boxes[offsets] = Box(key, offsets, sizes, *places[key, offsets])
-    return GlobalTensor(_DTYPES[named.name], shape, tuple(boxes.values()))
+        slices[at.offset] = SavedSlice(at, *places[key, at.offset])
+    return GlobalTensor(_DTYPES[named.name], shape, tuple(slices.values()))
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:

@@ -1,43 +1,32 @@
-"""Runs of a flattened tensor as boxes of the tensor.
+"""Runs of a flattened tensor as slices of the tensor.
 
-A distributed optimizer cuts parameters wherever its flat buffer is cut. Such a run of elements is a few boxes: the end
-of a first row, whole rows, the beginning of a last row, and so on inwards. Boxes are what sharded checkpoints consist
+A distributed optimizer cuts parameters wherever its flat buffer is cut. Such a run of elements is a few slices: the end
+of a first row, whole rows, the beginning of a last row, and so on inwards. Slices are what sharded checkpoints consist
 of, so each rank can write its own run without bringing whole tensors together first.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+
+from mtrain.base.tensor_slice import TensorSlice
 
 
-class Box(NamedTuple):
-    """Consecutive elements that are a box, too."""
-
-    start: int
-    """First element, counted in the flattened tensor."""
-    offset: tuple[int, ...]
-    """Of the box in the tensor."""
-    sizes: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """One behind the last element."""
-        return self.start + math.prod(self.sizes)
-
-
-def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The fewest boxes, in order, that make up elements [start, end) of a row-major tensor.
+def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[int, TensorSlice]]:
+    """The fewest slices, in order, that make up elements [start, end) of a row-major tensor.
 
     Args:
-        shape: Of the tensor; at most 2 x len(shape) - 1 boxes result, and none where the run is empty.
+        shape: Of the tensor; at most 2 x len(shape) - 1 slices result, and none where the run is empty.
         start: First element.
         end: One behind the last element.
+
+    Yields:
+        The first element of a slice, counted in the flattened tensor, and the slice.
     """
     assert 0 <= start <= end <= math.prod(shape), (shape, start, end)
     if start == end:
         return
     if not shape:
-        yield Box(0, (), ())
+        yield 0, TensorSlice((), ())
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row  # whole rows [first, last)
@@ -46,11 +35,13 @@ def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
         return
     yield from _in_row(shape, first - 1, start, first * row)
     if first < last:
-        yield Box(first * row, (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+        yield first * row, TensorSlice((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
     yield from _in_row(shape, last, last * row, end)
 
 
-def _in_row(shape: Sequence[int], number: int, start: int, end: int) -> Iterator[Box]:
-    row = math.prod(shape[1:])
-    for box in slices_of_run(shape[1:], start - number * row, end - number * row) if start < end else ():
-        yield Box(box.start + number * row, (number, *box.offset), (1, *box.sizes))
+def _in_row(shape: Sequence[int], number: int, start: int, end: int) -> Iterator[tuple[int, TensorSlice]]:
+    if start >= end:
+        return
+    before = number * math.prod(shape[1:])
+    for first, inner in slices_of_run(shape[1:], start - before, end - before):
+        yield first + before, TensorSlice((number, *inner.offset), (1, *inner.shape))

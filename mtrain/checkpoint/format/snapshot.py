@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 
 _ALIGNMENT_BYTES = 64
 
@@ -23,22 +23,22 @@ class Snapshot:
         """Of the memory."""
         return self._buffer.nbytes
 
-    def take(self, parts: Sequence[Part]) -> list[Part]:
-        """Copies all parts; when it returns they may change.
+    def take(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Copies all shards; when it returns they may change.
 
         The copies are overwritten by the next call.
         """
-        sizes = [-(-part.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for part in parts]
-        on_gpu = any(part.data.is_cuda for part in parts)
+        sizes = [-(-shard.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for shard in shards]
+        on_gpu = any(shard.data.is_cuda for shard in shards)
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
-        memory, start, copies = self._buffer.numpy(), 0, list[Part]()
-        for part, size in zip(parts, sizes, strict=True):
-            place = memory[start : start + part.data.nbytes]
-            copy = torch.frombuffer(place, dtype=part.data.dtype) if part.data.numel() else part.data.detach().cpu()
-            copy.copy_(part.data.detach().flatten(), non_blocking=on_gpu)
-            copies.append(part._replace(data=copy))
+        memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
+        for shard, size in zip(shards, sizes, strict=True):
+            place = memory[start : start + shard.data.nbytes]
+            copy = torch.frombuffer(place, dtype=shard.data.dtype) if shard.data.numel() else shard.data.detach().cpu()
+            copy.copy_(shard.data.detach().flatten(), non_blocking=on_gpu)
+            copies.append(shard._replace(data=copy))
             start += size
         if on_gpu:
             torch.cuda.current_stream().synchronize()

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.inert_pickle import Built, Named, Saved, read_inert
-from mtrain.checkpoint.format.safe_metadata import Sizes
 
 FAULTS = (
     *(ValueError, KeyError, IndexError, EOFError, TypeError, OverflowError, MemoryError),

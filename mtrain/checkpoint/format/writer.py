@@ -1,8 +1,8 @@
 """Global tensors in files of the `torch_dist` format, without a plan that ranks would have to agree on.
 
-Each rank writes the boxes that it holds into one file, one `torch.save` record after the other. Where they lie is all
+Each rank writes the shards that it holds into one file, one `torch.save` record after the other. Where they lie is all
 that has to come together; the first rank lists it in `.metadata`, in torch's own classes, so that torch's and
-megatron-core's readers find any box of any tensor.
+megatron-core's readers find any slice of any tensor.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
+from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.store.manifest import FileInfo
 
 METADATA_NAME = ".metadata"
 METADATA_FILES = (METADATA_NAME, "common.pt", "metadata.json")
 """What `write_metadata` writes."""
 _TORCH_FORMAT = "1.0.0"
-"""Of the list, as torch 2.9 to 2.13 write it."""
+"""Of the metadata, as torch 2.9 to 2.13 write it."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -45,95 +47,77 @@ _BACKENDS = {
 """By which megatron-core knows the format."""
 
 
-class Part(NamedTuple):
-    """A box of a global tensor."""
+class Shard(NamedTuple):
+    """What a rank holds of a global tensor."""
 
     key: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    """Of the box; as many axes as the global tensor."""
+    global_shape: Sizes
+    at: TensorSlice
+    """Of the global tensor."""
     data: Tensor
     """Its elements, contiguous, in any shape."""
     may_be_padded: bool = False
     """Whether the tensor's last rows are padding, whose number follows the layout."""
 
 
-class Place(NamedTuple):
-    """Where a box was written."""
-
-    key: str
-    dtype: torch.dtype
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start_bytes: int
-    length_bytes: int
-
-
 class Written(NamedTuple):
     """What one rank has put on disk."""
 
     files: dict[str, FileInfo]
-    places: list[Place]
+    tensors: list[tuple[str, GlobalTensor]]
+    """Key and what lies where, for each shard."""
 
 
 def write_shards(
-    path: Path, parts: Sequence[Part], before_each: Callable[[int], None] = lambda number: None
+    path: Path, shards: Sequence[Shard], before_each: Callable[[int], None] = lambda number: None
 ) -> Written:
-    """Writes one file; it is on disk when this returns. No file where there are no parts.
+    """Writes one file; it is on disk when this returns. No file where there are no shards.
 
     Args:
         path: Must not exist.
-        parts: On any device; those on a GPU are copied one after the other.
-        before_each: Called with the number of each part before it is written.
+        shards: On any device; those on a GPU are copied one after the other.
+        before_each: Called with the number of each shard before it is written.
 
     Raises:
         OSError: The disk refuses.
     """
-    if not parts:
+    if not shards:
         return Written({}, [])
-    places = []
+    tensors = []
     with HashedFile(path) as file:
-        for number, part in enumerate(parts):
+        for number, shard in enumerate(shards):
             before_each(number)
             start = file.tell()
-            save_record(part.data.detach().view(part.sizes).cpu(), file)
-            places.append(
-                Place(*part[:1], part.data.dtype, *part[1:4], path.name, start, file.tell() - start),
-            )
-        return Written({path.name: file.finish()}, places)
+            save_record(shard.data.detach().view(shard.at.shape).cpu(), file)
+            saved = SavedSlice(shard.at, path.name, start, file.tell() - start)
+            tensors.append((shard.key, GlobalTensor(shard.data.dtype, shard.global_shape, (saved,))))
+        return Written({path.name: file.finish()}, tensors)
 
 
-def write_metadata(folder: Path, places: Iterable[Place]) -> dict[str, FileInfo]:
-    """Writes the list of all tensors and what megatron-core asks for beside it.
+def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) -> dict[str, FileInfo]:
+    """Writes the metadata of all tensors and what megatron-core asks for beside it.
 
     Args:
         folder: Of the checkpoint.
-        places: Of all ranks; together they must cover every tensor exactly.
+        tensors: Key and what lies where, of the shards of all ranks; together they must cover every tensor exactly.
 
     Raises:
         DataError: They do not.
         OSError: The disk refuses.
     """
-    by_key: dict[str, list[Place]] = {}
-    for place in places:
-        by_key.setdefault(place.key, []).append(place)
-    tensors: dict[str, STORAGE_TYPES] = {}
+    by_key: dict[str, list[GlobalTensor]] = {}
+    for key, tensor in tensors:
+        by_key.setdefault(key, []).append(tensor)
+    listed: dict[str, STORAGE_TYPES] = {}
     lies: dict[MetadataIndex, _StorageInfo] = {}
-    for key, group in sorted(by_key.items()):
-        _check_cover(key, group)
-        chunks = [ChunkStorageMetadata(torch.Size(place.offset), torch.Size(place.sizes)) for place in group]
-        first = group[0]
-        tensors[key] = TensorStorageMetadata(
-            TensorProperties(dtype=first.dtype), torch.Size(first.global_shape), chunks
-        )
-        for place in group:
-            lies[MetadataIndex(key, torch.Size(place.offset))] = _StorageInfo(
-                place.file, place.start_bytes, place.length_bytes
-            )
-    metadata = Metadata(state_dict_metadata=tensors, planner_data={}, storage_data=lies, version=_TORCH_FORMAT)
+    for key, held in sorted(by_key.items()):
+        whole = _joined(key, held)
+        chunks = [ChunkStorageMetadata(*map(torch.Size, saved.at)) for saved in whole.slices]
+        listed[key] = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), torch.Size(whole.shape), chunks)
+        for saved in whole.slices:
+            index = MetadataIndex(key, torch.Size(saved.at.offset))
+            lies[index] = _StorageInfo(saved.file, saved.start_bytes, saved.length_bytes)
+    metadata = Metadata(state_dict_metadata=listed, planner_data={}, storage_data=lies, version=_TORCH_FORMAT)
     common = io.BytesIO()
     torch.save({}, common)  # megatron-core asks for it; nothing of ours is pickled
     contents = {
@@ -166,14 +150,22 @@ def _alone(tensor: Tensor) -> Tensor:
     return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
 
 
-def _check_cover(key: str, places: Sequence[Place]) -> None:
-    """Equal facts, distinct corners and the right number of elements: enough to notice a rank left out or doubled."""
-    first = places[0]
-    elements = sum(math.prod(place.sizes) for place in places)
-    corners = {place.offset for place in places}
-    is_uniform = all((place.dtype, place.global_shape) == (first.dtype, first.global_shape) for place in places)
-    if not is_uniform or len(corners) != len(places) or elements != math.prod(first.global_shape):
+def _joined(key: str, held: Sequence[GlobalTensor]) -> GlobalTensor:
+    """One tensor of all that was written of it.
+
+    Equal dtypes and shapes, distinct offsets and the right number of elements: enough to notice a rank left out or
+    doubled.
+    """
+    whole = held[0]._replace(slices=tuple(saved for tensor in held for saved in tensor.slices))
+    elements = sum(saved.at.num_elements for saved in whole.slices)
+    is_uniform = all(tensor[:2] == whole[:2] for tensor in held)
+    if (
+        not is_uniform
+        or len({saved.at.offset for saved in whole.slices}) != len(whole.slices)
+        or elements != math.prod(whole.shape)
+    ):
         raise DataError(
-            f"the ranks hold {elements} elements of {key} in {len(places)} boxes, which are not its "
-            f"{math.prod(first.global_shape)} elements {list(first.global_shape)}; nothing was published"
+            f"the ranks hold {elements} elements of {key} in {len(whole.slices)} slices, which are not its "
+            f"{math.prod(whole.shape)} elements {list(whole.shape)}; nothing was published"
         )
+    return whole

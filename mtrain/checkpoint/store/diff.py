@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor
 from mtrain.checkpoint.store.contents import RANDOM, Contents, group_of
 
@@ -57,7 +58,7 @@ class Differences(NamedTuple):
 
 
 def differences(a: Contents, b: Contents) -> Differences:
-    """Compares all tensors; memory is that of two boxes.
+    """Compares all tensors; memory is that of two slices.
 
     Rows of the padded vocabulary are left out where both say how many rows are tokens.
 
@@ -91,8 +92,8 @@ def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[
 def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Compared:
     ours, theirs = a.tensors.tensors[key], b.tensors.tensors[key]
     count, worst, largest = 0, 0.0, 0.0
-    for offsets, sizes in _boxes(ours, shape):
-        own, other = (each.tensors.read(key, offsets, sizes) for each in (a, b))
+    for wanted in _slices(ours, shape):
+        own, other = (each.tensors.read(key, wanted) for each in (a, b))
         largest = max(largest, _largest(own))
         if ours.dtype == theirs.dtype and torch.equal(_bits(own), _bits(other)):
             continue
@@ -103,12 +104,11 @@ def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Com
     return Compared(key, math.prod(shape), count, worst, largest, dtypes)
 
 
-def _boxes(tensor: GlobalTensor, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the saved boxes, cut to the shape."""
-    for box in tensor.boxes:
-        sizes = tuple(min(size, end - start) for start, size, end in zip(box.offsets, box.sizes, shape))
-        if all(size > 0 for size in sizes):
-            yield box.offsets, sizes
+def _slices(tensor: GlobalTensor, shape: Sizes) -> Iterator[TensorSlice]:
+    """The saved slices, cut to the shape."""
+    for saved in tensor.slices:
+        if (shared := saved.at.intersect(TensorSlice.whole(shape))) is not None:
+            yield shared
 
 
 def _differing(own: Tensor, other: Tensor) -> Tensor:

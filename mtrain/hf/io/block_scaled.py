@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.folder import HfFolder
-from mtrain.hf.schema.axes import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
 _FORMAT = "quantization_config"

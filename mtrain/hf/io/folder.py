@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.safetensors import SafetensorsFile
-from mtrain.hf.schema.axes import Sizes
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json, side_files
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file
-from mtrain.hf.schema.axes import Sizes
+from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.schema.header import METADATA, PREFIX_BYTES, Header, read_header
 
 _MOST_AXES = 64

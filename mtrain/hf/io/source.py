@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.block_scaled import Weights, plain_weights
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
-from mtrain.hf.schema.axes import Sizes
 from mtrain.hf.schema.description import read_model
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME
-from mtrain.hf.schema.table import Piece, Table, narrowed, read_box
+from mtrain.hf.schema.table import FilledSlice, Table, read_slice
 
 EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -36,8 +35,8 @@ class Source(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Of the embeddings, as config.json tells it."""
-        piece = next(piece for piece in self.table.pieces if piece.key == EMBEDDINGS)
-        return self.weights.facts(piece.tensors[0].name)[0]
+        filled = next(each for each in self.table.slices if each.key == EMBEDDINGS)
+        return self.weights.facts(filled.tensors[0].name)[0]
 
 
 def open_source(path: Path) -> Source:
@@ -67,7 +66,7 @@ class GlobalTensorInfo(NamedTuple):
 
 
 class FolderTensors:
-    """Boxes of global tensors, made from views of the mapped files; nothing is kept but one reordered tensor."""
+    """Slices of global tensors, made from views of the mapped files; nothing is kept but one reordered tensor."""
 
     def __init__(self, source: Source) -> None:
         """Args:
@@ -77,49 +76,47 @@ class FolderTensors:
         self.others: set[str] = set()
         """Of a folder everything is a tensor."""
         self._weights = source.weights
-        self._pieces: dict[str, list[Piece]] = {}
+        self._slices: dict[str, list[FilledSlice]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for tensor, piece in source.table.tensors():
+        for tensor, filled in source.table.tensors():
             held = source.weights.facts(tensor.name)[0]
-            dtypes[piece.key] = torch.promote_types(dtypes.get(piece.key, held), held)
-        for piece in source.table.pieces:
-            self._pieces.setdefault(piece.key, []).append(piece)
+            dtypes[filled.key] = torch.promote_types(dtypes.get(filled.key, held), held)
+        for filled in source.table.slices:
+            self._slices.setdefault(filled.key, []).append(filled)
         self.tensors = {key: GlobalTensorInfo(dtypes[key], shape) for key, shape in source.table.shapes.items()}
         """Key -> facts; where tensors of several dtypes are one, the dtype that holds all their numbers."""
-        self._reordered: tuple[Piece, Tensor] | None = None
+        self._reordered: tuple[FilledSlice, Tensor] | None = None
 
-    def read(self, key: str, offsets: Sizes, sizes: Sizes) -> Tensor:
-        """One box of a global tensor, of shape `sizes`; not to be written to.
+    def read(self, key: str, wanted: TensorSlice) -> Tensor:
+        """One slice of a global tensor, of the wanted shape; not to be written to.
 
         A tensor whose numbers lie in another order on disk is put in order as a whole and kept until another one is
-        asked for, so boxes are best asked for in the order of their places.
+        asked for, so slices are best asked for in the order of their places.
 
         Raises:
-            DataError: The table does not cover the box.
+            DataError: The table does not cover the slice.
         """
         result: Tensor | None = None
         num_elements = 0
-        for piece in self._pieces[key]:
-            begin = tuple(max(one, other) for one, other in zip(offsets, piece.offsets))
-            end = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, piece.offsets, piece.sizes)]
-            extent = tuple(last - first for first, last in zip(begin, end))
-            if any(size <= 0 for size in extent):
+        for filled in self._slices[key]:
+            shared = wanted.intersect(filled.at)
+            if shared is None:
                 continue
-            found = self._of_piece(piece, begin, extent).to(self.tensors[key].dtype)
-            if extent == sizes:
+            found = self._read_from(filled, shared).to(self.tensors[key].dtype)
+            if shared == wanted:
                 return found
             if result is None:
-                result = found.new_empty(sizes)
-            narrowed(result, [first - offset for first, offset in zip(begin, offsets)], extent).copy_(found)
+                result = found.new_empty(wanted.shape)
+            shared.within(wanted).of(result).copy_(found)
             num_elements += found.numel()
-        if result is None or num_elements != math.prod(sizes):
+        if result is None or num_elements != wanted.num_elements:
             raise DataError(f"{self.folder}: parts of {key} are missing")
         return result
 
-    def _of_piece(self, piece: Piece, offsets: Sizes, sizes: Sizes) -> Tensor:
-        if not any(tensor.arrangement.is_reordered for tensor in piece.tensors):
-            return read_box(piece, offsets, sizes, self._weights.tensor)
-        if self._reordered is None or self._reordered[0] is not piece:
+    def _read_from(self, filled: FilledSlice, wanted: TensorSlice) -> Tensor:
+        if not any(tensor.arrangement.is_reordered for tensor in filled.tensors):
+            return read_slice(filled, wanted, self._weights.tensor)
+        if self._reordered is None or self._reordered[0] is not filled:
             self._reordered = None  # two at once would be too many
-            self._reordered = piece, read_box(piece, piece.offsets, piece.sizes, self._weights.tensor)
-        return narrowed(self._reordered[1], [a - b for a, b in zip(offsets, piece.offsets)], sizes)
+            self._reordered = filled, read_slice(filled, filled.at, self._weights.tensor)
+        return wanted.within(filled.at).of(self._reordered[1])

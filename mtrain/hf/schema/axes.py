@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from mtrain.base.tensor_slice import Sizes, TensorSlice
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-Sizes: TypeAlias = tuple[int, ...]
 Fixed: TypeAlias = Mapping[str, int | slice]
 """Axis -> where on it a part lies."""
 _GROUP = re.compile(r"\(([^)]*)\)|(\S+)")
@@ -34,11 +35,10 @@ def shape(axes: str, sizes: Mapping[str, int]) -> Sizes:
 
 
 class Block(NamedTuple):
-    """A box of a global tensor and the box of the part that has the same numbers in the same order."""
+    """The same numbers in the same order: a slice of a global tensor and one of a part of it."""
 
-    offsets: Sizes
-    part_offsets: Sizes
-    sizes: Sizes
+    whole: TensorSlice
+    part: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,12 @@ class Arrangement:
         return in_order.permute(back).reshape(self.shape)
 
     def blocks(self) -> Iterator[Block]:
-        """The boxes of the whole that the arranged part consists of, in order."""
+        """The slices that the arranged part consists of, in order."""
         for numbers in product(*(range(run.repeat) for run in self._runs)):
-            yield Block(
-                tuple(run.start + number * run.step for run, number in zip(self._runs, numbers)),
-                tuple(number * run.count for run, number in zip(self._runs, numbers)),
-                tuple(run.count for run in self._runs),
-            )
+            shape = tuple(run.count for run in self._runs)
+            whole = tuple(run.start + number * run.step for run, number in zip(self._runs, numbers))
+            part = tuple(number * run.count for run, number in zip(self._runs, numbers))
+            yield Block(TensorSlice(whole, shape), TensorSlice(part, shape))
 
 
 def _extent(where: int | slice, size: int) -> range:

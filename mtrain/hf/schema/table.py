@@ -7,14 +7,14 @@ alike, a checkpoint keeps them in one tensor whose first axis is L.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.axes import Arrangement, Block, Fixed, Sizes, shape
+from mtrain.hf.schema.axes import Arrangement, Fixed, shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,8 @@ def always(model: ModelSection, layer: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor of Hugging Face."""
+class TensorPattern:
+    """A tensor of Hugging Face, of every layer and expert that its name has a place for."""
 
     name: str
     axes: str
@@ -47,7 +47,7 @@ class Rule:
     """In layers with `.*.` for the layer's number."""
     axes: str
     """Without the axis of layers."""
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPattern, ...]
     when: Condition = always
     keeps_dtype: bool = False
     """Whether a cast of the weights leaves it alone."""
@@ -72,12 +72,11 @@ class HfTensor:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a global tensor and the tensors that fill it; none of them lies in another piece."""
+class FilledSlice:
+    """A slice of a global tensor and the tensors that fill it; none of them lies in another one."""
 
     key: str
-    offsets: Sizes
-    sizes: Sizes
+    at: TensorSlice
     tensors: tuple[HfTensor, ...]
     keeps_dtype: bool
 
@@ -88,16 +87,16 @@ class Table:
 
     shapes: dict[str, Sizes]
     """Checkpoint key -> shape of the global tensor, vocabulary without padding."""
-    pieces: tuple[Piece, ...]
+    slices: tuple[FilledSlice, ...]
     """In the order of the model."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensor that some folders hold a second time -> the one that it must equal."""
 
-    def tensors(self) -> Iterator[tuple[HfTensor, Piece]]:
-        """Every tensor of Hugging Face and the piece it belongs to."""
-        for piece in self.pieces:
-            for tensor in piece.tensors:
-                yield tensor, piece
+    def tensors(self) -> Iterator[tuple[HfTensor, FilledSlice]]:
+        """Every tensor of Hugging Face and the slice that it fills."""
+        for filled in self.slices:
+            for tensor in filled.tensors:
+                yield tensor, filled
 
 
 _STREAMED_ELEMENTS = 1 << 23
@@ -114,14 +113,14 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
         stacked: Whether the checkpoint keeps all layers in one tensor.
     """
     shapes: dict[str, Sizes] = {}
-    pieces: list[Piece] = []
+    slices: list[FilledSlice] = []
     for scope in _scopes(model, stacked):
         for rule in rules:
             if _prefix(rule.key) == scope.prefix and rule.when(model, scope.like):
                 key, axes = rule.key.replace(".*.", scope.infix), f"L {rule.axes}" if "L" in scope.fixed else rule.axes
                 shapes[key] = shape(axes, sizes)
-                pieces += _pieces(rule, key, axes, scope, sizes)
-    return Table(shapes, tuple(pieces))
+                slices += _slices(rule, key, axes, scope, sizes)
+    return Table(shapes, tuple(slices))
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _prefix(key: str) -> str:
     return next((prefix for prefix in (_LAYERS, _DEPTHS) if key.startswith(f"{prefix}*.")), "")
 
 
-def _pieces(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[Piece]:
+def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
     """One for each expert where experts lie in tensors of their own, else one."""
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
@@ -164,7 +163,7 @@ def _pieces(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
             )
             for part in rule.parts
         )
-        yield Piece(key, block.offsets, block.sizes, tensors, rule.keeps_dtype)
+        yield FilledSlice(key, block.whole, tensors, rule.keeps_dtype)
 
 
 def _names(axes: str) -> list[str]:
@@ -175,49 +174,42 @@ Read: TypeAlias = "Callable[[str], Tensor]"
 """Name of a tensor of Hugging Face -> the tensor, as a view where it can be one."""
 
 
-def read_box(piece: Piece, offsets: Sizes, sizes: Sizes, read: Read) -> Tensor:
-    """A part of a global tensor, made from tensors on disk; only what lies in the part is copied.
+def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
+    """A slice of a global tensor, made from tensors on disk; only what lies in the slice is copied.
 
     Args:
-        piece: A piece of the global tensor.
-        offsets: Where the part begins in the global tensor; it must lie inside the piece.
-        sizes: How large it is.
+        filled: A part of the global tensor.
+        wanted: Of the global tensor; it must lie inside `filled`.
         read: Gives the tensors on disk.
 
     Returns:
-        Of shape `sizes`, contiguous; where it is a whole tensor on disk, that tensor itself.
+        Of the wanted shape, contiguous; where it is a whole tensor on disk, that tensor itself.
     """
     result: Tensor | None = None
-    for tensor in piece.tensors:
+    for tensor in filled.tensors:
         for block in tensor.arrangement.blocks():
-            begin = [max(a, b) for a, b in zip(offsets, block.offsets)]
-            end = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, block.offsets, block.sizes)]
-            if any(first >= last for first, last in zip(begin, end)):
+            shared = wanted.intersect(block.whole)
+            if shared is None:
                 continue
-            source = tensor.arrangement.arranged(read(tensor.name))
-            target_at = [first - offset for first, offset in zip(begin, offsets)]
-            source_at = [p + first - o for p, first, o in zip(block.part_offsets, begin, block.offsets)]
-            extent = [last - first for first, last in zip(begin, end)]
-            found = narrowed(source, source_at, extent)
-            if tuple(extent) == sizes and found.is_contiguous():
+            source = block.part.of(tensor.arrangement.arranged(read(tensor.name)))
+            found = shared.within(block.whole).of(source)
+            if shared == wanted and found.is_contiguous():
                 return found
             if result is None:
-                result = found.new_empty(sizes)
-            narrowed(result, target_at, extent).copy_(found)
-    assert result is not None, piece.key
+                result = found.new_empty(wanted.shape)
+            shared.within(wanted).of(result).copy_(found)
+    assert result is not None, filled.key
     return result
 
 
-def boxes_to_write(piece: Piece) -> list[Block]:
-    """The boxes in which a piece is best written: single tensors on disk where each is a box, else the piece."""
-    blocks = [block for tensor in piece.tensors for block in tensor.arrangement.blocks()]
-    if len(blocks) == len(piece.tensors):
-        return blocks
-    return [Block(piece.offsets, (0,) * len(piece.offsets), piece.sizes)]
+def slices_to_write(filled: FilledSlice) -> list[TensorSlice]:
+    """Those in which a part is best written: single tensors on disk where each is a slice, else all at once."""
+    blocks = [block for tensor in filled.tensors for block in tensor.arrangement.blocks()]
+    return [block.whole for block in blocks] if len(blocks) == len(filled.tensors) else [filled.at]
 
 
-ReadGlobal: TypeAlias = "Callable[[str, Sizes, Sizes], Tensor]"
-"""Key, offsets and sizes -> that box of a global tensor, as a view where it can be one."""
+ReadGlobal: TypeAlias = "Callable[[str, TensorSlice], Tensor]"
+"""Key and slice -> that slice of a global tensor, as a view where it can be one."""
 
 
 def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tensor]:
@@ -226,7 +218,7 @@ def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tens
     Args:
         tensor: From the table.
         key: Of the global tensor.
-        read: Gives boxes of global tensors.
+        read: Gives slices of global tensors.
 
     Returns:
         [elements] each; views where `read` gives views. A reordered tensor comes as a whole.
@@ -235,31 +227,8 @@ def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tens
     blocks = list(arrangement.blocks())
     if arrangement.is_reordered:
         (block,) = blocks
-        yield arrangement.on_disk(read(key, block.offsets, block.sizes)).contiguous().view(-1)
+        yield arrangement.on_disk(read(key, block.whole)).contiguous().view(-1)
         return
     for block in blocks:  # each lies in one stretch on disk, since only layers and experts come before what repeats
-        for offsets, sizes in cut(block.offsets, block.sizes, _STREAMED_ELEMENTS):
-            yield read(key, offsets, sizes).contiguous().view(-1)
-
-
-def cut(offsets: Sizes, sizes: Sizes, num_elements: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Cuts a box across its first real dimension into boxes of about so many elements: offsets and sizes of each."""
-    total = math.prod(sizes)
-    dim = next((number for number, size in enumerate(sizes) if size > 1), 0)
-    if total <= num_elements or not sizes:
-        yield offsets, sizes
-        return
-    rows = max(1, num_elements * sizes[dim] // total)
-    for start in range(0, sizes[dim], rows):
-        count = min(rows, sizes[dim] - start)
-        yield (
-            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
-            (*sizes[:dim], count, *sizes[dim + 1 :]),
-        )
-
-
-def narrowed(tensor: Tensor, offsets: Sizes | list[int], sizes: Sizes | list[int]) -> Tensor:
-    """A box of a tensor, as a view."""
-    for dim, (start, size) in enumerate(zip(offsets, sizes)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
+        for part in block.whole.cut(_STREAMED_ELEMENTS):
+            yield read(key, part).contiguous().view(-1)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
-
-
-class Shard(NamedTuple):
-    """A rank's part of a global tensor."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: Tensor
 
 
 def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
@@ -58,15 +50,14 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for shard in shards:
-        if shard.name not in whole:
-            whole[shard.name] = torch.zeros(shard.global_shape, dtype=shard.values.dtype)
-            filled[shard.name] = torch.zeros(shard.global_shape, dtype=torch.bool)
-        region = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.values.shape))
-        known = filled[shard.name][region]
-        if not torch.equal(whole[shard.name][region][known], shard.values[known]):
-            raise ValueError(f"replicas of {shard.name} at {shard.offset} differ between ranks")
-        whole[shard.name][region] = shard.values
-        filled[shard.name][region] = True
+        if shard.key not in whole:
+            whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.data.dtype)
+            filled[shard.key] = torch.zeros(shard.global_shape, dtype=torch.bool)
+        there, known = shard.at.of(whole[shard.key]), shard.at.of(filled[shard.key])
+        if not torch.equal(there[known], shard.data[known]):
+            raise ValueError(f"replicas of {shard.key} at {shard.at.offset} differ between ranks")
+        there.copy_(shard.data)
+        known.fill_(True)
     missing = [name for name, mask in filled.items() if not mask.all()]
     if missing:
         raise ValueError(f"no rank holds all of {', '.join(missing)}")
@@ -90,5 +81,6 @@ def _shards(
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             values = part.data.detach().to("cpu", copy=True)
-            shards.append(Shard(name, tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:]), values))
+            at = TensorSlice(tuple(part.global_offset[axes:]), tuple(values.shape))
+            shards.append(Shard(name, tuple(part.global_shape[axes:]), at, values))
     return shards

@@ -1,4 +1,4 @@
-"""Starting from a folder of Hugging Face: each rank maps the files and copies the boxes of its own shards."""
+"""Starting from a folder of Hugging Face: each rank maps the files and copies its own shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_hf_weights(
 ) -> None:
     """Starts from the weights of a folder, under any layout. Collective over the world; no tensor is sent.
 
-    What a rank reads are views of the mapped files and the boxes of its own shards; of a tensor that is stored in
+    What a rank reads are views of the mapped files and its own shards; of a tensor that is stored in
     another order, or in FP8 with scales, the whole, one at a time.
 
     Args:

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
@@ -63,17 +64,17 @@ def load_foreign_weights(
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
     theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
     weights: dict[Tensor, Tensor] = {}
-    parts: list[Part] = []
+    shards: list[Shard] = []
     for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups):
-        found = [_theirs(part, theirs) for part in whole_of(place, place.key, place.data)]
-        known = next((part.key for part in found if part.key in saved.tensors), None)
+        found = [_theirs(shard, theirs) for shard in whole_of(place, place.key, place.data)]
+        known = next((shard.key for shard in found if shard.key in saved.tensors), None)
         dtype = torch.float32 if known is None else saved.tensors[known].dtype
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
-        parts += [_theirs(part, theirs) for part in whole_of(place, place.key, weights[place.data])]
-    load_shards(saved, parts, lambda key: canonical(key) is None, config.model.vocab_size)
-    for part in parts:
-        if part.may_be_padded:  # theirs is drawn, ours is zero
-            part.data.view(part.sizes)[max(0, config.model.vocab_size - part.offset[0]) :].zero_()
+        shards += [_theirs(shard, theirs) for shard in whole_of(place, place.key, weights[place.data])]
+    load_shards(saved, shards, lambda key: canonical(key) is None, config.model.vocab_size)
+    for shard in shards:
+        if shard.may_be_padded:  # theirs is drawn, ours is zero
+            shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
     for parameter, values in weights.items():
         parameter.copy_(values)
     optimizer_state.set_main_weights(optimizer.inner, weights)
@@ -81,40 +82,40 @@ def load_foreign_weights(
 
 def canonical(key: str) -> str | None:
     """A weight's name without prefix, in the words of our own modules; None where it is no weight."""
-    if _BESIDE.match(key) or any(part in key for part in _SCRATCH):
+    if _BESIDE.match(key) or any(name in key for name in _SCRATCH):
         return None
     match = _PREFIX.match(key)
     return _EXPERT.sub(".mlp.experts.", canonical_name(key[match.end() if match else 0 :]))
 
 
-def _theirs(part: Part, theirs: Mapping[str, str]) -> Part:
-    """The same box under the key, and with the axes, that the checkpoint has; unchanged where it has none."""
-    return next((each._replace(key=theirs[each.key]) for each in _spellings(part) if each.key in theirs), part)
+def _theirs(shard: Shard, theirs: Mapping[str, str]) -> Shard:
+    """The same slice under the key, and with the axes, that the checkpoint has; unchanged where it has none."""
+    return next((each._replace(key=theirs[each.key]) for each in _spellings(shard) if each.key in theirs), shard)
 
 
-def _spellings(part: Part) -> Iterator[Part]:
-    """A box with layers and experts stacked as in our key, or spelled out, which takes their axes away."""
-    name = canonical(part.key)
-    assert name is not None, part.key
-    stacked = part._replace(key=name)
+def _spellings(shard: Shard) -> Iterator[Shard]:
+    """A shard with layers and experts stacked as in our key, or spelled out, which takes their axes away."""
+    name = canonical(shard.key)
+    assert name is not None, shard.key
+    stacked = shard._replace(key=name)
     for layered in (stacked, _spelled(stacked, _STACKED_LAYERS, ".layers.", 0)):
         if layered is None:
             continue
         yield layered
-        depth = len(layered.global_shape) - len(part.global_shape) + int(_STACKED_LAYERS.search(name) is not None)
+        depth = len(layered.global_shape) - len(shard.global_shape) + int(_STACKED_LAYERS.search(name) is not None)
         experts = _spelled(layered, _STACKED_EXPERTS, ".mlp.experts.", depth)
         if experts is not None:
             yield experts
 
 
-def _spelled(part: Part, stacked: re.Pattern[str], name: str, axis: int) -> Part | None:
+def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Shard | None:
     """With the index along an axis in the key; None where the key has no such axis."""
-    if not stacked.search(part.key):
+    if not stacked.search(shard.key):
         return None
 
     def without(values: tuple[int, ...]) -> tuple[int, ...]:
         return (*values[:axis], *values[axis + 1 :])
 
-    key = stacked.sub(f"{name}{part.offset[axis]}.", part.key, count=1)
-    shape, offset, sizes = (without(values) for values in (part.global_shape, part.offset, part.sizes))
-    return part._replace(key=key, global_shape=shape, offset=offset, sizes=sizes)
+    key = stacked.sub(f"{name}{shard.at.offset[axis]}.", shard.key, count=1)
+    at = TensorSlice(without(shard.at.offset), without(shard.at.shape))
+    return shard._replace(key=key, global_shape=without(shard.global_shape), at=at)

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys
@@ -105,20 +105,20 @@ def load_checkpoint(
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
     places = {place.data: place for place in _places(chunks, groups)}
-    parts = [part for place in places.values() for part in whole_of(place, place.key, place.data)]
+    shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]
         for name, values in states.items():
-            parts += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
+            shards += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
     randomness = rng.random_states(groups)
     if is_same_layout:
         for sharded in rng.sharded(randomness, groups):
-            parts += whole_of(sharded, sharded.key, sharded.data)
+            shards += whole_of(sharded, sharded.key, sharded.data)
 
     def may_be_left(key: str) -> bool:
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
-    load_shards(saved, parts, may_be_left, state.vocab_size)
+    load_shards(saved, shards, may_be_left, state.vocab_size)
     optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
     optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
     if is_same_layout:
@@ -228,14 +228,14 @@ def read_weights(
         DataError: As `load_shards`.
     """
     weights: dict[Tensor, Tensor] = {}
-    parts: list[Part] = []
+    shards: list[Shard] = []
     for place in _places(chunks, groups):
         key = key_of(place.key)
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
-        parts += whole_of(place, key, weights[place.data])
-    parts.sort(key=lambda part: (part.key, part.offset))  # neighbours on disk are read together
-    load_shards(saved, parts, may_be_left, vocab_size)
+        shards += whole_of(place, key, weights[place.data])
+    shards.sort(key=lambda shard: (shard.key, shard.at.offset))  # neighbours on disk are read together
+    load_shards(saved, shards, may_be_left, vocab_size)
     return weights
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
@@ -21,15 +21,15 @@ WEIGHTS = "weights"
 
 
 class Held(NamedTuple):
-    """A box of one tensor of the state."""
+    """A shard of one tensor of the state."""
 
     kind: str
     """WEIGHTS, or one of `optimizer_state.STATES`."""
     name: str
     """Global name of the parameter."""
     num_stacked: int
-    """Leading axes of the part that number layers and experts."""
-    part: Part
+    """Leading axes of the shard that number layers and experts."""
+    shard: Shard
     """Its key in a checkpoint, its place and its values: a view."""
 
 
@@ -44,15 +44,15 @@ def local_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups:
     """
     places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
     for place in places.values():
-        yield from _boxes(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
+        yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]
         for kind, values in states.items():
-            yield from _boxes(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])
+            yield from _held(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])
 
 
-def _boxes(kind: str, place: ShardedParameter, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
+def _held(kind: str, place: ShardedParameter, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
     first = next(shards(place, place.key, place.data))
     axes = first.prepend_axis_num
-    for part in run_of(place, key, values, *run):
-        yield Held(kind, global_name(place.key, part.offset[:axes]), axes, part)
+    for shard in run_of(place, key, values, *run):
+        yield Held(kind, global_name(place.key, shard.at.offset[:axes]), axes, shard)

@@ -1,4 +1,4 @@
-"""Reads boxes of global tensors into the state of each rank, from a checkpoint or from a folder of Hugging Face.
+"""Reads slices of global tensors into the state of each rank, from a checkpoint or from a folder of Hugging Face.
 
 Every rank maps the files and copies what it needs, straight to where it computes; nothing is planned or sent between
 ranks. Whatever fails on one rank is raised on all of them.
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.format.writer import Part
+from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.init import on_all_ranks
 
 _NAMES_TOLD = 8
@@ -31,13 +32,13 @@ class TensorInfo(Protocol):
         ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Sizes:
         """Of the whole."""
         ...
 
 
 class GlobalTensors(Protocol):
-    """Global tensors on disk, by key, of which boxes are read."""
+    """Global tensors on disk, by key, of which slices are read."""
 
     @property
     def folder(self) -> Path:
@@ -54,21 +55,21 @@ class GlobalTensors(Protocol):
         """Keys of what is there and is no tensor."""
         ...
 
-    def read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """One box; not to be written to."""
+    def read(self, key: str, wanted: TensorSlice) -> torch.Tensor:
+        """One slice; not to be written to."""
         ...
 
 
 def load_shards(
-    saved: GlobalTensors, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int
+    saved: GlobalTensors, shards: Sequence[Shard], may_be_left: Callable[[str], bool], vocab_size: int
 ) -> None:
-    """Reads into `data` of each part, in place. Collective over the world.
+    """Reads into `data` of each shard, in place. Collective over the world.
 
     Everything is compared before anything is read.
 
     Args:
         saved: What is on disk.
-        parts: What this rank needs, with data of the dtype that was saved, on any device.
+        shards: What this rank needs, with data of the dtype that was saved, on any device.
         may_be_left: Which keys of the checkpoint may stay unread.
         vocab_size: Rows that a padded tensor must have at least; what lies behind is padding.
 
@@ -76,23 +77,23 @@ def load_shards(
         DataError: A tensor is not in the checkpoint, is there with another shape or dtype, is there and is not asked
             for by any rank, or cannot be read; on all ranks.
     """
-    firsts = {part.key: part for part in reversed(parts)}
+    firsts = {shard.key: shard for shard in reversed(shards)}
     _check_keys(saved, firsts, may_be_left)
     on_all_ranks(lambda: _check_shapes(saved, firsts, vocab_size))
-    on_all_ranks(lambda: _read(saved, parts))
+    on_all_ranks(lambda: _read(saved, shards))
 
 
 @torch.no_grad()
-def _read(saved: GlobalTensors, parts: Sequence[Part]) -> None:
+def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
     """Rows that the checkpoint has not are padding, and zero."""
-    for part in parts:
-        target = part.data.view(part.sizes)
-        if part.may_be_padded:
-            rows = max(0, saved.tensors[part.key].shape[0] - part.offset[0])
+    for shard in shards:
+        target = shard.data.view(shard.at.shape)
+        if shard.may_be_padded:
+            rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
             target[rows:].zero_()
             target = target[:rows]
         if target.numel():
-            target.copy_(saved.read(part.key, part.offset, tuple(target.shape)))
+            target.copy_(saved.read(shard.key, TensorSlice(shard.at.offset, tuple(target.shape))))
 
 
 def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
@@ -112,18 +113,18 @@ def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callab
         raise error
 
 
-def _check_shapes(saved: GlobalTensors, parts: dict[str, Part], vocab_size: int) -> None:
+def _check_shapes(saved: GlobalTensors, shards: dict[str, Shard], vocab_size: int) -> None:
     faults = []
-    for key, part in sorted(parts.items()):
+    for key, shard in sorted(shards.items()):
         if key in saved.others:
             faults.append(f"{key} is not a tensor")
             continue
-        there, wanted = saved.tensors[key], part.global_shape
-        rows_suffice = part.may_be_padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
+        there, wanted = saved.tensors[key], shard.global_shape
+        rows_suffice = shard.may_be_padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
         if there.shape != wanted and not rows_suffice:
             faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")
-        if there.dtype != part.data.dtype:
-            faults.append(f"{key} is {there.dtype}, but the run needs {part.data.dtype}")
+        if there.dtype != shard.data.dtype:
+            faults.append(f"{key} is {there.dtype}, but the run needs {shard.data.dtype}")
     if faults:
         more = f" and {len(faults) - _NAMES_TOLD} more" if len(faults) > _NAMES_TOLD else ""
         raise DataError(

@@ -29,7 +29,7 @@ from mtrain.base.files import disk_faults
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
 from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import Part, Written, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Shard, Written, write_metadata, write_shards
 from mtrain.checkpoint.store.directory import (
     AfterPublishingError,
     StagingDir,
@@ -251,12 +251,12 @@ class Saver:
             vocab_size=self._config.model.vocab_size,
         )
 
-    def _write(self, attempt: StagingDir, parts: Sequence[Part]) -> Written | Finding:
+    def _write(self, attempt: StagingDir, shards: Sequence[Shard]) -> Written | Finding:
         """In a thread of each rank; nothing is written of a state that is not finite."""
         rank, step = self._groups.rank, attempt.step
         if self._is_stuck():
             raise MachineError("the disk still holds the writer of an earlier checkpoint")
-        found = non_finite(parts)
+        found = non_finite(shards)
         if found is not None:
             return found
         with disk_faults(f"save the checkpoint of step {step}"):
@@ -264,7 +264,7 @@ class Saver:
             open_attempt(attempt)
             path = attempt.path / f"__{rank}_0.distcp"
             try:
-                written = write_shards(path, parts, lambda number: fault_point(f"write.{number}", rank, step))
+                written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
             except OSError:
                 with contextlib.suppress(OSError):
                     path.unlink()  # the other ranks may write for long yet, and a full disk needs the room now
@@ -280,7 +280,7 @@ class Saver:
             fault_point("list", 0, step)
             for written in everyone:
                 files |= written.files
-            files |= write_metadata(flight.attempt.path, (place for written in everyone for place in written.places))
+            files |= write_metadata(flight.attempt.path, (each for written in everyone for each in written.tensors))
             fault_point("state", 0, step)
             write_state(flight.attempt.path, flight.state)
             (flight.attempt.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
@@ -13,8 +12,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.slices import slices_of_run
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.groups import Groups
 
 ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -75,18 +75,18 @@ def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Sharde
         yield replace(place, key=key, data=values, dtype=values.dtype)
 
 
-def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Part]:
-    """The boxes of a parameter, or of a tensor of its shape in its place; views of `values`."""
+def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Shard]:
+    """The shards of a parameter, or of a tensor of its shape in its place; views of `values`."""
     return run_of(place, key, values.view(-1), 0, values.numel())
 
 
-def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Part]:
-    """The boxes of elements [start, end) of a parameter, or of a tensor in its place.
+def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Shard]:
+    """The shards of elements [start, end) of a parameter, or of a tensor in its place.
 
     Args:
-        place: Of the parameter; fused parameters are several global boxes.
+        place: Of the parameter; fused parameters are several global slices.
         key: Global name of the tensor.
-        values: [end - start], the elements; the boxes are views of it.
+        values: [end - start], the elements; the shards are views of it.
         start: First element, counted in the flattened parameter of this rank.
         end: One behind the last element.
     """
@@ -95,14 +95,13 @@ def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: i
         first = shard.data.storage_offset() - place.data.storage_offset()
         low, high = max(start, first), min(end, first + shard.data.numel())
         axes = shard.prepend_axis_num
-        for box in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
-            corner = [whole + within for whole, within in zip(shard.global_offset[axes:], box.offset)]
-            begin = first + box.start - start
-            yield Part(
+        for within, inner in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
+            offset = [whole + more for whole, more in zip(shard.global_offset[axes:], inner.offset)]
+            begin = first + within - start
+            yield Shard(
                 shard.key,
                 tuple(shard.global_shape),
-                (*shard.global_offset[:axes], *corner),
-                (*[1] * axes, *box.sizes),
-                values[begin : begin + math.prod(box.sizes)].detach(),
+                TensorSlice((*shard.global_offset[:axes], *offset), (*[1] * axes, *inner.shape)),
+                values[begin : begin + inner.num_elements].detach(),
                 shard.allow_shape_mismatch,
             )

@@ -1,7 +1,7 @@
-"""What this rank writes of a checkpoint: boxes of global tensors, straight from where they lie.
+"""What this rank writes of a checkpoint: slices of global tensors, straight from where they lie.
 
 Weights have replicas and are shared out among them. Of a distributed optimizer each rank has a run of elements of each
-parameter, and a run is a few boxes, so nothing is brought together first.
+parameter, and a run is a few slices, so nothing is brought together first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mtrain.base.fault_points import wanted_fault
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
@@ -33,8 +33,8 @@ _SPOILED = {"nan": math.nan, "huge": 3e38}
 
 
 @torch.no_grad()
-def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Part]:
-    """The boxes that this rank writes, as views of the live state; no communication.
+def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Shard]:
+    """The shards that this rank writes, as views of the live state; no communication.
 
     Args:
         chunks: This rank's model chunks, their parameters complete.

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.gather import Shard
 
 Arrays = dict[str, NDArray[Any]]
 """Global tensors by name, tables of the vocabulary with their padding rows."""
@@ -99,7 +99,7 @@ def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]],
 
 def gathered(shards: Sequence[Shard]) -> Whole | None:
     """Whole tensors on rank 0, None elsewhere. One gather of objects to rank 0 over the world."""
-    own = [shard._replace(values=shard.values.numpy()) for shard in shards]  # type: ignore[arg-type]
+    own = [shard._replace(data=shard.data.numpy()) for shard in shards]  # type: ignore[arg-type]
     everyone: list[Any] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather_object(own, everyone)
     return None if everyone is None else assembled(shard for rank in everyone for shard in rank)
@@ -111,14 +111,14 @@ def assembled(shards: Iterable[Any]) -> Whole:
     filled: dict[str, NDArray[np.bool_]] = {}
     spread: dict[str, float] = {}
     for shard in shards:
-        if shard.name not in tensors:
-            tensors[shard.name] = np.full(shard.global_shape, np.nan, shard.values.dtype)
-            filled[shard.name] = np.zeros(shard.global_shape, np.bool_)
-        region = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.values.shape))
-        whole, known = tensors[shard.name][region], filled[shard.name][region]
-        difference = np.abs(whole - shard.values, where=known, out=np.zeros(whole.shape))
-        spread[shard.name] = max(spread.get(shard.name, 0.0), float(difference.max(initial=0.0)))
-        whole[~known] = shard.values[~known]
+        if shard.key not in tensors:
+            tensors[shard.key] = np.full(shard.global_shape, np.nan, shard.data.dtype)
+            filled[shard.key] = np.zeros(shard.global_shape, np.bool_)
+        region = tuple(slice(first, first + size) for first, size in zip(*shard.at, strict=True))
+        whole, known = tensors[shard.key][region], filled[shard.key][region]
+        difference = np.abs(whole - shard.data, where=known, out=np.zeros(whole.shape))
+        spread[shard.key] = max(spread.get(shard.key, 0.0), float(difference.max(initial=0.0)))
+        whole[~known] = shard.data[~known]
         known[...] = True
     return Whole(tensors, spread)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed import rng
@@ -65,7 +65,7 @@ def _stale_shard() -> contextlib.AbstractContextManager[None]:
     original = reader.load_shards
 
     @torch.no_grad()
-    def faulty(saved: Any, parts: Sequence[Part], may_be_left: Callable[[str], bool], vocab_size: int) -> None:
+    def faulty(saved: Any, parts: Sequence[Shard], may_be_left: Callable[[str], bool], vocab_size: int) -> None:
         before = parts[0].data.clone()
         original(saved, parts, may_be_left, vocab_size)
         if dist.get_rank() == dist.get_world_size() - 1:

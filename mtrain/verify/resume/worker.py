@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.base.signals import StopSignal
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import step_name
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
@@ -26,7 +28,7 @@ from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Update
-from mtrain.mcore.state.gather import Shard, gradient_shards, parameter_shards
+from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
@@ -173,12 +175,12 @@ class WatchedStep(TrainingStep):
             return
         run = self._run
         run.optimizer.gather_parameters()
-        boxes: dict[tuple[str, str], list[torch.Tensor]] = {}
+        held_tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
         for held in local_state(run.chunks, run.optimizer, run.groups):
-            boxes.setdefault((held.kind, held.name), []).append(held.part.data)
+            held_tensors.setdefault((held.kind, held.name), []).append(held.shard.data)
         for name, values in rng.random_states(run.groups).items():
-            boxes["random", name] = [values]
-        tensors = {key: _print(parts) for key, parts in boxes.items()}
+            held_tensors["random", name] = [values]
+        tensors = {key: _print(parts) for key, parts in held_tensors.items()}
         counters = {"adam_step": float(optimizer_state.adam_step(run.optimizer.inner))}
         scaler = optimizer_state.loss_scaler(run.optimizer.inner)
         if scaler is not None:
@@ -189,22 +191,22 @@ class WatchedStep(TrainingStep):
         """What this rank holds with other bits than the checkpoint; padding of the vocabulary left out."""
         files, run = CheckpointTensors(path), self._run
         for held in local_state(run.chunks, run.optimizer, run.groups):
-            sizes = self._rows_of_tokens(held)
-            if 0 in sizes:
+            wanted = self._rows_of_tokens(held)
+            if wanted.num_elements == 0:
                 continue
-            own = held.part.data.view(held.part.sizes)[tuple(slice(size) for size in sizes)].cpu()
-            saved = files.read(held.part.key, held.part.offset, sizes)
+            own = wanted.within(held.shard.at).of(held.shard.data.view(held.shard.at.shape)).cpu()
+            saved = files.read(held.shard.key, wanted)
             share = 1.0 if own.dtype != saved.dtype else float((_bytes(own) != _bytes(saved)).mean())
             if share > 0:
                 yield held.kind, held.name, share
 
-    def _rows_of_tokens(self, held: Held) -> tuple[int, ...]:
-        """Sizes of the box without padding rows."""
-        part = held.part
+    def _rows_of_tokens(self, held: Held) -> TensorSlice:
+        """The slice without padding rows."""
+        offset, shape = held.shard.at
         if held.name not in (EMBEDDING, OUTPUT):
-            return part.sizes
-        rows = max(0, min(part.sizes[0], self._run.config.model.vocab_size - part.offset[0]))
-        return (rows, *part.sizes[1:])
+            return held.shard.at
+        rows = max(0, min(shape[0], self._run.config.model.vocab_size - offset[0]))
+        return TensorSlice(offset, (rows, *shape[1:]))
 
     def _whole(self, kind: str) -> Whole | None:
         """One kind of state, put together on rank 0. One gather of objects."""
@@ -212,10 +214,9 @@ class WatchedStep(TrainingStep):
         shards = []
         for held in local_state(run.chunks, run.optimizer, run.groups):
             if held.kind == kind:
-                part = held.part
-                axes = held.num_stacked
-                values = part.data.detach().float().cpu().clone().view(part.sizes[axes:])
-                shards.append(Shard(held.name, part.global_shape[axes:], part.offset[axes:], values))
+                (_, global_shape, (offset, shape), data, _), axes = held.shard, held.num_stacked
+                values = data.detach().float().cpu().clone().view(shape[axes:])
+                shards.append(Shard(held.name, global_shape[axes:], TensorSlice(offset[axes:], shape[axes:]), values))
         return gathered(shards)
 
     def _all_folded(self, batches: Sequence[Microbatch] | None) -> list[Microbatch] | None:

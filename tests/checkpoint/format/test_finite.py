@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
-from mtrain.checkpoint.format.writer import Part
+from mtrain.checkpoint.format.writer import Shard
 
 
-def part(key: str, values: torch.Tensor, *offset: int) -> Part:
+def part(key: str, values: torch.Tensor, *offset: int) -> Shard:
     """A box whose values lie flat in memory, as a shard of an optimizer's buffer does."""
-    return Part(key, (9, 9), offset, tuple(values.shape), values.flatten())
+    return Shard(key, (9, 9), TensorSlice(offset, tuple(values.shape)), values.flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -24,11 +25,13 @@ def test_the_first_one_is_named_by_its_place_in_the_whole_tensor(dtype: torch.dt
     assert non_finite(parts) == Finding(f"b[6, 5] is {value}", 1)
 
 
-def test_integers_and_empty_boxes_are_left_out() -> None:
+def test_integers_and_empty_shards_are_left_out() -> None:
     assert non_finite([]) is None
     states = torch.full((2, 2), 255, dtype=torch.uint8)
     assert non_finite([part("random", states, 0, 0), part("none", torch.empty(0, 3), 0, 0)]) is None
-    assert non_finite([Part("scalar", (), (), (), torch.tensor(math.nan))]) == Finding("scalar[] is nan", 1)
+    assert non_finite([Shard("scalar", (), TensorSlice((), ()), torch.tensor(math.nan))]) == Finding(
+        "scalar[] is nan", 1
+    )
 
 
 def test_the_ranks_are_named() -> None:

@@ -7,34 +7,35 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 
 VALUES = torch.arange(24.0).view(4, 6)
 
 
 def saved(folder: Path, corners: list[tuple[int, int]], sizes: tuple[int, int]) -> CheckpointTensors:
-    """VALUES in boxes of one size."""
+    """VALUES in slices of one size."""
 
     def cut(row: int, column: int) -> Tensor:
         return VALUES[row : row + sizes[0], column : column + sizes[1]].contiguous()
 
-    parts = [Part("w", (4, 6), corner, sizes, cut(*corner)) for corner in corners]
-    write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).places)
+    parts = [Shard("w", (4, 6), TensorSlice(corner, sizes), cut(*corner)) for corner in corners]
+    write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).tensors)
     return CheckpointTensors(folder)
 
 
 @pytest.mark.parametrize(("offsets", "sizes"), [((0, 0), (4, 6)), ((1, 2), (2, 3)), ((3, 5), (1, 1)), ((2, 0), (2, 6))])
-def test_any_box_comes_from_the_boxes_that_were_saved(
+def test_any_slice_comes_from_the_slices_that_were_saved(
     tmp_path: Path, offsets: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
     tensors = saved(tmp_path, [(0, 0), (0, 3), (2, 0), (2, 3)], (2, 3))
     rows, columns = (slice(first, first + size) for first, size in zip(offsets, sizes))
-    assert torch.equal(tensors.read("w", offsets, sizes), VALUES[rows, columns])
+    assert torch.equal(tensors.read("w", TensorSlice(offsets, sizes)), VALUES[rows, columns])
 
 
-def test_boxes_that_overlap_do_not_hide_a_gap(tmp_path: Path) -> None:
-    """They have as many elements as the tensor; what no box holds would be whatever lay in memory."""
+def test_slices_that_overlap_do_not_hide_a_gap(tmp_path: Path) -> None:
+    """They have as many elements as the tensor; what no slice holds would be whatever lay in memory."""
     tensors = saved(tmp_path, [(0, 0), (1, 0)], (2, 6))
-    with pytest.raises(DataError, match=r"w is not whole: boxes of \[4, 6\] overlap"):
-        tensors.read("w", (0, 0), (4, 6))
+    with pytest.raises(DataError, match=r"w is not whole: slices of \[4, 6\] overlap"):
+        tensors.read("w", TensorSlice.whole((4, 6)))

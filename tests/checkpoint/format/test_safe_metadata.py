@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.safe_metadata import Box, GlobalTensor, TensorMetadata, read_metadata
-from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
+from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice, TensorMetadata, read_metadata
+from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from tests.fault_table import Notice
 
 
@@ -63,8 +64,8 @@ class Calls:
 
 
 def test_a_list_of_tensors_is_read(tmp_path: Path) -> None:
-    box = Box("weight", (0, 0), (2, 3), "__0_0.distcp", 0, 10)
-    assert read(tmp_path, metadata()) == ({"weight": GlobalTensor(torch.bfloat16, (2, 3), (box,))}, set())
+    saved = SavedSlice(TensorSlice((0, 0), (2, 3)), "__0_0.distcp", 0, 10)
+    assert read(tmp_path, metadata()) == ({"weight": GlobalTensor(torch.bfloat16, (2, 3), (saved,))}, set())
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -91,14 +92,16 @@ def test_no_class_is_changed_and_no_tensor_outside_is_read(tmp_path: Path, notic
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     inside.mkdir()
     outside.mkdir()
-    (place,) = write_shards(outside / "secret", [Part("weight", (3,), (0,), (3,), torch.ones(3))]).places
-    write_metadata(inside, [place._replace(file="../outside/secret")])
+    shard = Shard("weight", (3,), TensorSlice((0,), (3,)), torch.ones(3))
+    ((key, written),) = write_shards(outside / "secret", [shard]).tensors
+    elsewhere = written.slices[0]._replace(file="../outside/secret")
+    write_metadata(inside, [(key, written._replace(slices=(elsewhere,)))])
     named, slots = b"cpathlib\nPurePosixPath\n", b"}" + text("parts") + text("../outside/secret") + b"\x85s"
     listed = pickle.loads((inside / ".metadata").read_bytes())
     raw = b"\x80\x02" + named + b"N" + slots + b"\x86b0" + pickle.dumps(listed, protocol=2)[2:]
     (inside / ".metadata").write_bytes(raw)
     with notice, pytest.raises(DataError, match=r"its pickle changes pathlib\.PurePosixPath") as error:
-        CheckpointTensors(inside).read("weight", (0,), (3,))
+        CheckpointTensors(inside).read("weight", TensorSlice((0,), (3,)))
     assert error.value.exit_code == notice.exit_code
     assert isinstance(PurePosixPath.parts, property)
 
@@ -168,13 +171,13 @@ def test_bombs_are_refused_in_little_memory(tmp_path: Path, notice: Notice) -> N
         assert len(line) < 500
 
 
-def test_one_list_of_boxes_for_many_tensors_costs_little(tmp_path: Path) -> None:
-    """2,000 tensors that share one list of 2,000 boxes would be 4 million."""
+def test_one_list_of_slices_for_many_tensors_costs_little(tmp_path: Path) -> None:
+    """2,000 tensors that share one list of 2,000 slices would be 4 million."""
     chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))] * 2000
     tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), chunks)
     names = [f"t{number}" for number in range(2000)]
     storage = {MetadataIndex(name, torch.Size([0, 0])): _StorageInfo("f", 0, 10) for name in names}
-    with pytest.raises(DataError, match=r"t0 of shape \[2, 3\] has a box of \[2, 3\] at \[0, 0\]"):
+    with pytest.raises(DataError, match=r"t0 of shape \[2, 3\] has a slice of \[2, 3\] at \[0, 0\]"):
         read(tmp_path, metadata(state_dict_metadata=dict.fromkeys(names, tensor), storage_data=storage))
 
 
@@ -186,7 +189,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkdir(tmp_path / name) if kind == "a folder" else os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=f"{name} cannot be read"):
-        CheckpointTensors(tmp_path).read("weight", (0, 0), (2, 3))
+        CheckpointTensors(tmp_path).read("weight", TensorSlice((0, 0), (2, 3)))
 
 
 @pytest.mark.parametrize("depth", ["outside", "inside"])
@@ -240,10 +243,10 @@ BAD_LISTS: dict[str, Any] = {
     "a number as a name": metadata(state_dict_metadata={3: metadata().state_dict_metadata["weight"]}),
     "an endless name": metadata(state_dict_metadata={"x" * 70_000: metadata().state_dict_metadata["weight"]}),
     "a name with NUL": metadata(state_dict_metadata={"a\0b": metadata().state_dict_metadata["weight"]}),
-    "a box with an axis more": listed(offsets=(0, 0, 0), sizes=(2, 3, 1)),
-    "a box with an axis less": listed(offsets=(0,), sizes=(2,)),
-    "a box that reaches outside": listed(sizes=(2, 4)),
-    "a box that lies nowhere": listed(lies=(1, 0)),
+    "a slice with an axis more": listed(offsets=(0, 0, 0), sizes=(2, 3, 1)),
+    "a slice with an axis less": listed(offsets=(0,), sizes=(2,)),
+    "a slice that reaches outside": listed(sizes=(2, 4)),
+    "a slice that lies nowhere": listed(lies=(1, 0)),
     "a negative size": listed(sizes=(-2, 3)),
     "a negative shape": listed(shape=(2, -3)),
     "a shape beyond memory": listed(shape=(2**40, 2**40)),
@@ -260,7 +263,7 @@ BAD_LISTS: dict[str, Any] = {
 
 @pytest.mark.fault(
     "checkpoints",
-    "`.metadata` that is cut, garbage or contradicts itself (boxes of other axes or outside of the tensor)",
+    "`.metadata` that is cut, garbage or contradicts itself (slices of other axes or outside of the tensor)",
     happens="refused with the reason",
     exit_code=3,
 )

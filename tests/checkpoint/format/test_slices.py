@@ -12,16 +12,16 @@ shapes = st.lists(st.integers(1, 5), max_size=4)
 
 
 @given(shapes, st.data())
-def test_boxes_are_the_run_in_order_and_few(shape: list[int], data: st.DataObject) -> None:
+def test_slices_are_the_run_in_order_and_few(shape: list[int], data: st.DataObject) -> None:
     size = math.prod(shape)
     start, end = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
     numbers = np.arange(size).reshape(shape)
-    boxes = list(slices_of_run(shape, start, end))
+    slices = list(slices_of_run(shape, start, end))
     found = []
-    for box in boxes:
-        within = numbers[tuple(slice(first, first + length) for first, length in zip(box.offset, box.sizes))]
-        assert within.shape == box.sizes
-        assert list(within.flatten()) == list(range(box.start, box.end))
+    for first, at in slices:
+        within = numbers[tuple(slice(begin, begin + length) for begin, length in zip(at.offset, at.shape))]
+        assert within.shape == at.shape
+        assert list(within.flatten()) == list(range(first, first + at.num_elements))
         found += list(within.flatten())
     assert found == list(range(start, end))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert len(slices) <= max(1, 2 * len(shape) - 1)

@@ -9,22 +9,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.snapshot import Snapshot
-from mtrain.checkpoint.format.writer import Part, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 
 
-def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Part, Part]:
+def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Shard, Shard]:
     """The rows before and from `cut`."""
     shape, rest = tuple(whole.shape), tuple(whole.shape[1:])
     zeros = (0,) * len(rest)
     return (
-        Part(key, shape, (0, *zeros), (cut, *rest), whole[:cut]),
-        Part(key, shape, (cut, *zeros), (shape[0] - cut, *rest), whole[cut:]),
+        Shard(key, shape, TensorSlice((0, *zeros), (cut, *rest)), whole[:cut]),
+        Shard(key, shape, TensorSlice((cut, *zeros), (shape[0] - cut, *rest)), whole[cut:]),
     )
 
 
-def test_boxes_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
+def test_slices_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
     torch.manual_seed(3)
     state = {"half": torch.randn(7, 3).bfloat16(), "large": torch.randn(5, 1 << 17), "bytes": torch.arange(9).byte()}
     pairs = [parts_of(key, whole, 3) for key, whole in state.items()]
@@ -36,7 +37,7 @@ def test_boxes_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
             part.data.zero_()  # training goes on
         ranks.append(write_shards(tmp_path / f"__{rank}_0.distcp", copies))
     files = {name: facts for written in ranks for name, facts in written.files.items()}
-    files |= write_metadata(tmp_path, [place for written in ranks for place in written.places])
+    files |= write_metadata(tmp_path, [each for written in ranks for each in written.tensors])
     assert snapshot.size_bytes < 2 * state["large"].nbytes, "memory is used again"
     for name, facts in files.items():
         content = (tmp_path / name).read_bytes()
@@ -57,9 +58,9 @@ def test_a_tensor_that_is_not_covered_is_not_listed(tmp_path: Path, fault: str) 
         "doubled": [first, first],
         "another shape": [first, second._replace(global_shape=(7, 2))],
     }[fault]
-    places = write_shards(tmp_path / "__0_0.distcp", parts).places
+    tensors = write_shards(tmp_path / "__0_0.distcp", parts).tensors
     with pytest.raises(DataError, match="elements of w"):
-        write_metadata(tmp_path, places)
+        write_metadata(tmp_path, tensors)
     assert not (tmp_path / ".metadata").exists()
 
 

@@ -229,11 +229,11 @@ def test_verification_names_the_tensor_that_differs(good: Path, tmp_path: Path) 
 def test_a_damaged_checkpoint_is_not_exported(good: Path, tmp_path: Path) -> None:
     import_hf(good, tmp_path / "ours", None, num_workers=1)
     tensors = CheckpointTensors(tmp_path / "ours")
-    box = max(tensors.tensors["output_layer.weight"].boxes)
-    with (tmp_path / "ours" / box.file).open("r+b") as file:
-        file.seek(box.start + 10)
+    saved = max(tensors.tensors["output_layer.weight"].slices)
+    with (tmp_path / "ours" / saved.file).open("r+b") as file:
+        file.seek(saved.start_bytes + 10)
         file.write(b"\0" * 60)
     with pytest.raises(DataError, match=r"was saved with other bytes \(SHA-256 differs\)"):
         export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     with pytest.raises(DataError, match=r"output_layer.weight at byte \d+ is damaged"):
-        CheckpointTensors(tmp_path / "ours").read("output_layer.weight", box.offsets, box.sizes)
+        CheckpointTensors(tmp_path / "ours").read("output_layer.weight", saved.at)

@@ -14,7 +14,9 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from mtrain.base.errors import MtrainError
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.training_state import LossScaler
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import load_entry, step_name
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
@@ -25,7 +27,7 @@ from mtrain.mcore.engine.optimizer_state import adam_step, flat_slices, loss_sca
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.gather import Shard, gather_whole, parameter_shards
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.mcore.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.mcore.state.save import Saver
 from mtrain.training.step import TrainingStep
@@ -235,7 +237,8 @@ def _shards(parts: Parts, groups: Groups, values: Mapping[Tensor, Tensor]) -> li
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             shape, offset = tuple(part.global_shape[axes:]), tuple(part.global_offset[axes:])
-            shards.append(Shard(name, shape, offset, part.data.clone()))
+            at = TensorSlice(offset, tuple(part.data.shape))
+            shards.append(Shard(name, shape, at, part.data.clone()))
     return shards
 
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from mtrain.mcore.state.gather import Shard
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT, assembled, drawn, forward_order
 from tests.config.samples import config
 
 
 def shard(name: str, offset: int, values: list[float]) -> Shard:
-    return Shard(name, (4,), (offset,), np.array(values, np.float64))  # type: ignore[arg-type]
+    return Shard(name, (4,), TensorSlice((offset,), (len(values),)), np.array(values, np.float64))  # type: ignore[arg-type]
 
 
 def test_shards_are_put_together_and_the_spread_of_replicas_is_told() -> None:

@@ -9,7 +9,7 @@ from typing import Any, final
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required
-from mtrain.hf.schema.table import Part, Rule
+from mtrain.hf.schema.table import Rule, TensorPattern
 from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
@@ -48,23 +48,23 @@ def has_experts(model: ModelSection, layer: int) -> bool:
     return model.has_experts(layer)
 
 
-def by_group(kind: str, last: str) -> tuple[Part, ...]:
+def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
     """Of each query group: the rows of its queries, then of its key, then of its value."""
     return (
-        Part(f"{THEIRS}self_attn.q_proj.{kind}", f"(G s d){last}", {"s": slice(0, -2)}),
-        Part(f"{THEIRS}self_attn.k_proj.{kind}", f"(G d){last}", {"s": -2}),
-        Part(f"{THEIRS}self_attn.v_proj.{kind}", f"(G d){last}", {"s": -1}),
+        TensorPattern(f"{THEIRS}self_attn.q_proj.{kind}", f"(G s d){last}", {"s": slice(0, -2)}),
+        TensorPattern(f"{THEIRS}self_attn.k_proj.{kind}", f"(G d){last}", {"s": -2}),
+        TensorPattern(f"{THEIRS}self_attn.v_proj.{kind}", f"(G d){last}", {"s": -1}),
     )
 
 
-def gate_and_up(kind: str, last: str) -> tuple[Part, ...]:
+def gate_and_up(kind: str, last: str) -> tuple[TensorPattern, ...]:
     """The gate's rows, then the other half's."""
     return halves(f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}", f"f{last}")
 
 
-def halves(gate: str, up: str, axes: str) -> tuple[Part, ...]:
+def halves(gate: str, up: str, axes: str) -> tuple[TensorPattern, ...]:
     """A gated projection of two tensors."""
-    return (Part(gate, axes, {"c": 0}), Part(up, axes, {"c": 1}))
+    return (TensorPattern(gate, axes, {"c": 0}), TensorPattern(up, axes, {"c": 1}))
 
 
 def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
@@ -80,7 +80,7 @@ def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     ours = f"{KEY}mlp.experts.experts.linear"
     return (
         Rule(f"{ours}_fc1.weight", "E (c e) h", halves(names[0], names[1], "e h"), has_experts),
-        Rule(f"{ours}_fc2.weight", "E h e", (Part(names[2], "h e"),), has_experts),
+        Rule(f"{ours}_fc2.weight", "E h e", (TensorPattern(names[2], "h e"),), has_experts),
     )
 
 
@@ -91,7 +91,7 @@ def router(name: str) -> Rule:
 
 def same(key: str, name: str, axes: str) -> Rule:
     """A tensor that is the same on both sides."""
-    return Rule(key, axes, (Part(name, axes),))
+    return Rule(key, axes, (TensorPattern(name, axes),))
 
 
 def in_layer(key: str, name: str, axes: str) -> Rule:

@@ -22,7 +22,7 @@ from mtrain.hf.schema.families.common import (
     windows,
 )
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.table import Part, Rule
+from mtrain.hf.schema.table import Rule, TensorPattern
 from mtrain.hf.schema.values import value_of
 
 
@@ -55,7 +55,9 @@ _YARN = {
 
 
 def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
-    return Rule(f"{KEY}mlp.experts.experts.{key}", axes, (Part(f"{THEIRS}mlp.experts.{name}", on_disk),), has_experts)
+    return Rule(
+        f"{KEY}mlp.experts.experts.{key}", axes, (TensorPattern(f"{THEIRS}mlp.experts.{name}", on_disk),), has_experts
+    )
 
 
 _EXPERTS = (
