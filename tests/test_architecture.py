@@ -321,6 +321,15 @@ def test_folders_show_what_they_hold() -> None:
     assert {folder: size for folder, size in sizes.items() if size > MAX_FILES_IN_A_FOLDER} == {}
 
 
+def test_class_names_are_distinct() -> None:
+    places: dict[str, list[str]] = {}
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module.name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_functions_are_short() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines"

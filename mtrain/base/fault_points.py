@@ -16,7 +16,7 @@ _HEARTBEAT_S = 1.0
 """In which the phase has reached the heartbeat's file."""
 
 
-class Fault(NamedTuple):
+class InjectedFault(NamedTuple):
     """What is to happen where."""
 
     kind: str
@@ -32,17 +32,17 @@ class Fault(NamedTuple):
         return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"
 
     @classmethod
-    def parsed(cls, text: str) -> "Fault":
+    def parsed(cls, text: str) -> "InjectedFault":
         """Reads what `str` writes."""
         kind, *rest = text.split()
         values = dict(item.split("=", 1) for item in rest)
         return cls(kind, int(values["rank"]), int(values["step"]), values["phase"])
 
 
-def wanted_fault(rank: int, step: int) -> Fault | None:
+def wanted_fault(rank: int, step: int) -> InjectedFault | None:
     """What a test asks for at this rank and step, in any phase."""
     text = os.environ.get(VARIABLE)
-    fault = None if text is None else Fault.parsed(text)
+    fault = None if text is None else InjectedFault.parsed(text)
     return fault if fault is not None and (fault.rank, fault.step) == (rank, step) else None
 
 

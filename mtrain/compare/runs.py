@@ -53,7 +53,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDivergence:
     """The first step and quantity that two runs do not share."""
 
     step: int
@@ -101,7 +101,7 @@ class Comparison:
         return self.quantities[0].steps
 
     @property
-    def divergence(self) -> Divergence | None:
+    def divergence(self) -> FirstDivergence | None:
         """The first by step, then in the order of the quantities; None where the runs are equal."""
         found = [
             (step, place)
@@ -114,7 +114,7 @@ class Comparison:
         quantity = self.quantities[place]
         index = quantity.steps.index(step)
         a, b, difference = quantity.a[index], quantity.b[index], quantity.differences[index]
-        return Divergence(step, quantity.name, a, b, difference, quantity.rtol)
+        return FirstDivergence(step, quantity.name, a, b, difference, quantity.rtol)
 
 
 def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:

@@ -18,7 +18,7 @@ from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
-from mtrain.convert.target import Target, open_target
+from mtrain.convert.target import ExportTarget, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
@@ -113,7 +113,7 @@ class OutgoingFile(NamedTuple):
         return sum(one.size_bytes for one in self.tensors)
 
 
-def shards(target: Target, dtype: torch.dtype | None) -> dict[str, OutgoingFile]:
+def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, OutgoingFile]:
     """Files as they were where the weights came from, else full ones one after the other."""
     wanted = {
         tensor.name: Outgoing(tensor.name, tensor, filled.key, target.dtype(filled, dtype))
@@ -153,7 +153,7 @@ def _files_there(origin: Path | None) -> dict[str, Any]:
     return found
 
 
-def _plan(target: Target, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
+def _plan(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
     """What makes a later call the same one."""
     return {
         "program": mtrain.__version__,
@@ -165,7 +165,7 @@ def _plan(target: Target, files: Mapping[str, OutgoingFile], dtype: torch.dtype 
     }
 
 
-def _write_side_files(folder: Path, target: Target, files: Mapping[str, OutgoingFile]) -> None:
+def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, OutgoingFile]) -> None:
     origin, template = target.origin, None
     if origin is not None:
         template = plain_config(read_json(origin / CONFIG_NAME))
@@ -183,7 +183,7 @@ def _write_side_files(folder: Path, target: Target, files: Mapping[str, Outgoing
         _write_like(folder / INDEX_NAME, index, None if origin is None else origin / INDEX_NAME)
 
 
-def _config(target: Target, template: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+def _config(target: ExportTarget, template: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
     config = target.family.config(target.model, template)
     if template is None and target.context_tokens is not None:
         config["max_position_embeddings"] = target.context_tokens

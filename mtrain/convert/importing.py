@@ -27,7 +27,7 @@ from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
-from mtrain.hf.io.source import Source, open_source
+from mtrain.hf.io.source import HfSource, open_source
 from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
@@ -66,7 +66,7 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 
 
 def _write_tensors(
-    folder: Path, source: Source, dtypes: Mapping[str, torch.dtype], num_workers: int
+    folder: Path, source: HfSource, dtypes: Mapping[str, torch.dtype], num_workers: int
 ) -> dict[str, FileInfo]:
     """Data files and the metadata."""
     files = _files(source.table, dtypes)
@@ -108,7 +108,7 @@ class _SliceToWrite(NamedTuple):
     size_bytes: int
 
 
-def _dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(source: HfSource, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Checkpoint key -> dtype it will have.
 
     Raises:
@@ -143,7 +143,7 @@ def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_S
     return {f"__0_{number}.distcp": slices for number, slices in enumerate(files)}
 
 
-def _plan(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
+def _plan(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
     """What makes a later call the same one."""
     files = {name: file.path.stat() for name, file in source.folder.files.items()}
     return {
@@ -155,7 +155,7 @@ def _plan(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     }
 
 
-def _write_side_files(folder: Path, source: Source, out: Path) -> None:
+def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     """Counters, the model's configuration, and what came with the weights."""
     write_state(
         folder,
@@ -188,7 +188,7 @@ def _write_side_files(folder: Path, source: Source, out: Path) -> None:
     write_atomically(folder / MODEL_NAME, _model_yaml(source, out.resolve()))
 
 
-def _model_yaml(source: Source, out: Path) -> str:
+def _model_yaml(source: HfSource, out: Path) -> str:
     """The part of a configuration that starts from these weights."""
     content: dict[str, Any] = {
         "model": source.model.model_dump(exclude={"hf", "backend", "megatron"}),

@@ -30,7 +30,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """What the weights of a checkpoint are."""
 
     model: ModelSection
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     """Longest sequence that training saw, where there is no origin to say it."""
 
 
-class Target(NamedTuple):
+class ExportTarget(NamedTuple):
     """A checkpoint and what it will be called outside."""
 
     entry: CheckpointEntry
@@ -68,7 +68,7 @@ class Target(NamedTuple):
         return held if wanted is None or filled.keeps_dtype else wanted
 
 
-def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Target:
+def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> ExportTarget:
     """Opens a checkpoint and finds out how it is to be called.
 
     Args:
@@ -89,7 +89,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Tar
     # refuses before any work is done
     family.config(source.model, None if template is None else plain_config(template))
     tensors = CheckpointTensors(entry.path)
-    target = Target(
+    target = ExportTarget(
         entry,
         tensors,
         family,
@@ -103,7 +103,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Tar
     return target
 
 
-def source_of(checkpoint: Path) -> Source:
+def source_of(checkpoint: Path) -> ModelSource:
     """The model that a checkpoint holds, and what its first weights came with.
 
     Raises:
@@ -111,22 +111,22 @@ def source_of(checkpoint: Path) -> Source:
     """
     imported = imported_model(checkpoint)
     if imported is not None:
-        return Source(imported, checkpoint / ORIGIN, None)
+        return ModelSource(imported, checkpoint / ORIGIN, None)
     path = checkpoint.resolve().parent.parent / "config.yaml"
     if not path.exists():
         raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
     run = load_config([path], [])
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
-        return Source(run.model, Path(run.model.hf), run.data.seq_length)
+        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length)
     start = run.checkpoint.initialize_from
     if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
-        return Source(run.model, None, run.data.seq_length)
+        return ModelSource(run.model, None, run.data.seq_length)
     entry = checkpoint_at(Path(start)).entry
     assert entry is not None, "checkpoint_at raises where there is none"
-    return Source(run.model, source_of(entry.path).origin, run.data.seq_length)
+    return ModelSource(run.model, source_of(entry.path).origin, run.data.seq_length)
 
 
-def _check_keys(target: Target) -> None:
+def _check_keys(target: ExportTarget) -> None:
     saved = {key: facts.shape for key, facts in target.tensors.tensors.items()}
     faults = []
     for key, wanted in target.table.shapes.items():

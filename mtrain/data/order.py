@@ -163,7 +163,7 @@ def _ceiling(numerator: int, denominator: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePosition:
     """Where a sample lies."""
 
     source: int
@@ -185,7 +185,7 @@ class SampleOrder:
         """
         self._seed, self._sizes, self._blend = seed, tuple(sizes), Blend(weights)
 
-    def locate(self, g: int) -> Place:
+    def locate(self, g: int) -> SamplePosition:
         """Place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
 
         Every epoch of a source visits each of its samples once, in an order of its own.
@@ -193,7 +193,7 @@ class SampleOrder:
         source, number = self._blend.locate(g)
         epoch, turn = divmod(number, self._sizes[source])
         key = key_of(self._seed, source, epoch)
-        return Place(source, epoch, permuted(turn, self._sizes[source], key))
+        return SamplePosition(source, epoch, permuted(turn, self._sizes[source], key))
 
 
 def slots(microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> range:

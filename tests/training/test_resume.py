@@ -150,8 +150,8 @@ def test_a_damaged_file_of_the_run_folder_is_one_message(
 def test_the_test_hook_does_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fault_points.VARIABLE, raising=False)
     fault_points.fault_point("write.0", 0, 1)
-    fault = fault_points.Fault("full", 0, 1, "write.0")
-    assert fault_points.Fault.parsed(str(fault)) == fault
+    fault = fault_points.InjectedFault("full", 0, 1, "write.0")
+    assert fault_points.InjectedFault.parsed(str(fault)) == fault
     monkeypatch.setenv(fault_points.VARIABLE, str(fault))
     fault_points.fault_point("write.0", 1, 1)
     with pytest.raises(OSError, match="No space left"):

@@ -30,14 +30,14 @@ Kind = Literal["text", "qa"]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCorpus:
     """One file of the corpus."""
 
     path: Path
     num_documents: int
 
 
-def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -> list[Written]:
+def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -> list[WrittenCorpus]:
     """Writes `<kind>-train.jsonl` and, with every twentieth document, `<kind>-valid.jsonl`, in a fixed order.
 
     `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}. No answer of the held-out pairs occurs
@@ -66,9 +66,9 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
         return [_write(output / f"{kind}-{part}.jsonl", lines) for part, lines in (("train", train), ("valid", valid))]
 
 
-def _write(path: Path, lines: Sequence[dict[str, Any]]) -> Written:
+def _write(path: Path, lines: Sequence[dict[str, Any]]) -> WrittenCorpus:
     write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    return Written(path, len(lines))
+    return WrittenCorpus(path, len(lines))
 
 
 def _sources(root: Path) -> Iterator[tuple[Path, str]]:

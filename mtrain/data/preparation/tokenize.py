@@ -38,7 +38,7 @@ class CorpusSummary:
     seconds: float
 
 
-class _Chunk(NamedTuple):
+class _TextChunk(NamedTuple):
     texts: list[str]
     num_bytes: int
 
@@ -108,7 +108,7 @@ def _refuse_existing(prefix: str, overwrite: bool) -> None:
             raise DataError(f"{path} exists; choose another output prefix, or overwrite it with --overwrite")
 
 
-def _chunks(texts: Iterable[Document]) -> Iterator[_Chunk]:
+def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
     """Groups texts into pieces of work whose bounds depend on the texts alone."""
     group: list[str] = []
     size = num_bytes = 0
@@ -117,10 +117,10 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_Chunk]:
         size += len(document.text)
         num_bytes += len(_encodable(document))
         if size >= _CHUNK_CHARACTERS:
-            yield _Chunk(group, num_bytes)
+            yield _TextChunk(group, num_bytes)
             group, size, num_bytes = [], 0, 0
     if group:
-        yield _Chunk(group, num_bytes)
+        yield _TextChunk(group, num_bytes)
 
 
 def _encodable(document: Document) -> bytes:
@@ -131,8 +131,8 @@ def _encodable(document: Document) -> bytes:
 
 
 def _tokenized(
-    chunks: Iterator[_Chunk], tokenizer: Tokenizer, num_workers: int, append_eos: bool
-) -> Iterator[tuple[_Chunk, _Tokens]]:
+    chunks: Iterator[_TextChunk], tokenizer: Tokenizer, num_workers: int, append_eos: bool
+) -> Iterator[tuple[_TextChunk, _Tokens]]:
     """Yields chunks in their order, each with its tokens."""
     if num_workers == 1:
         for chunk in chunks:
@@ -144,7 +144,7 @@ def _tokenized(
         initializer=_start_worker,
         initargs=(tokenizer.path, append_eos),
     )
-    under_way: collections.deque[tuple[_Chunk, Future[_Tokens]]] = collections.deque()
+    under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]] = collections.deque()
     try:
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_work, chunk.texts)))
@@ -160,7 +160,7 @@ def _tokenized(
         pool.shutdown(cancel_futures=True)
 
 
-def _finished(under_way: collections.deque[tuple[_Chunk, Future[_Tokens]]]) -> tuple[_Chunk, _Tokens]:
+def _finished(under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]]) -> tuple[_TextChunk, _Tokens]:
     chunk, future = under_way.popleft()
     return chunk, future.result()
 

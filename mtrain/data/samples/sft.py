@@ -44,7 +44,7 @@ _REASONS = {
 """Known keys of other programs, and what would be lost."""
 
 
-class Piece(NamedTuple):
+class TextSpan(NamedTuple):
     """Text that is tokenised by itself."""
 
     text: str
@@ -165,7 +165,7 @@ class SFTDataset:
         return length <= self._seq_length + 1
 
 
-def tokenised(parts: list[Piece], tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def tokenised(parts: list[TextSpan], tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Ids of a whole sample, [n], and 1 for each that is learnt, [n]."""
     ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     learnt = [0.0] * len(ids)
@@ -176,15 +176,15 @@ def tokenised(parts: list[Piece], tokenizer: Tokenizer) -> tuple[NDArray[np.int6
     return np.array(ids, np.int64), np.array(learnt)
 
 
-def pieces(found: dict[str, Any]) -> list[Piece]:
+def pieces(found: dict[str, Any]) -> list[TextSpan]:
     """The texts of a checked line."""
     if "messages" not in found:
-        return [Piece(found["prompt"], False, False), Piece(found["response"], True, True)]
-    parts: list[Piece] = []
+        return [TextSpan(found["prompt"], False, False), TextSpan(found["response"], True, True)]
+    parts: list[TextSpan] = []
     for number, message in enumerate(found["messages"]):
         answers = message["role"] == "assistant"
-        parts.append(Piece(("\n\n" if number else "") + f"### {message['role']}\n", False, False))
-        parts.append(Piece(message["content"], answers, answers))
+        parts.append(TextSpan(("\n\n" if number else "") + f"### {message['role']}\n", False, False))
+        parts.append(TextSpan(message["content"], answers, answers))
     return parts
 
 

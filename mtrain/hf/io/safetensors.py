@@ -42,7 +42,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """What the header says of one tensor."""
 
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class SafetensorsFile:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._content, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
-    def _checked(self, header: Header) -> dict[str, Entry]:
+    def _checked(self, header: Header) -> dict[str, TensorEntry]:
         entries = {name: self._entry(name, said, header.end) for name, said in header.tensors.items()}
         ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = header.end
@@ -92,7 +92,7 @@ class SafetensorsFile:
             self._refuse(f"its tensors end at byte {end}, but the file has {len(self._content)}")
         return ordered
 
-    def _entry(self, name: str, said: Any, data_start: int) -> Entry:
+    def _entry(self, name: str, said: Any, data_start: int) -> TensorEntry:
         try:
             dtype, shape, (start, stop) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
             numbers = (*shape, start, stop)
@@ -103,7 +103,7 @@ class SafetensorsFile:
             self._refuse(
                 f"{name} of shape {_shown(list(shape))} and {dtype} cannot lie in bytes {_shown([start, stop])}"
             )
-        return Entry(dtype, shape, data_start + start, data_start + stop)
+        return TensorEntry(dtype, shape, data_start + start, data_start + stop)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise DataError(f"{self.path} is damaged: {reason}; download it again")

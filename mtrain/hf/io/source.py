@@ -22,7 +22,7 @@ from mtrain.hf.schema.table import FilledSlice, Table, read_slice
 EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
-class Source(NamedTuple):
+class HfSource(NamedTuple):
     """An opened folder and what it means."""
 
     folder: HfFolder
@@ -39,7 +39,7 @@ class Source(NamedTuple):
         return self.weights.facts(filled.tensors[0].name)[0]
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> HfSource:
     """Opens and checks a folder completely; no tensor is read.
 
     Raises:
@@ -55,7 +55,7 @@ def open_source(path: Path) -> Source:
         )
     table = family.table(model)
     check_names(path, weights, table, family.dropped)
-    return Source(folder, weights, family, model, table)
+    return HfSource(folder, weights, family, model, table)
 
 
 class GlobalTensorInfo(NamedTuple):
@@ -68,7 +68,7 @@ class GlobalTensorInfo(NamedTuple):
 class FolderTensors:
     """Slices of global tensors, made from views of the mapped files; nothing is kept but one reordered tensor."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: HfSource) -> None:
         """Args:
         source: The folder.
         """

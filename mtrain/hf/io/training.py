@@ -15,7 +15,7 @@ from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.io.logits import open_model
 
 
-class Rows(NamedTuple):
+class TrainingRows(NamedTuple):
     """What goes through the model at once."""
 
     tokens: Tensor
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 class StepInput(NamedTuple):
     """One optimizer step."""
 
-    rows: Sequence[Rows]
+    rows: Sequence[TrainingRows]
     denominator: float
     """What the weighted sum of token losses is divided by; 0: nothing to learn."""
     lr: float
@@ -80,7 +80,7 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
     yield {"params": [value for name, value in parameters.items() if name in small], "weight_decay": other}
 
 
-def _backward(model: Any, rows: Rows, denominator: float) -> float:
+def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
     """Adds the gradients of some rows; their numerator."""
     logits = model(rows.tokens, use_cache=False).logits.float()
     losses = functional.cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")

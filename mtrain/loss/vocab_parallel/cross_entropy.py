@@ -16,7 +16,7 @@ from mtrain.loss.vocab_parallel.exponentials import Exponentials, cleared, softm
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetLogits:
     """What the model should have said: mostly the label, a little of every real token; all [seq, batch]."""
 
     column: Tensor
@@ -35,7 +35,7 @@ class CrossEntropy(torch.autograd.Function):
     """(logits) -> (cross entropy, log-sum-exp)."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: Target) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: TargetLogits) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(exponentials.values, exponentials.total, target.column, target.is_local)
         ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
         ctx.label_share, ctx.uniform_share = target.label_share, target.uniform_share

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.loss.vocab_parallel.cross_entropy import CrossEntropy, Entropy, LogSumExp, Target
+from mtrain.loss.vocab_parallel.cross_entropy import CrossEntropy, Entropy, LogSumExp, TargetLogits
 from mtrain.loss.vocab_parallel.divergence import Divergence, Tempered, divergence_of_sums, local_sums
 from mtrain.loss.vocab_parallel.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
 
@@ -135,7 +135,7 @@ class VocabParallelLogits:
         logits = self._shifted_logits(column, is_local) * label_share
         if label_smoothing > 0:
             logits = logits + self._sum_of_shifted_logits() * uniform_share
-        target = Target(column, is_local, self._sum_with_total(logits), label_share, uniform_share)
+        target = TargetLogits(column, is_local, self._sum_with_total(logits), label_share, uniform_share)
         entropy, logsumexp = CrossEntropy.apply(self.local, self._known_exponentials(), target)  # type: ignore[no-untyped-call]
         return _TokenLosses(labels, label_smoothing, entropy.t(), logsumexp.t())
 

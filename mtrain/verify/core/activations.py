@@ -24,7 +24,7 @@ _COLUMNS_OVER_TP = ("self_attention.core_attention", "output_layer")
 
 
 @dataclass(frozen=True)
-class Piece:
+class RecordedOutput:
     """A part of a module's output over the whole global batch."""
 
     module: str
@@ -44,11 +44,11 @@ class ActivationRecorder:
         self._groups, self._config = groups, config
         self._models = [unwrap(chunk) for chunk in chunks] if enabled else []
         self._handles: list[RemovableHandle] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[RecordedOutput] = []
 
     def __enter__(self) -> Self:
         for model in self._models:
-            chunk = _Chunk(self, self._groups.layout.dp)
+            chunk = _ChunkHooks(self, self._groups.layout.dp)
             self._handles.append(model.register_forward_pre_hook(chunk.begin))
             for name, module in named_modules(model):
                 if type(module).__name__ != "IdentityOp":  # TransformerEngine's norms are inside the projections
@@ -72,10 +72,10 @@ class ActivationRecorder:
         first = groups.tp_rank * output.shape[-1] if module.endswith(_COLUMNS_OVER_TP) else 0
         rows = tuple(slots(microbatch, groups.dp_rank, layout.dp, size))
         values = output.detach().to("cpu", copy=True).numpy()
-        self.pieces.append(Piece(module, rows, positions, first, values))
+        self.pieces.append(RecordedOutput(module, rows, positions, first, values))
 
 
-class _Chunk:
+class _ChunkHooks:
     """Counts the forward passes of one model chunk; recomputation in backward is not one."""
 
     def __init__(self, watch: ActivationRecorder, dp: int) -> None:
@@ -120,7 +120,7 @@ def module_order(num_layers: int) -> list[str]:
     return ["embedding", *layers, "final_layernorm", "output_layer"]
 
 
-def put_together(pieces: Iterable[Piece], config: Config) -> dict[str, NDArray[Any]]:
+def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, NDArray[Any]]:
     """Module -> [seq, global batch, columns]; nan where no rank had a part, columns of the padded vocabulary cut."""
     held = list(pieces)
     whole: dict[str, NDArray[Any]] = {}

@@ -29,7 +29,7 @@ _SHORT_EVERY = 5
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """Which steps run on what."""
 
     own_steps: int
@@ -53,7 +53,7 @@ class Plan:
 class Batches:
     """The microbatches of one data-parallel rank."""
 
-    def __init__(self, config: Config, plan: Plan, dp_rank: int, dp_size: int) -> None:
+    def __init__(self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int) -> None:
         """
         Raises:
             DataError: a file is damaged, too small, or does not fit the model.

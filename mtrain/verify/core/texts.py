@@ -17,10 +17,10 @@ from mtrain.config.schema.data import FilesSection, IndexedSection, JsonlSection
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.sources import Blended, Sources
-from mtrain.verify.core.samples import Plan, hard_texts
+from mtrain.verify.core.samples import SamplePlan, hard_texts
 from mtrain.verify.reference.answers import num_lines, objects, text_of
-from mtrain.verify.reference.corpus import Corpus
-from mtrain.verify.reference.order import BlendPosition, broken_order, is_permutation
+from mtrain.verify.reference.corpus import RawCorpus
+from mtrain.verify.reference.order import Draw, broken_order, is_permutation
 from mtrain.verify.reference.text import Text
 
 _NUM_ORDERED = 4096
@@ -37,7 +37,7 @@ class Texts:
     """What is wrong with the order of samples."""
 
 
-def texts_of(config: Config, plan: Plan) -> Texts:
+def texts_of(config: Config, plan: SamplePlan) -> Texts:
     """The samples of each step.
 
     Raises:
@@ -50,7 +50,7 @@ def texts_of(config: Config, plan: Plan) -> Texts:
     return Texts(tuple(steps), faults)
 
 
-def _own_texts(config: Config, plan: Plan) -> tuple[list[Text], tuple[str, ...]]:
+def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str, ...]]:
     model = config.model.model_copy(update={"vocab_size": plan.own_vocab_size})
     user = config.model_copy(update={"model": model})
     sources, count = Sources(user), plan.own_steps * config.train.global_batch_size
@@ -59,7 +59,7 @@ def _own_texts(config: Config, plan: Plan) -> tuple[list[Text], tuple[str, ...]]
         return [_random(stream, number) for number in range(count)], ()
     assert isinstance(stream, Blended), "there are two kinds of stream"
     places = [stream.order.locate(number) for number in range(max(count, _NUM_ORDERED))]
-    turns = [BlendPosition(place.source, place.epoch, place.index) for place in places]
+    turns = [Draw(place.source, place.epoch, place.index) for place in places]
     sizes = [len(source) for source in stream.sources]
     data = config.data
     assert not isinstance(data, MockSection), "random tokens are no blend"
@@ -80,7 +80,7 @@ def _random(samples: MockSamples, number: int) -> Text:
 
 
 def _answers(
-    data: JsonlSection, sources: Sources, turns: list[BlendPosition], sizes: list[int], tell: Callable[[str], None]
+    data: JsonlSection, sources: Sources, turns: list[Draw], sizes: list[int], tell: Callable[[str], None]
 ) -> list[Text]:
     assert sources.tokenizer is not None, "a rule of the section"
     paths = [Path(section.path) for section in data.train]
@@ -95,10 +95,8 @@ def _answers(
     return [text_of(lines[turn.source][turn.index], sources.tokenizer, length) for turn in turns]
 
 
-def _windows(
-    data: IndexedSection, stream: Blended, turns: list[BlendPosition], tell: Callable[[str], None]
-) -> list[Text]:
-    corpora = [Corpus.open(section.path) for section in data.train]
+def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Callable[[str], None]) -> list[Text]:
+    corpora = [RawCorpus.open(section.path) for section in data.train]
     orders = {}
     for source, epoch in sorted({(turn.source, turn.epoch) for turn in turns}):
         windows = stream.sources[source]

@@ -18,9 +18,9 @@ from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan import lr
 from mtrain.training.step import StepTotals, TrainingStep
-from mtrain.verify.core.activations import ActivationRecorder, Piece
+from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
 from mtrain.verify.core.result import StepValues
-from mtrain.verify.core.samples import Batches, Plan
+from mtrain.verify.core.samples import Batches, SamplePlan
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
 from mtrain.verify.planted.faults import PLANTS
 from mtrain.verify.planted.planting import planted
@@ -33,7 +33,7 @@ class Job:
 
     config: Config
     """Shrunk, with the layout and its micro-batch size."""
-    plan: Plan
+    plan: SamplePlan
     fault: str | None = None
     """Name of the fault to plant."""
     watched_step: int | None = None
@@ -60,7 +60,7 @@ class Outcome:
     initial: Whole | None
     """Weights before the first step; on rank 0."""
     steps: list[StepOutcome]
-    pieces: list[Piece]
+    pieces: list[RecordedOutput]
     """Module outputs of the watched step that this rank holds."""
     batches: list[list[Microbatch]] = field(default_factory=list)
     """By step, the full rows that a rank trained on; empty but on one rank for each part of the data."""
@@ -108,7 +108,7 @@ class _Runner:
         initial = gathered(parameter_shards(self._chunks, self._groups))
         watched = self._job.watched_step
         steps: list[StepOutcome] = []
-        pieces: list[Piece] = []
+        pieces: list[RecordedOutput] = []
         for number in range(self._job.plan.num_steps if watched is None else watched + 1):
             with ActivationRecorder(self._chunks, self._groups, self._config, enabled=number == watched) as watch:
                 outcome = self._step(number)
@@ -173,6 +173,6 @@ def disagreement(everyone: Sequence[Outcome]) -> str | None:
     return f"ranks {others} report another loss, denominator or gradient norm than rank 0" if others else None
 
 
-def pieces_of(everyone: Sequence[Any]) -> list[Piece]:
+def pieces_of(everyone: Sequence[Any]) -> list[RecordedOutput]:
     """Module outputs of all ranks."""
     return [piece for outcome in everyone for piece in outcome.pieces]

@@ -22,15 +22,14 @@ from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.train import AdamWSection
-from mtrain.hf.io.training import Rows as HfRows
-from mtrain.hf.io.training import StepInput, transformers_steps
+from mtrain.hf.io.training import StepInput, TrainingRows, transformers_steps
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, told
-from mtrain.verify.core.samples import Plan
+from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import refuse_incomparable
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import denominator_tolerance
@@ -152,7 +151,7 @@ class _Inputs:
 
 
 def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
-    texts = texts_of(config, Plan(num_steps, 0, config.model.vocab_size))
+    texts = texts_of(config, SamplePlan(num_steps, 0, config.model.vocab_size))
     if texts.order_faults:
         raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
     return [_step_inputs(config, number, each) for number, each in enumerate(texts.steps)]
@@ -166,12 +165,12 @@ def _step_inputs(config: Config, number: int, texts: Sequence[Text]) -> _Inputs:
     return _Inputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact)
 
 
-def _documents(rows: Rows, weights: Tensor) -> Iterator[HfRows]:
+def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
     """Every document by itself, without padding."""
     for row, documents in enumerate(rows.documents):
         for number in range(int(documents.max()) + 1):
             own = documents == number
-            yield HfRows(*(field[row, own].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
+            yield TrainingRows(*(field[row, own].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
 
 
 def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> LayoutResult:

@@ -24,7 +24,7 @@ from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, told
-from mtrain.verify.core.samples import NUM_HARD_KINDS, Plan, with_loss_tokens
+from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import forward_tolerance, tolerances
@@ -119,17 +119,17 @@ def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
     return with_loss_tokens(lambda length: shrink(config, trials, length), config)
 
 
-def _plan(shrunk: Shrunk, config: Config, num_steps: int) -> Plan:
+def _plan(shrunk: Shrunk, config: Config, num_steps: int) -> SamplePlan:
     """The user's data where they are there, and hard batches in any case."""
     if shrunk.reads_files:
-        return Plan(num_steps, NUM_HARD_KINDS, config.model.vocab_size)
-    return Plan(0, num_steps)
+        return SamplePlan(num_steps, NUM_HARD_KINDS, config.model.vocab_size)
+    return SamplePlan(0, num_steps)
 
 
 class _Check:
     """All runs of one check."""
 
-    def __init__(self, trials: list[Prepared], plan: Plan, fault: str | None, pool: Pool) -> None:
+    def __init__(self, trials: list[Prepared], plan: SamplePlan, fault: str | None, pool: Pool) -> None:
         self._trials, self._pool, self._fault, self.plan = trials, pool, fault, plan
         self._base = trials[0]
         self.config = self._base.config

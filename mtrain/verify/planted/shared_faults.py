@@ -103,7 +103,7 @@ def _empty_sequences_confused() -> contextlib.AbstractContextManager[None]:
 
 def _looks_over_edges() -> contextlib.AbstractContextManager[None]:
     original = mtp_sample
-    return replaced(collate, "ahead", lambda row, starts, depth: original(row, np.zeros_like(starts), depth))
+    return replaced(collate, "mtp_sample", lambda row, starts, depth: original(row, np.zeros_like(starts), depth))
 
 
 def _every_second_sample() -> contextlib.AbstractContextManager[None]:

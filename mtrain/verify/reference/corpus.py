@@ -20,7 +20,7 @@ _HEADER_BYTES = 34
 
 
 @dataclass(frozen=True)
-class Corpus:
+class RawCorpus:
     """The documents of one `.bin/.idx` pair."""
 
     tokens: NDArray[np.integer]
@@ -29,7 +29,7 @@ class Corpus:
     """[documents + 1]: where each begins."""
 
     @classmethod
-    def open(cls, prefix: str) -> Corpus:
+    def open(cls, prefix: str) -> RawCorpus:
         """Reads the index; both files were checked before."""
         content = np.memmap(f"{prefix}.idx", np.uint8, "r")
         num_sequences, num_edges = content[18:_HEADER_BYTES].view("<u8").tolist()

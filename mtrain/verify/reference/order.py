@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class BlendPosition:
+class Draw:
     """Where a sample of the run comes from."""
 
     source: int
@@ -19,7 +19,7 @@ class BlendPosition:
     """In the source."""
 
 
-def broken_order(turns: Sequence[BlendPosition], sizes: Sequence[int], weights: Sequence[float]) -> Iterator[str]:
+def broken_order(turns: Sequence[Draw], sizes: Sequence[int], weights: Sequence[float]) -> Iterator[str]:
     """Says what is wrong with the first samples of a run.
 
     Args:

@@ -20,7 +20,7 @@ from mtrain.verify.core.worker import Outcome, StepOutcome
 from mtrain.verify.reference.adamw import Moments
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.report.text import TITLES
-from mtrain.verify.resume.worker import Print, Seen, State
+from mtrain.verify.resume.worker import Print, SegmentResult, State
 
 _LEAST = float(np.finfo(np.float32).tiny)
 """Told where bits differ, but none of the elements that were kept, or none as a number."""
@@ -50,7 +50,10 @@ def step_values(record: StepRecord) -> StepValues:
 
 
 def same_layout(
-    everyone: Sequence[Seen], straight: Sequence[Seen], records: Sequence[StepRecord], expected: Sequence[StepRecord]
+    everyone: Sequence[SegmentResult],
+    straight: Sequence[SegmentResult],
+    records: Sequence[StepRecord],
+    expected: Sequence[StepRecord],
 ) -> list[Deviation]:
     """On the layout that saved: no bit may differ.
 
@@ -70,9 +73,9 @@ def same_layout(
 
 
 def other_layout(
-    everyone: Sequence[Seen],
-    saved: Sequence[Seen],
-    straight: Sequence[Seen],
+    everyone: Sequence[SegmentResult],
+    saved: Sequence[SegmentResult],
+    straight: Sequence[SegmentResult],
     records: Sequence[StepRecord],
     expected: Sequence[StepRecord],
     steps: Sequence[Deviation],
@@ -108,7 +111,7 @@ def exact_deviations(
     config: Config,
     tolerances: Sequence[Tolerance],
     tensors: Sequence[str],
-    first: Seen,
+    first: SegmentResult,
     records: Sequence[StepRecord],
     exact: Sequence[Exact],
 ) -> list[Deviation]:
@@ -134,12 +137,12 @@ def exact_deviations(
     return list(StepComparison(config, tolerances, tensors, rate, start).of(outcome, exact))
 
 
-def weights_before_each_step(first: Seen) -> list[Arrays]:
+def weights_before_each_step(first: SegmentResult) -> list[Arrays]:
     """Of a start that gathers, on rank 0."""
     return [first.initial["weights"].tensors, *(step.weights.tensors for step in first.steps[:-1])]
 
 
-def samples(everyone: Sequence[Seen], straight: Sequence[Seen]) -> Iterator[Deviation]:
+def samples(everyone: Sequence[SegmentResult], straight: Sequence[SegmentResult]) -> Iterator[Deviation]:
     """The rows of every step by their place in the global batch, whatever rank had them."""
     own, other = _all_samples(everyone), _all_samples(straight)
     for step in sorted(own.keys() & other.keys()):
@@ -148,7 +151,7 @@ def samples(everyone: Sequence[Seen], straight: Sequence[Seen]) -> Iterator[Devi
         yield Deviation("samples", "samples", step, differing / len(slots), 0.0)
 
 
-def _all_samples(everyone: Sequence[Seen]) -> dict[int, dict[int, str]]:
+def _all_samples(everyone: Sequence[SegmentResult]) -> dict[int, dict[int, str]]:
     whole: dict[int, dict[int, str]] = {}
     for seen in everyone:
         for step, slots in seen.samples.items():
@@ -158,7 +161,7 @@ def _all_samples(everyone: Sequence[Seen]) -> dict[int, dict[int, str]]:
     return whole
 
 
-def _start(everyone: Sequence[Seen], other: Sequence[Seen]) -> Iterator[Deviation]:
+def _start(everyone: Sequence[SegmentResult], other: Sequence[SegmentResult]) -> Iterator[Deviation]:
     """Where the runs went on; the other run is watched from there."""
     expected = min(other[0].states)
     for seen in everyone:

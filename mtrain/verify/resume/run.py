@@ -29,7 +29,7 @@ from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, told
-from mtrain.verify.core.samples import Plan, with_loss_tokens
+from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import Shrunk, small
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
@@ -46,7 +46,7 @@ from mtrain.verify.resume.compare import (
     worst_in_order,
 )
 from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS
-from mtrain.verify.resume.worker import Seen, Start, run_start
+from mtrain.verify.resume.worker import SegmentResult, Start, run_start
 
 PRELOADED = ("mtrain.verify.resume.worker", "mtrain.verify.core.exact")
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -202,7 +202,7 @@ class ResumeCheck:
         """
         self._plan, self._at, self._folder, self._pool = plan, at, folder, pool
         self._lock = threading.Lock()
-        self._saved: dict[str, list[Seen]] = {}
+        self._saved: dict[str, list[SegmentResult]] = {}
 
     def prepare(self) -> None:
         """The straight run, and those that stop."""
@@ -231,14 +231,16 @@ class ResumeCheck:
     def _at_once(self) -> int:
         return 2 if self._pool.device == "cpu" else 1
 
-    def _start(self, trial: Prepared, folder: str, saving: Mapping[str, Any] = EMPTY, **how: Any) -> list[Seen]:
+    def _start(
+        self, trial: Prepared, folder: str, saving: Mapping[str, Any] = EMPTY, **how: Any
+    ) -> list[SegmentResult]:
         run = trial.config.run.model_copy(update={"dir": str(self._folder / folder)})
         checkpoint = trial.config.checkpoint.model_copy(update=saving)
         config = trial.config.model_copy(update={"run": run, "checkpoint": checkpoint})
         start = Start(config, self._plan.own_vocab_size, **how)
         return self._pool.run(run_start, trial.layout, start, seed=config.train.seed)
 
-    def _straight(self) -> list[Seen]:
+    def _straight(self) -> list[SegmentResult]:
         began, base = time.monotonic(), self._plan.base
         everyone = self._start(base, "straight", watched_from=self._at)
         seconds = time.monotonic() - began
@@ -249,7 +251,7 @@ class ResumeCheck:
         self.reference = LayoutResult("straight", {}, base.layout.world_size, seconds, steps, steps)
         return everyone
 
-    def _stopped(self, trial: Prepared, folder: str) -> list[Seen]:
+    def _stopped(self, trial: Prepared, folder: str) -> list[SegmentResult]:
         return self._start(trial, folder, watched_from=self._at, stop_after=self._at)
 
     def alike(self, fault: str | None) -> LayoutResult:
@@ -284,14 +286,14 @@ class ResumeCheck:
         source = list(self._saved)[-1]
         everyone, records = self._resumed(trial, source, gathers=True, fault=fault)
         first, one = everyone[0], self._plan.one
-        texts = texts_of(one.config, Plan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
+        texts = texts_of(one.config, SamplePlan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
         job = ExactJob(one.config, texts.steps[first.start_step :], first.start_step)
         exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)
         found = other_layout(everyone, self._saved[source], self._everyone, records, self._expected, steps)
         return _Finding(records, found)
 
-    def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[Seen], list[StepRecord]]:
+    def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[SegmentResult], list[StepRecord]]:
         """Goes on in a copy of a run folder; what the ranks have seen, and all records."""
         folder = self._new_folder()
         shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)

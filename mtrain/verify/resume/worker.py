@@ -89,7 +89,7 @@ class StepSeen:
 
 
 @dataclass
-class Seen:
+class SegmentResult:
     """What a rank reports of one start."""
 
     start_step: int = 0
@@ -110,9 +110,9 @@ class Seen:
         return [name for kind, name in first.tensors if kind == WEIGHTS]
 
 
-def run_start(groups: Groups, start: Start) -> Seen:
+def run_start(groups: Groups, start: Start) -> SegmentResult:
     """Trains from the run folder until the end, a stop or a crash. Collective."""
-    seen = Seen()
+    seen = SegmentResult()
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         run = build_run(config, groups, folder, small_teacher)
@@ -128,7 +128,7 @@ def run_start(groups: Groups, start: Start) -> Seen:
 class WatchedStep(TrainingStep):
     """Notes what goes in and what comes out of each step; changes nothing."""
 
-    def __init__(self, run: Run, start: Start, seen: Seen) -> None:
+    def __init__(self, run: Run, start: Start, seen: SegmentResult) -> None:
         super().__init__(run.config, run.groups, run.chunks, run.optimizer, run.objective, run.teacher)
         self._run, self._start, self._seen = run, start, seen
         self._is_last_rank = run.groups.rank == run.groups.layout.world_size - 1

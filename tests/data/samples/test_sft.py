@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.data.formats.jsonl import Lines
-from mtrain.data.samples.sft import LineFormat, Piece, SFTDataset, tokenised
+from mtrain.data.samples.sft import LineFormat, SFTDataset, TextSpan, tokenised
 from mtrain.data.sources import Sources
 from mtrain.tokenizer import chat_template, load_tokenizer
 from tests.fault_table import Notice
@@ -101,7 +101,7 @@ def test_a_part_of_the_lines_is_read_alone(write_jsonl: WriteJsonl, word_tokeniz
 @given(parts=st.lists(st.tuples(st.text("abc ", max_size=8), st.booleans(), st.booleans()), min_size=1, max_size=5))
 def test_the_mask_counts_exactly_what_is_learnt(word_tokenizer: Path, parts: list[tuple[str, bool, bool]]) -> None:
     tokenizer = load_tokenizer(word_tokenizer)
-    ids, learnt = tokenised([Piece(*part) for part in parts], tokenizer)
+    ids, learnt = tokenised([TextSpan(*part) for part in parts], tokenizer)
     assert len(ids) == len(learnt) == 1 + sum(len(text.split()) + ends for text, _, ends in parts)
     assert learnt.sum() == sum(len(text.split()) + ends for text, is_learnt, ends in parts if is_learnt)
 

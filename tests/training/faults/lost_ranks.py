@@ -31,7 +31,7 @@ def with_short_timeouts(groups: Groups, store: str, timeout_s: float, action: Ca
         action(again)
 
 
-def train_with_fault(groups: Groups, config: Config, fault: fault_points.Fault) -> None:
+def train_with_fault(groups: Groups, config: Config, fault: fault_points.InjectedFault) -> None:
     """A whole run in which one rank fails."""
     os.environ[fault_points.VARIABLE] = str(fault)
     store, timeout_s = f"{config.run.dir}.store", config.train.process_group_timeout_s

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import RankLostError
-from mtrain.base.fault_points import Fault
+from mtrain.base.fault_points import InjectedFault
 from mtrain.base.heartbeat import Beat, Phase, verdict
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
@@ -59,7 +59,7 @@ def small(folder: Path) -> Config:
 def test_the_others_name_a_rank_that_does_not_answer(
     pool: Pool, tmp_path: Path, kind: str, phase: Phase, words: str, notice: Notice
 ) -> None:
-    fault = Fault(kind, rank=1, step=3, phase=phase)
+    fault = InjectedFault(kind, rank=1, step=3, phase=phase)
     with notice, pytest.raises(RankLostError) as caught:
         pool.run(lost_ranks.train_with_fault, Layout(dp=2), small(tmp_path / "run"), fault)
     assert caught.value.exit_code == notice.exit_code

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from mtrain.config import Config
-from mtrain.verify.core.samples import NUM_HARD_KINDS, Batches, Plan, hard_samples
+from mtrain.verify.core.samples import NUM_HARD_KINDS, Batches, SamplePlan, hard_samples
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config
 
-PLAN = Plan(0, 2 * NUM_HARD_KINDS)
+PLAN = SamplePlan(0, 2 * NUM_HARD_KINDS)
 
 
 def small(micro_batch_size: int = 16, **changes: object) -> Config:

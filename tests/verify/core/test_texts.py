@@ -16,12 +16,12 @@ from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples import pretrain
 from mtrain.verify.core.inputs import expected_fields, sample_deviations
-from mtrain.verify.core.samples import Plan
+from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.planted.planting import replaced
 from tests.config.samples import config
 
-PLAN = Plan(3, 1, own_vocab_size=300)
+PLAN = SamplePlan(3, 1, own_vocab_size=300)
 
 
 @pytest.fixture

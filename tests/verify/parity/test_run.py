@@ -21,7 +21,7 @@ from mtrain.verify.core.exact import ExactJob, exact_steps, text_places
 from mtrain.verify.core.layouts import parse_trials, prepared
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS, ParityReport
-from mtrain.verify.core.samples import Plan, hard_texts
+from mtrain.verify.core.samples import SamplePlan, hard_texts
 from mtrain.verify.core.shrink import shrink
 from mtrain.verify.core.tolerances import forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
@@ -142,7 +142,7 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool) -> None:
     user = rich_config()
     (trial,) = parse_trials("tp2sp-pp2vpp2-cp2-mbs2", user, 8)
     shrunk = shrink(user, [trial]).config
-    plan, fitted = Plan(0, 3), prepared(trial, shrunk)
+    plan, fitted = SamplePlan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
     found = put_together(pieces_of(everyone), shrunk)
     texts = hard_texts(shrunk, 0)

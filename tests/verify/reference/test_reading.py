@@ -13,8 +13,8 @@ from mtrain.config.schema.loss import TermSection
 from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.answers import num_lines, objects, text_of
-from mtrain.verify.reference.corpus import Corpus
-from mtrain.verify.reference.order import BlendPosition, broken_order, is_permutation
+from mtrain.verify.reference.corpus import RawCorpus
+from mtrain.verify.reference.order import Draw, broken_order, is_permutation
 from mtrain.verify.reference.text import Text, rows_of
 
 
@@ -23,7 +23,7 @@ def test_a_window_is_cut_from_documents_in_the_order_that_is_given(tmp_path: Pat
     with writing_corpus(prefix, vocab_size=100) as writer:
         for document in ([1, 2, 3], [10], [20, 21, 22, 23]):
             writer.add(np.array(document))
-    corpus = Corpus.open(prefix)
+    corpus = RawCorpus.open(prefix)
     assert corpus.num_documents == 3
     order = np.array([2, 0, 1])  # 20 21 22 23 | 1 2 3 | 10
     first, second = (corpus.window(order, index, 3, isolate=True) for index in (0, 1))
@@ -129,8 +129,8 @@ def test_sums_are_exact_where_no_part_of_them_is_rounded(shares: tuple[float, ..
     assert Divisor(shares).is_exact == is_exact
 
 
-def turns(*indices: int, size: int) -> list[BlendPosition]:
-    return [BlendPosition(0, number // size, index) for number, index in enumerate(indices)]
+def turns(*indices: int, size: int) -> list[Draw]:
+    return [Draw(0, number // size, index) for number, index in enumerate(indices)]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def turns(*indices: int, size: int) -> list[BlendPosition]:
         (turns(2, 0, 1, 1, 2, size=3), None),
         (turns(2, 0, 2, size=3), "comes twice in an epoch"),
         (turns(2, 0, 3, size=3), "others are asked for"),
-        ([BlendPosition(0, 0, 0), BlendPosition(0, 1, 0)], "an epoch ends before"),
-        ([BlendPosition(1, 0, 0), BlendPosition(1, 0, 1), BlendPosition(1, 0, 2)], "but its share is 0.5"),
+        ([Draw(0, 0, 0), Draw(0, 1, 0)], "an epoch ends before"),
+        ([Draw(1, 0, 0), Draw(1, 0, 1), Draw(1, 0, 2)], "but its share is 0.5"),
     ],
     ids=["sound", "twice", "outside", "short epoch", "share"],
 )
-def test_an_order_of_samples_visits_each_once(found: list[BlendPosition], told: str | None) -> None:
+def test_an_order_of_samples_visits_each_once(found: list[Draw], told: str | None) -> None:
     num_sources = 1 + max(turn.source for turn in found)
     said = list(broken_order(found, [3] * num_sources, [1.0] * num_sources))
     assert not said if told is None else any(told in each for each in said)

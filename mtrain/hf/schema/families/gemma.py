@@ -27,7 +27,7 @@ _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 
 @final
 @dataclass(frozen=True)
-class _Windows(Entry):
+class _GemmaWindows(Entry):
     """One word for each layer, or which of every so many layers is wide."""
 
     @property
@@ -95,7 +95,7 @@ GEMMA3 = Family(
         Constant("zero_centered_norm", True),
         Constant("sandwich_norm", True),
         Constant("scale_embeddings", True),
-        _Windows(),
+        _GemmaWindows(),
         _Ropes(),
     ),
     (

@@ -28,7 +28,7 @@ from mtrain.hf.schema.values import value_of
 
 @final
 @dataclass(frozen=True)
-class _Windows(Entry):
+class _GptOssWindows(Entry):
     """One word for each layer; by default the first, the third and so on have a window."""
 
     @property
@@ -85,7 +85,7 @@ GPT_OSS = Family(
         Constant("attention_sinks", True),
         Constant("experts.router_bias", True),
         Constant("experts.pre_softmax", False),
-        _Windows(),
+        _GptOssWindows(),
         Rope(150000.0, _YARN),
     ),
     (

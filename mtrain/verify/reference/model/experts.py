@@ -21,7 +21,7 @@ Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
 
 
 @dataclass(frozen=True)
-class Seen:
+class Routed:
     """What one router saw and did."""
 
     name: str
@@ -34,13 +34,13 @@ class Seen:
     """[batch, seq] bool: positions that count."""
 
 
-def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Seen]) -> Tensor:
+def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Tensor:
     """The output of a layer's experts, [batch, seq, hidden]; notes what the router did."""
     section = part.model.experts
     assert section is not None
     logits = linear(part, "router", x)
     chosen, weights = routed(logits, part.get("router.expert_bias"), section)
-    seen.append(Seen(f"{part.name}.router", logits, chosen, is_text))
+    seen.append(Routed(f"{part.name}.router", logits, chosen, is_text))
     output = torch.zeros_like(x)
     for expert in range(section.num_experts):
         rows, places = chosen[..., expert].nonzero(as_tuple=True)
@@ -93,7 +93,7 @@ def coefficients(section: RouterLossSection) -> dict[str, float]:
     return {name: value for name, value in both.items() if value > 0}
 
 
-def router_numerator(term: str, seen: Sequence[Seen], section: ExpertsSection) -> Tensor:
+def router_numerator(term: str, seen: Sequence[Routed], section: ExpertsSection) -> Tensor:
     """Summed over all routers, and over tokens (z) or sequences (balance)."""
     of_one = _z if term == Z else _balance
     return torch.stack([of_one(each, section) for each in seen]).sum()
@@ -105,11 +105,11 @@ def router_shares(term: str, is_text: Tensor) -> tuple[float, ...]:
     return tuple(float(count if term == Z else count > 0) for count in counts)
 
 
-def _z(seen: Seen, section: ExpertsSection) -> Tensor:
+def _z(seen: Routed, section: ExpertsSection) -> Tensor:
     return (torch.logsumexp(seen.logits[seen.is_text], -1) ** 2).sum()
 
 
-def _balance(seen: Seen, section: ExpertsSection) -> Tensor:
+def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
     """Sum over sequences of E x sum over experts of (share of the choices) x (mean score)."""
     total = seen.logits.new_zeros(())
     for logits, is_text in zip(seen.logits, seen.is_text, strict=True):
@@ -122,7 +122,7 @@ def _balance(seen: Seen, section: ExpertsSection) -> Tensor:
     return total
 
 
-def moved_bias(bias: Tensor, seen: Seen, rate: float) -> Tensor:
+def moved_bias(bias: Tensor, seen: Routed, rate: float) -> Tensor:
     """The bias of the choice after a step: up where an expert had less than the mean load, down where more."""
     counts = (seen.chosen & seen.is_text.unsqueeze(-1)).sum((0, 1))
     return bias + rate * (counts.sum() - counts * len(counts)).sign().to(bias.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import attention
-from mtrain.verify.reference.model.experts import Seen, experts
+from mtrain.verify.reference.model.experts import Routed, experts
 from mtrain.verify.reference.model.modules import Module, network, norm
 from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_experts
 from mtrain.verify.reference.text import Rows
@@ -29,7 +29,7 @@ class Forward:
     """Of the next token."""
     ahead: list[Tensor] = field(default_factory=list)
     """Logits of the tokens behind it, by depth."""
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Routed] = field(default_factory=list)
     """By router, in the order of the forward pass."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """By module, of the layers that predict the next token."""
