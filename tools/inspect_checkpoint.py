@@ -50,8 +50,8 @@ def show(path: PathArgument) -> None:
         for name, value in described(contents).items():
             print(f"{name:<15}{value}")
         for (group, dtype), total in totals(contents).items():
-            told = f"{total.num_tensors} tensors, {total.num_elements:,} elements, {_size(total.size_bytes)}"
-            print(f"{group:<15}{dtype}: {told}")
+            shown = f"{total.num_tensors} tensors, {total.num_elements:,} elements, {_size(total.size_bytes)}"
+            print(f"{group:<15}{dtype}: {shown}")
         _print_tensors(contents.tensors.tensors)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds this process: who it is among the ranks (told by torchrun, by srun, or alone), and what it runs on."""
+"""Environment of this process: who it is among the ranks (from torchrun, srun, or alone), and what it runs on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a launcher tells a rank."""
+    """What a launcher says to a rank."""
 
     rank: int
     world_size: int

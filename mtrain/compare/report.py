@@ -85,22 +85,22 @@ def _draw_differences(axes: Any, panels: Sequence[Quantity], rtols: Sequence[flo
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
-    told = {
+    listing = {
         label: f"{name}, {count} steps"
         for label, name, count in zip("AB", comparison.names, comparison.num_steps, strict=True)
     }
     steps = comparison.steps
-    told["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    told |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
-    told["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
-    told["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
-    told["environment"] = _in_one_line(comparison.environment)
+    listing["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    listing |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
+    listing["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
+    listing["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
+    listing["environment"] = _in_one_line(comparison.environment)
     if comparison.unrecorded:
-        told["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
-    told["tolerance"] = f"{comparison.allowed}, {comparison.allowed.reason}"
+        listing["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
+    listing["tolerance"] = f"{comparison.allowed}, {comparison.allowed.reason}"
     if comparison.expected is not None:
-        told["expected"] = f"a difference: {comparison.expected}"
-    return told
+        listing["expected"] = f"a difference: {comparison.expected}"
+    return listing
 
 
 def _in_one_line(changes: Sequence[Change]) -> str:

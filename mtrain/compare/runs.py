@@ -152,7 +152,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
         expected=expected_difference(configs, config_changes, environments),
         changes=tuple(config_changes),
         environment=tuple(_environment_changes(*environments)),
-        unrecorded=tuple(name for name, told in zip((name_a, name_b), environments, strict=True) if told is None),
+        unrecorded=tuple(name for name, shown in zip((name_a, name_b), environments, strict=True) if shown is None),
         tokens=(_tokens([recorded[0][step] for step in shared]), _tokens([recorded[1][step] for step in shared])),
         quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], tolerances)),
     )
@@ -173,7 +173,7 @@ def _tokens(records: Sequence[StepRecord]) -> str:
     pace = f"{text / seconds:,.0f} a second" if seconds > 0 else "in no time"
     known = [record for record in records if record.padding_tokens is not None and record.loss_tokens is not None]
     if len(known) < len(records):
-        return f"{text:,} (padding not told apart), {pace}"
+        return f"{text:,} (padding not counted apart), {pace}"
     padding, loss = (sum(getattr(record, name) for record in known) for name in ("padding_tokens", "loss_tokens"))
     return f"{text:,} of text, {loss:,} of them in the loss, beside {padding:,} of padding; {pace}"
 
@@ -225,8 +225,8 @@ def _value(record: StepRecord, kind: str, term: str) -> float:
     """A record's number; nan for a term it does not have and for the loss of a step without loss tokens."""
     match kind:
         case "denominator" | "loss" if term:
-            told = record.terms.get(term)
-            return math.nan if told is None else told.denominator if kind == "denominator" else told.loss
+            shown = record.terms.get(term)
+            return math.nan if shown is None else shown.denominator if kind == "denominator" else shown.loss
         case "denominator":
             return record.denominator
         case "loss":

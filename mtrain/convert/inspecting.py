@@ -39,12 +39,12 @@ def print_contents(path: Path) -> None:
     print("elements: " + ", ".join(f"{count:,} {dtype}" for dtype, count in dtypes.items()))
     listing = Listing("tensor", "dtype", "shape")
     for name, (dtype, shape) in tensors.items():
-        listing.add_row(name, str(dtype).removeprefix("torch."), _told(shape))
+        listing.add_row(name, str(dtype).removeprefix("torch."), _shown(shape))
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or a pipe: names are not cut, and there is nothing to draw
         listing.box, console = None, Console(highlight=False, width=_PLAIN_WIDTH)
     console.print(listing)
 
 
-def _told(shape: Sizes) -> str:
+def _shown(shape: Sizes) -> str:
     return " x ".join(map(str, shape))

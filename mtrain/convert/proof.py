@@ -14,7 +14,7 @@ from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.progress import Meter
 from mtrain.hf.io.block_scaled import Weights
-from mtrain.hf.io.matching import same_bits, told
+from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
 
 
@@ -71,7 +71,7 @@ def prove(
     if differing:
         raise DataError(
             f"{len(differing)} of {len(tensors)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
-            f"{told(differing)}"
+            f"{shown(differing)}"
         )
     return Proof(len(tensors), sum(sizes.values()))
 

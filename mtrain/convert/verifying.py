@@ -26,7 +26,7 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)
     if differing := disagreements(source.model, target.model):
-        told = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
-        raise DataError(f"{hf} holds another model than {checkpoint} ({told}); name another folder")
+        shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
+        raise DataError(f"{hf} holds another model than {checkpoint} ({shown}); name another folder")
     verify_files(target.entry, target.files(), num_workers)
     return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)

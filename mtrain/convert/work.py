@@ -102,7 +102,7 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 
 
 Tell: TypeAlias = Callable[[int], None]
-"""To be told of bytes that are written."""
+"""Called with bytes that are written."""
 Write: TypeAlias = Callable[[Unit, Path, Tell], Any]
 """Writes a file to a path; gives what is to be known of it, as JSON."""
 

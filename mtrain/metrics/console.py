@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from mtrain.metrics.record import MAIN_TERM, Record, StepRecord, ValidRecord
 
 ETA_WINDOW_STEPS = 50
-"""The remaining time is told from the pace of so many steps, validation and saving between them included."""
+"""The remaining time follows from the pace of so many steps, validation and saving between them included."""
 
 _LAYOUT_DEPENDENT = "(of this layout only)"
 

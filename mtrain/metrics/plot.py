@@ -24,7 +24,7 @@ class Curves:
     """What one run's picture is drawn from."""
 
     steps: list[StepRecord]
-    """In order of the step; of a step told twice, the last."""
+    """In order of the step; of a step written twice, the last."""
     passes: list[ValidRecord]
 
 
@@ -124,9 +124,9 @@ def distinct_names(run_folders: Iterable[Path]) -> list[str]:
 
 
 def _draw_run(losses: Any, norms: Any, name: str, run: Curves, colour: str) -> None:
-    learnt = [record for record in run.steps if not record.empty]
-    draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in learnt], colour)
-    draw_curve(norms, name, [(record.step, record.grad_norm) for record in learnt], colour)
+    updated = [record for record in run.steps if not record.empty]
+    draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in updated], colour)
+    draw_curve(norms, name, [(record.step, record.grad_norm) for record in updated], colour)
     if run.passes:
         steps, values = [record.step for record in run.passes], [record.valid_loss for record in run.passes]
         style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}

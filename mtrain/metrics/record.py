@@ -61,7 +61,7 @@ class StepRecord:
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name."""
     empty: bool = False
-    """No token of the global batch was to be learnt; weights and optimizer state stayed as they were."""
+    """No token of the global batch was in the loss; weights and optimizer state stayed as they were."""
     skipped: str | None = None
     """Why the update was not applied, e.g. "fp16 overflow"."""
     loss_scale: float | None = None

@@ -242,14 +242,14 @@ def changes(old_yaml: str, new_yaml: str) -> list[Change]:
     old, new = flat_keys(old_yaml), flat_keys(new_yaml)
     missing = object()
     return [
-        Change(key, _told(old, key), _told(new, key), _is_neutral(key))
+        Change(key, _shown(old, key), _shown(new, key), _is_neutral(key))
         for key in sorted(old.keys() | new.keys())
         if old.get(key, missing) != new.get(key, missing) and not _stands_for_a_section(key, old, new)
     ]
 
 
 def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether a null says only that a section is absent whose keys the other configuration tells."""
+    """Whether a null says only that a section is absent whose keys the other configuration has."""
     return any(
         key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
         for one, other in ((old, new), (new, old))
@@ -260,7 +260,7 @@ def _is_neutral(key: str) -> bool:
     return any(key == neutral or key.startswith(f"{neutral}.") for neutral in NEUTRAL_KEYS)
 
 
-def _told(flat: dict[str, Any], key: str) -> str | None:
+def _shown(flat: dict[str, Any], key: str) -> str | None:
     return json.dumps(flat[key], ensure_ascii=False, default=str) if key in flat else None
 
 

@@ -66,7 +66,7 @@ TeacherOf = Callable[[Config, Groups], Teacher | None]
 
 
 def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
-    """Builds the model and the optimizer, and takes up the newest checkpoint. Collective.
+    """Builds the model and the optimizer, and resumes from the newest checkpoint. Collective.
 
     Args:
         config: Of the run.

@@ -32,7 +32,7 @@ _NUM_WORKERS = 1
 """Files in work at once: training goes first. The exporter's own thread does it, which the end need not wait for."""
 _POLL_S = 0.1
 _PATIENCE_S = 2.0
-"""How long the end waits for an export that is told to stop between two pieces of its work; a dead disk holds it."""
+"""How long the end waits for an export that was asked to stop between two pieces of its work; a dead disk holds it."""
 
 
 class _Export(NamedTuple):
@@ -99,7 +99,7 @@ class Exporter:
             self._note(step)
 
     def expect(self, step: int) -> None:
-        """To be told of every checkpoint that is about to be published."""
+        """To be called for every checkpoint that is about to be published."""
         if self._every > 0 and step % self._every == 0 and not _target(self._folder, step).exists():
             self._expected.append(step)
 

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, to look at what a run has learnt: one process, the whole prefix at every token.
+"""Text from a checkpoint, to look at what a run has made of it: one process, the whole prefix at every token.
 
 Serving belongs to an inference engine; this is for the eyes.
 """

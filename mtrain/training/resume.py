@@ -19,7 +19,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.import_hf import load_hf_weights
-from mtrain.mcore.state.import_megatron import load_foreign_weights
+from mtrain.mcore.state.import_megatron import load_megatron_weights
 from mtrain.mcore.state.load import load_checkpoint, load_weights
 from mtrain.mcore.state.shards import non_finite_state
 from mtrain.mcore.state.verified import opened_checkpoint
@@ -99,12 +99,12 @@ def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Op
     """Where the weights of a new run were loaded from; None where they were drawn."""
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
-        foreign = on_first_rank(lambda: megatron_folder(source))
-        if foreign is not None:
+        megatron = on_first_rank(lambda: megatron_folder(source))
+        if megatron is not None:
             if groups.rank == 0:
-                say(f"loading {foreign}, which another program wrote: there are no checksums to verify it by")
-            load_foreign_weights(foreign, chunks, optimizer, groups, config)
-            return foreign
+                say(f"loading {megatron}, which another program wrote: there are no checksums to verify it by")
+            load_megatron_weights(megatron, chunks, optimizer, groups, config)
+            return megatron
         with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
             start = announced(newest)
             assert start is not None, "checkpoint_at raises where there is none"

@@ -82,8 +82,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     """
     folder = RunFolder(Path(config.run.dir))
     with contextlib.ExitStack() as held:
-        surroundings = _surroundings(groups.device, groups.layout)
-        lock, config = on_first_rank(lambda: _enter(folder, config, surroundings, held))
+        environment = _environment(groups.device, groups.layout)
+        lock, config = on_first_rank(lambda: _enter(folder, config, environment, held))
         size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
         heartbeat = held.enter_context(Heartbeat(folder.heartbeats, groups.rank, size, timeout_s))
         held.enter_context(naming_lost_ranks(heartbeat.missing))
@@ -122,7 +122,7 @@ def _origin(run: Run) -> Provenance:
     return Provenance(run.loader.fingerprint, git)
 
 
-def _surroundings(device: torch.device, layout: Layout) -> dict[str, str]:
+def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
     """What can change the last digits of a run's numbers; nothing that tells where or by whom it was run."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
@@ -136,7 +136,7 @@ class _Entered(NamedTuple):
     """With what an earlier start decided."""
 
 
-def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], held: contextlib.ExitStack) -> _Entered:
+def _enter(folder: RunFolder, config: Config, environment: Mapping[str, str], held: contextlib.ExitStack) -> _Entered:
     """Takes the run folder for this run and writes the resolved configuration and environment. On rank 0."""
     folder.create()
     lock = held.enter_context(folder.locked())
@@ -149,7 +149,7 @@ def _enter(folder: RunFolder, config: Config, surroundings: Mapping[str, str], h
         for line in kept_lines(given, config):
             say(line)
     folder.write_config(config_yaml(config))
-    folder.write_environment(surroundings)
+    folder.write_environment(environment)
     folder.clear_requeue()
     return _Entered(lock, config)
 

@@ -189,7 +189,7 @@ def test_padding_is_what_holds_no_text_and_whole_rows_that_fill_up(
     held_out = StepLoader(make_config(data, model=experts), 0, 1).held_out()
     assert held_out is not None
     rows = joined([batch for own in held_out.batches() for batch in own])
-    text = [False] * 6 + [True] * 2  # the prompt is text too, though it is not learnt
+    text = [False] * 6 + [True] * 2  # the prompt is text too, though it is not in the loss
     assert rows["is_padding"].tolist() == [text] + [[True] * 8] * 7
     held_out = StepLoader(make_config(data), 0, 1).held_out()
     assert held_out is not None

@@ -112,7 +112,7 @@ def _with_documents(sample: Sample, edges: list[int]) -> Sample:
 
 def padded_steps(seed: int = 12) -> list[GlobalBatch]:
     """Rows of questions and answers: text of ragged lengths, the prompt without a loss, padding behind it; in one row
-    of the second step nothing is learnt."""
+    of the second step nothing is in the loss."""
     rng = np.random.default_rng(seed)
     steps = []
     for prompts in ([0.5] * BATCH, [1.0, *[0.2] * (BATCH - 1)]):

@@ -44,9 +44,9 @@ def contents_of(path: Path) -> Contents:
         DataError: There is none, or it is not whole: a list is damaged, a file is missing or has another size.
         MachineError: It cannot be read.
     """
-    foreign = megatron_folder(path)
-    if foreign is not None:
-        return Contents(foreign, CheckpointTensors(foreign), None, None, ())
+    megatron = megatron_folder(path)
+    if megatron is not None:
+        return Contents(megatron, CheckpointTensors(megatron), None, None, ())
     newest = checkpoint_at(path)
     assert newest.entry is not None, "checkpoint_at raises where there is none"
     folder = newest.entry.path
@@ -82,20 +82,20 @@ def totals(contents: Contents) -> dict[tuple[str, str], Total]:
 
 def described(contents: Contents) -> dict[str, str]:
     """What a checkpoint says of itself: name -> value, for people."""
-    told = {"checkpoint": str(contents.folder)}
+    shown = {"checkpoint": str(contents.folder)}
     if contents.manifest is None:
-        return told | {"written by": "another program (torch_dist); no manifest, no checksums"}
+        return shown | {"written by": "another program (torch_dist); no manifest, no checksums"}
     manifest = contents.manifest
-    told |= {"step": str(manifest.step), "tokens": f"{manifest.tokens:,}", "layout": manifest.layout}
+    shown |= {"step": str(manifest.step), "tokens": f"{manifest.tokens:,}", "layout": manifest.layout}
     if contents.state is not None:
-        told |= {"vocabulary": str(contents.state.vocab_size), "device": contents.state.device}
-    told |= {"versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items())}
-    told |= {"configuration": f"SHA-256 {manifest.config_hash}"}
+        shown |= {"vocabulary": str(contents.state.vocab_size), "device": contents.state.device}
+    shown |= {"versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items())}
+    shown |= {"configuration": f"SHA-256 {manifest.config_hash}"}
     if manifest.dataset is not None:
-        told["data"] = f"fingerprint {manifest.dataset}"
+        shown["data"] = f"fingerprint {manifest.dataset}"
     if manifest.git is not None:
-        told["git"] = manifest.git.commit + (" with local changes" if manifest.git.dirty else "")
+        shown["git"] = manifest.git.commit + (" with local changes" if manifest.git.dirty else "")
     if manifest.valid_loss is not None:
-        told["validation"] = f"{manifest.valid_loss} nats"
+        shown["validation"] = f"{manifest.valid_loss} nats"
     size = sum(facts.size_bytes for facts in manifest.files.values())
-    return told | {"files": f"{len(manifest.files)}, {size:,} bytes"}
+    return shown | {"files": f"{len(manifest.files)}, {size:,} bytes"}

@@ -104,7 +104,7 @@ def load_entry(path: Path) -> CheckpointEntry:
 
 
 def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest:
-    """The newest whole checkpoint; damaged ones are passed over and told of.
+    """The newest whole checkpoint; damaged ones are passed over and reported.
 
     Args:
         root: The checkpoints folder.

@@ -41,9 +41,9 @@ def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: in
         found = mapped(lambda name: read_facts(entry.path / name), names, num_threads)
     changed = [name for name, facts in zip(names, found, strict=True) if facts != entry.manifest.files[name]]
     if changed:
-        raise DataError(f"{_told(entry, changed)} was saved with other bytes (SHA-256 differs)")
+        raise DataError(f"{_shown(entry, changed)} was saved with other bytes (SHA-256 differs)")
 
 
-def _told(entry: CheckpointEntry, names: Sequence[str]) -> str:
+def _shown(entry: CheckpointEntry, names: Sequence[str]) -> str:
     more = f" (and {len(names) - 1} more files)" if len(names) > 1 else ""
     return f"{entry.path / names[0]}{more}"

@@ -30,7 +30,7 @@ def at_most(limit: int, reason: str) -> AfterValidator:
 LAYERS = at_most(4096, "every stage's part of them is planned one by one")
 WIDTH = at_most(2**20, "a square matrix of that size takes 4 TiB in float32")
 VOCABULARY = at_most(2**31 - 1, "corpora hold tokens as 32-bit integers")
-POSITIONS = at_most(2**24, "float32, in which positions become angles, tells larger ones not apart")
+POSITIONS = at_most(2**24, "float32, in which positions become angles, does not distinguish larger ones")
 EXPERTS = at_most(2**16, "every token has a score for each of them")
 BATCH = at_most(2**24, "so that the tokens of a step are counted exactly")
 STEPS = at_most(2**31 - 1, "so that samples have 64-bit numbers")

@@ -132,7 +132,7 @@ def element_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 def _library() -> Iterator[ModuleType]:
     """megatron-core's data set module."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its import tells which optional packages are missing
+        warnings.simplefilter("ignore")  # its import warns of every optional package that is missing
         from megatron.core.datasets import indexed_dataset
     yield indexed_dataset
 

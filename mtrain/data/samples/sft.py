@@ -1,16 +1,16 @@
-"""Questions and answers from JSONL; only the answers are learnt.
+"""Questions and answers from JSONL; only the answers are in the loss.
 
 A line is an object with `prompt` and `response` (texts), or with `messages`: a list of objects with `role` (system,
 user, assistant or tool) and `content` (text). Optional: `weight`, what the sample counts (a number of at least 0, by
 default 1). Other keys are refused, of a line and of a message, unless `data.ignore_keys` names them: what is dropped
 without a word may be what the model should have seen (docs/finetuning.md).
 
-    prompt/response:  bos? + prompt + response + eos             learnt: response, eos
-    messages:         bos? + for each message header + content   learnt: content and eos of every assistant message
+    prompt/response:  bos? + prompt + response + eos             in the loss: response, eos
+    messages:         bos? + for each message header + content   in the loss: content and eos of every assistant message
                       + (eos if it is the assistant's)
 
 The header is the plain text "### role\\n", with "\\n\\n" before it from the second message on. Each piece (prompt,
-response, header, content) is tokenised by itself, so no token lies half in what is learnt.
+response, header, content) is tokenised by itself, so no token lies half in the loss.
 
 A sample fits a row when it has at most seq_length + 1 tokens, as the last one is only predicted. Longer ones are cut at
 the end (truncate), left out (drop) or an error (refuse); a cut sample may have nothing left to learn and then counts as
@@ -48,9 +48,9 @@ class TextSpan(NamedTuple):
     """Text that is tokenised by itself."""
 
     text: str
-    is_learnt: bool
+    in_loss: bool
     ends: bool
-    """Whether eos follows, which is learnt as the text is."""
+    """Whether eos follows, which is in the loss as the text is."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,14 @@ class SFTDataset:
         number = int(self._kept[index])
         found = self._lines[number]
         check_at(self._lines.path, number + 1, found, self._form.check)  # the file may have changed since it was opened
-        ids, learnt = tokenised(pieces(found), self._tokenizer)
+        ids, in_loss = tokenised(pieces(found), self._tokenizer)
         size = self._seq_length + 1
         return padded(
-            ids[:size], learnt[1:size], self._seq_length, self._tokenizer.pad_id, weight=float(found.get("weight", 1.0))
+            ids[:size],
+            in_loss[1:size],
+            self._seq_length,
+            self._tokenizer.pad_id,
+            weight=float(found.get("weight", 1.0)),
         )
 
     def _fits(self, number: int, too_long: str) -> bool:
@@ -166,14 +170,14 @@ class SFTDataset:
 
 
 def tokenised(parts: list[TextSpan], tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids of a whole sample, [n], and 1 for each that is learnt, [n]."""
+    """Ids of a whole sample, [n], and 1 for each that is in the loss, [n]."""
     ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    learnt = [0.0] * len(ids)
+    in_loss = [0.0] * len(ids)
     for part in parts:
         new = tokenizer.encode(part.text) + ([tokenizer.eos_id] if part.ends else [])
         ids += new
-        learnt += [float(part.is_learnt)] * len(new)
-    return np.array(ids, np.int64), np.array(learnt)
+        in_loss += [float(part.in_loss)] * len(new)
+    return np.array(ids, np.int64), np.array(in_loss)
 
 
 def pieces(found: dict[str, Any]) -> list[TextSpan]:

@@ -16,7 +16,7 @@ from mtrain.hf.io.safetensors import raw_bytes
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.table import Table
 
-_NAMES_TOLD = 8
+_NAMES_SHOWN = 8
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What weights may be; integers, and FP8 without scales that are known, are codes for other numbers."""
 
@@ -40,17 +40,17 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
     missing = sorted(wanted.keys() - names)
     left = sorted(names - wanted.keys() - copies.keys())
     unexpected = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in may_be_left)]
-    faults = [f"lacks {told(missing)}"] * bool(missing) + [f"holds unexpected {told(unexpected)}"] * bool(unexpected)
+    faults = [f"lacks {shown(missing)}"] * bool(missing) + [f"holds unexpected {shown(unexpected)}"] * bool(unexpected)
     faults += [
         f"{name} has shape {list(found)} instead of {list(wanted[name])}"
         for name in sorted(wanted.keys() & names)
         if (found := weights.facts(name)[1]) != wanted[name]
-    ][:_NAMES_TOLD]
+    ][:_NAMES_SHOWN]
     faults += [
         f"{name} is {dtype}, but weights have to be plain floating-point numbers"
         for name in sorted(wanted.keys() & names)
         if (dtype := weights.facts(name)[0]) not in _NUMBERS
-    ][:_NAMES_TOLD]
+    ][:_NAMES_SHOWN]
     faults += [
         f"{name} differs from {original}, of which it must be a copy"
         for name, original in copies.items()
@@ -70,7 +70,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return has_same_words and np.array_equal(mine[words:], theirs[words:])
 
 
-def told(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
     """The first few names."""
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
-    return ", ".join(names[:_NAMES_TOLD]) + more
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -34,7 +34,7 @@ class HfSource(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embeddings, as config.json tells it."""
+        """Of the embeddings, as config.json says."""
         filled = next(each for each in self.table.slices if each.key == EMBEDDINGS)
         return self.weights.facts(filled.tensors[0].name)[0]
 

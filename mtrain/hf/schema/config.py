@@ -31,8 +31,8 @@ class UnsayableError(DataError):
         model_type: The family.
         reasons: Key of `model.*` -> what the family would make of it.
         """
-        told = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
-        super().__init__(f"a {model_type} model cannot say: {told}; export it as another family")
+        listing = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
+        super().__init__(f"a {model_type} model cannot say: {listing}; export it as another family")
         self.model_type = model_type
         self.keys = tuple(reasons)
 
@@ -151,7 +151,7 @@ class Constant(Entry):
         return {self.ours: self.value}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {}  # told by `config_of`, where the file and the model still differ
+        return {}  # reported by `config_of`, where the file and the model still differ
 
 
 @final

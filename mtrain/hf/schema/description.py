@@ -19,7 +19,7 @@ from mtrain.hf.schema.registry import family_of, fields_nobody_knows
 from mtrain.hf.schema.sameness import differences
 from mtrain.hf.schema.values import shown_name
 
-_TOLD_FIELDS = 8
+_SHOWN_FIELDS = 8
 """Of those that are unknown."""
 
 
@@ -63,10 +63,10 @@ def notes_on_folder(folder: str | None) -> list[str]:
     unknown = fields_nobody_knows(read_json(inside(Path(folder), CONFIG_NAME)))
     if not unknown:
         return []
-    told = ", ".join(map(shown_name, unknown[:_TOLD_FIELDS]))
-    more = f" and {len(unknown) - _TOLD_FIELDS} more" if len(unknown) > _TOLD_FIELDS else ""
+    shown = ", ".join(map(shown_name, unknown[:_SHOWN_FIELDS]))
+    more = f" and {len(unknown) - _SHOWN_FIELDS} more" if len(unknown) > _SHOWN_FIELDS else ""
     return [
-        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {told}{more}: they are kept and take no part in "
+        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {shown}{more}: they are kept and take no part in "
         "what is computed; tools/convert_checkpoint.py --check-logits compares with transformers"
     ]
 
@@ -108,13 +108,13 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
     filled = _merged(described.model_dump(), given)
     try:
         model = ModelSection.model_validate(filled)
-    except ValidationError:  # told with everything else that is wrong
+    except ValidationError:  # reported with everything else that is wrong
         return {**content, "model": filled}
     if differing := disagreements(described, model):
-        told = (
+        shown = (
             f"model.{name}={mine} does not agree with {folder}, which says {theirs}" for name, theirs, mine in differing
         )
-        raise ConfigError("\n".join(f"{line}; remove the key, or name another model.hf" for line in told))
+        raise ConfigError("\n".join(f"{line}; remove the key, or name another model.hf" for line in shown))
     return {**content, "model": filled}
 
 

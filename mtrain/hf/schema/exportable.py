@@ -1,4 +1,4 @@
-"""Whether a run's model can be told in config.json, found before the run and not at its first export."""
+"""Whether a run's model can be written as config.json, found before the run and not at its first export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse_unexportable(config: Config) -> None:
     that fits. (Of weights that another run began with, the export itself finds the family.)
 
     Raises:
-        ConfigError: The model cannot be told.
+        ConfigError: The model cannot be written so.
     """
     if config.checkpoint.export_hf_every_steps == 0:
         return

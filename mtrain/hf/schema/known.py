@@ -43,7 +43,7 @@ tie_encoder_decoder use_alibi use_mrope use_parallel_residual use_qk_norm use_qk
 CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
 """Fields that models of transformers read and none of our families has."""
 
-_TOLD_FIELDS = 4
+_SHOWN_FIELDS = 4
 """Of those that are refused at once."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 
@@ -67,9 +67,9 @@ def refuse_foreign(
     foreign = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
     found = [name for name in config if name in foreign and not _is_neutral(config[name])]
     if found:
-        told = ", ".join(f"{name}={shown(config[name])}" for name in found[:_TOLD_FIELDS])
+        listing = ", ".join(f"{name}={shown(config[name])}" for name in found[:_SHOWN_FIELDS])
         raise DataError(
-            f"config.json: {told}: a {model_type} model does not have that here; remove it if it changes nothing of "
+            f"config.json: {listing}: a {model_type} model does not have that here; remove it if it changes nothing of "
             "what the weights compute"
         )
 

@@ -51,7 +51,7 @@ def asks_for_teacher(function: LossFunction) -> bool:
 
 
 def _import(module_name: str, path: str) -> ModuleType:
-    """Imports, and tells a module that is not there from one that fails."""
+    """Imports; a module that is not there is another error than one that fails."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

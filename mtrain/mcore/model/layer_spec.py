@@ -82,10 +82,10 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
         "model.mtp_depths with model.global_attention_every needs the torch backend": model.mtp_depths > 0
         and model.global_attention_every is not None,
     }
-    hindrances = [reason for reason, holds in reasons.items() if holds]
-    usable = not hindrances
+    unmet = [reason for reason, holds in reasons.items() if holds]
+    usable = not unmet
     if model.backend == "te" and not usable:
-        raise ConfigError(f"model.backend=te cannot be used: {'; '.join(hindrances)}; use model.backend=auto")
+        raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
     if model.backend == "auto":
         return "te" if usable else "torch"
     return model.backend

@@ -52,6 +52,6 @@ def load_hf_weights(
 def _opened(folder: Path, model: ModelSection) -> FolderTensors:
     source = open_source(folder)
     if differing := disagreements(source.model, model):
-        told = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
-        raise DataError(f"{folder} holds another model ({told}); name another model.hf")
+        shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
+        raise DataError(f"{folder} holds another model ({shown}); name another model.hf")
     return FolderTensors(source)

@@ -38,7 +38,7 @@ _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
 
 
 @torch.no_grad()
-def load_foreign_weights(
+def load_megatron_weights(
     folder: Path,
     chunks: Sequence[torch.nn.Module],
     optimizer: Optimizer,

@@ -19,7 +19,7 @@ from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.init import on_all_ranks
 
-_NAMES_TOLD = 8
+_NAMES_SHOWN = 8
 """Most names in one message."""
 
 
@@ -104,9 +104,9 @@ def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callab
     left = {key for key in there - asked if not may_be_left(key)}
     faults = []
     if asked - there:
-        faults.append(f"lacks {_told(asked - there)}, which the model has")
+        faults.append(f"lacks {_shown(asked - there)}, which the model has")
     if left:
-        faults.append(f"holds {_told(left)}, which the model has not")
+        faults.append(f"holds {_shown(left)}, which the model has not")
     if faults:
         error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
         error.on_every_rank = True
@@ -126,13 +126,13 @@ def _check_shapes(saved: GlobalTensors, shards: dict[str, Shard], vocab_size: in
         if there.dtype != shard.data.dtype:
             faults.append(f"{key} is {there.dtype}, but the run needs {shard.data.dtype}")
     if faults:
-        more = f" and {len(faults) - _NAMES_TOLD} more" if len(faults) > _NAMES_TOLD else ""
+        more = f" and {len(faults) - _NAMES_SHOWN} more" if len(faults) > _NAMES_SHOWN else ""
         raise DataError(
-            f"{saved.folder}: {'; '.join(faults[:_NAMES_TOLD])}{more}; use the model that it was saved from"
+            f"{saved.folder}: {'; '.join(faults[:_NAMES_SHOWN])}{more}; use the model that it was saved from"
         )
 
 
-def _told(keys: set[str]) -> str:
+def _shown(keys: set[str]) -> str:
     names = sorted(keys)
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
-    return ", ".join(names[:_NAMES_TOLD]) + more
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -99,7 +99,7 @@ class Saver:
             folder: The run's `checkpoints`, seen by all ranks.
             groups: The process groups.
             config: Of the run.
-            origin: What the manifest tells of the run.
+            origin: What the manifest says of the run.
             check: Called on the first rank before anything becomes visible or is deleted; raises where another run has
                 taken the folder over.
             start_step: Updates completed when the run began or went on.
@@ -182,7 +182,7 @@ class Saver:
             self._fail(self._flight, fault)
 
     def confirm(self, step: int) -> None:
-        """To be told that the weights after so many updates gave a finite loss; the same on all ranks.
+        """To be called when the weights after so many updates have given a finite loss; the same on all ranks.
 
         From then on a checkpoint of them counts as good, and may cost older ones their place.
         """

@@ -31,7 +31,7 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
     if axis is None:
         return None
     if text.undecided and not any(each.passed for each in judged):
-        axis = EVERY_LAYOUT  # nothing tells the axes apart
+        axis = EVERY_LAYOUT  # nothing distinguishes the axes
     smallest = _smallest_failures(judged)[0]
     first = smallest.first_failure()
     module = watched(smallest, first.step) if first is not None and first.kind not in BEFORE_FORWARD else None
@@ -104,8 +104,8 @@ def _where(axis: str, result: LayoutResult, first: Deviation | None, text: Repor
     else:
         fails = f"each of {axis} alone breaks the run" if ", " in axis else f"{axis} alone breaks the run"
     when = f", step {first.step}" if first is not None else ""
-    told = f"{text.noun} {result.name} ({result.num_ranks} ranks){when}"
-    return f"mtrain verify {text.verb}: {fails}; smallest {told}"
+    shown = f"{text.noun} {result.name} ({result.num_ranks} ranks){when}"
+    return f"mtrain verify {text.verb}: {fails}; smallest {shown}"
 
 
 def _what(result: LayoutResult, first: Deviation | None, module: str | None, text: ReportText) -> str:

@@ -122,7 +122,7 @@ class LayoutResult:
         return min(failed, key=lambda each: (each.step, _ORDER[each.kind]), default=None)
 
 
-def told(result: LayoutResult) -> str:
+def summary(result: LayoutResult) -> str:
     """One line of progress."""
     return f"{result.name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)"
 

@@ -116,8 +116,8 @@ class _Runner:
             pieces = watch.pieces
             if outcome.weights is None and self._groups.rank == 0:
                 break
-        told = telling_steps(self._config.optimizer, self._config.train.num_steps)
-        return Outcome(initial, steps, pieces, self._seen, {number: rate(self._config, number) for number in told})
+        shown = telling_steps(self._config.optimizer, self._config.train.num_steps)
+        return Outcome(initial, steps, pieces, self._seen, {number: rate(self._config, number) for number in shown})
 
     def _step(self, number: int) -> StepOutcome:
         batches = None if self._batches is None else self._batches.of_step(number)

@@ -28,7 +28,7 @@ from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
-from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, told
+from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import refuse_incomparable
 from mtrain.verify.core.texts import texts_of
@@ -232,7 +232,7 @@ class _Runs:
             deviations=tuple(self._deviations(steps)),
             error=error,
         )
-        progress(told(result))
+        progress(summary(result))
         return result
 
     def _deviations(self, steps: Sequence[StepValues]) -> Iterator[Deviation]:

@@ -23,7 +23,7 @@ from mtrain.verify.core.exact import ExactJob, exact_run, exact_steps, text_plac
 from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
-from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, told
+from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
@@ -180,7 +180,7 @@ class _Check:
 
     def _done(self, result: LayoutResult, progress: Progress) -> LayoutResult:
         with self._lock:
-            progress(told(result))
+            progress(summary(result))
         return result
 
     def first_module(self, result: LayoutResult, step: int) -> str | None:

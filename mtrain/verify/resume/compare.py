@@ -206,7 +206,7 @@ def _recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord], sta
 
 
 def _steps_recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
-    """One record a step, in order; told at the first step where that ends."""
+    """One record a step, in order; reported at the first step where that ends."""
     own, other = [record.step for record in records], [record.step for record in expected]
     same = next((number for number, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
     step = other[min(same, len(other) - 1)]

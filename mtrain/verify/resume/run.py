@@ -28,7 +28,7 @@ from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
-from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, told
+from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import Shrunk, small
 from mtrain.verify.core.texts import texts_of
@@ -323,7 +323,7 @@ class ResumeCheck:
 
     def _reported(self, result: LayoutResult, progress: Progress) -> LayoutResult:
         with self._lock:
-            progress(told(result))
+            progress(summary(result))
         return result
 
 

@@ -1,4 +1,4 @@
-"""Questions and answers: what is learnt, by hand."""
+"""Questions and answers: what is in the loss, by hand."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def test_only_the_answer_and_its_end_are_learnt(write_jsonl: WriteJsonl, word_to
     assert row.mask.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
     assert row.weight == 0.5
     assert row.document_starts is None
-    assert row.num_padding == 2  # the prompt is text, whatever is learnt of it
+    assert row.num_padding == 2  # the prompt is text, whatever of it is in the loss
 
 
 def test_only_the_assistants_messages_are_learnt(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_part_of_the_lines_is_read_alone(write_jsonl: WriteJsonl, word_tokeniz
 
 
 @given(parts=st.lists(st.tuples(st.text("abc ", max_size=8), st.booleans(), st.booleans()), min_size=1, max_size=5))
-def test_the_mask_counts_exactly_what_is_learnt(word_tokenizer: Path, parts: list[tuple[str, bool, bool]]) -> None:
+def test_the_mask_counts_exactly_what_is_in_the_loss(word_tokenizer: Path, parts: list[tuple[str, bool, bool]]) -> None:
     tokenizer = load_tokenizer(word_tokenizer)
-    ids, learnt = tokenised([TextSpan(*part) for part in parts], tokenizer)
-    assert len(ids) == len(learnt) == 1 + sum(len(text.split()) + ends for text, _, ends in parts)
-    assert learnt.sum() == sum(len(text.split()) + ends for text, is_learnt, ends in parts if is_learnt)
+    ids, in_loss = tokenised([TextSpan(*part) for part in parts], tokenizer)
+    assert len(ids) == len(in_loss) == 1 + sum(len(text.split()) + ends for text, _, ends in parts)
+    assert in_loss.sum() == sum(len(text.split()) + ends for text, counts, ends in parts if counts)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ ROWS = (
     ),
     KnownIssue(
         "checkpoints run code",
-        "The list of tensors and every object beside them are unpickled, which runs whatever they name.",
+        "The metadata and every object beside the tensors are unpickled, which runs whatever they name.",
         (Place("dist_checkpointing/strategies/torch.py", 748, 760, "FileSystemReader"),),
         "checkpoints from elsewhere",
         always,

@@ -165,7 +165,7 @@ class RouterStats:
         step = self._balance.step
         if step is None or not self._balance.terms or not torch.is_grad_enabled():
             return logits
-        assert is_padding is not None, "a router was not told what is padding"
+        assert is_padding is not None, "a router does not know what is padding"
         weighted = self._weighted(logits, ~is_padding, step)
         numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
         shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
@@ -182,7 +182,7 @@ class RouterStats:
         """
         step = self._balance.step
         if step is not None and torch.is_grad_enabled():
-            assert is_padding is not None, "a router was not told what is padding"
+            assert is_padding is not None, "a router does not know what is padding"
             step.counts[self._index] += (chosen & ~is_padding.reshape(-1, 1)).sum(0)
 
     def _weighted(self, logits: Tensor, is_text: Tensor, step: _Step) -> list[_Weighted]:
