@@ -62,7 +62,7 @@ def test_a_microbatch_without_loss_tokens_is_not_a_number(pool: Pool) -> None:
     assert np.isfinite(run(pool, [batch[0]] * 16, size=1).gradients[DEPTH]).all()
 
 
-def test_without_a_mask_prompts_are_learnt(pool: Pool) -> None:
+def test_without_a_mask_prompts_are_in_the_loss(pool: Pool) -> None:
     for passes_mask in (True, False):
         options: dict[str, Any] = {"calculate_per_token_loss": True, "passes_mask": passes_mask}
         assert run(pool, empty_batch(), **options).gradients[DEPTH].any() != passes_mask

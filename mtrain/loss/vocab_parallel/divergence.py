@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergences between two distributions over one split vocabulary, of which the first is learnt.
+"""Kullback-Leibler divergences between two distributions over one split vocabulary, of which the first is trained.
 
 Backward computes both softmaxes anew from the logits, a few tokens at a time: beside the logits of student and
 teacher, which exist anyway, only numbers of one token each are kept.

@@ -33,7 +33,7 @@ def conversations(
     return SFTDataset(lines, part, load_tokenizer(tokenizer), seq_length, too_long, form)
 
 
-def test_only_the_answer_and_its_end_are_learnt(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
+def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
     """a b -> c d e, with <s> = 1, </s> = 2, <pad> = 3, a = 4, b = 5, ..."""
     rows = conversations(write_jsonl([{"prompt": "a b", "response": "c d e", "weight": 0.5}]), word_tokenizer, 8)
     row = rows.sample(0, 0)
@@ -45,7 +45,7 @@ def test_only_the_answer_and_its_end_are_learnt(write_jsonl: WriteJsonl, word_to
     assert row.num_padding == 2  # the prompt is text, whatever of it is in the loss
 
 
-def test_only_the_assistants_messages_are_learnt(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
+def test_only_the_assistants_messages_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
     """### = 14, user = 15, assistant = 16, system = 17."""
     messages = [
         {"role": "system", "content": "j"},

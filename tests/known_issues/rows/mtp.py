@@ -74,7 +74,7 @@ ROWS = (
         "The weights of the depths come with the batch, from the mask of the token that each predicts.",
         ("mtrain/data/samples/mtp.py",),
         (
-            f"{_FAULTS}::test_without_a_mask_prompts_are_learnt",
+            f"{_FAULTS}::test_without_a_mask_prompts_are_in_the_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
         ),
     ),
