@@ -5,6 +5,7 @@ from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.parameters import (
     Parameters,
     layer_parameters,
+    matrices_on_rank,
     num_active_parameters,
     num_padded_parameters,
     num_parameters,
@@ -17,6 +18,7 @@ __all__ = [
     "Parameters",
     "flops_per_token",
     "layer_parameters",
+    "matrices_on_rank",
     "memory_per_rank",
     "mfu",
     "num_active_parameters",

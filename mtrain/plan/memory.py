@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import padded_vocab_size, parameters_on_rank
+from mtrain.plan.parameters import RankParameters, matrices_on_rank, padded_vocab_size, parameters_on_rank
 
 _FP32_BYTES = 4
-_ADAM_BYTES = 2 * _FP32_BYTES
-"""Both moments of a parameter."""
 _SINK_WIDTH = 8
 """Dimensions that attention sinks add to a head (mtrain/mcore/model/attention/sinks.py)."""
 
@@ -34,21 +34,35 @@ class MemoryEstimate:
 def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstimate:
     """Bytes on a rank of pipeline rank `pp_rank`.
 
-    Gradients are summed in fp32. The optimizer keeps two fp32 moments, and fp32 main weights under bf16 and fp16,
-    divided by the distributed optimizer: over DP x CP, those of experts over the replicas of an expert.
+    Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
+    distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert.
     """
     held = parameters_on_rank(config.model, layout, pp_rank)
-    each = _ADAM_BYTES if config.train.precision == "fp32" else _ADAM_BYTES + _FP32_BYTES
+    kept = _kept_numbers(config, layout, pp_rank, held)
     if config.train.distributed_optimizer:
-        state_bytes = held.dense * each // (layout.dp * layout.cp) + held.experts * each // layout.edp
+        dense, experts = _FP32_BYTES * kept.dense, _FP32_BYTES * kept.experts
+        state_bytes = dense // (layout.dp * layout.cp) + experts // layout.edp
     else:
-        state_bytes = held.total * each
+        state_bytes = _FP32_BYTES * kept.total
     return MemoryEstimate(
         weights_bytes=held.total * _element_bytes(config),
         gradients_bytes=held.total * _FP32_BYTES,
         optimizer_bytes=state_bytes,
         activations_bytes=_activations_bytes(config, layout, pp_rank),
     )
+
+
+def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParameters) -> RankParameters:
+    """Of the parameters that a rank holds, fp32 numbers that the optimizer keeps before they are divided."""
+    each = 2 if config.train.precision == "fp32" else 3  # both moments, main weights
+    match config.optimizer:
+        case AdamWSection():
+            spared = RankParameters(0, 0)
+        case MuonSection():  # a momentum in the place of two moments
+            spared = matrices_on_rank(config.model, layout, pp_rank)
+        case _:
+            assert_never(config.optimizer)
+    return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
 
 
 def _element_bytes(config: Config) -> int:

@@ -5,6 +5,7 @@ Those that are replicated over ranks for one reason or another count once in a m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtrain.config.schema.experts import ExpertsSection
@@ -135,6 +136,19 @@ def multi_token_layer(model: ModelSection) -> Parameters:
     return projection + layer_parameters(model, model.num_layers - 1)
 
 
+def layer_matrices(model: ModelSection, layer: int) -> Parameters:
+    """Of `layer_parameters`, the matrices of the projections: without biases, norms, sinks and the router."""
+    plain = {"linear_bias": False, "qkv_bias": False, "qk_norm": False, "attention_sinks": False}
+    model = model.model_copy(update=plain)
+    rest = (4 if model.sandwich_norm else 2) * _norm(model, model.hidden_size)
+    if model.mla is not None:
+        rest += _norm(model, model.mla.kv_lora_rank)
+        rest += 0 if model.mla.q_lora_rank is None else _norm(model, model.mla.q_lora_rank)
+    if model.experts is not None and model.has_experts(layer):
+        rest += _router(model, model.experts).total
+    return layer_parameters(model, layer) + Parameters(replicated=-rest)
+
+
 def _dense(model: ModelSection, ffn: int) -> Parameters:
     fc1 = ffn * (2 if model.is_gated else 1)
     biases = Parameters(divided=fc1, replicated=model.hidden_size) if model.linear_bias else Parameters()
@@ -172,8 +186,7 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     With a pipeline the first and the last stage hold a copy each of a table that both use: of a tied one, and of the
     embeddings where tokens are predicted ahead.
     """
-    own = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
-    held = sum((layer_parameters(model, layer) for layer in own), start=Parameters())
+    held = sum((layer_parameters(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         held += Parameters(replicated=_norm(model, model.hidden_size))
@@ -182,3 +195,16 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
         tables |= {"embedding" if model.tied_embeddings else "output"}
     rows = padded_vocab_size(model, layout.tp)
     return (held + Parameters(divided=len(tables) * rows * model.hidden_size)).on_rank(layout)
+
+
+def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
+    """Of `parameters_on_rank`, the matrices of the layers: without tables, routers, norms, biases and sinks."""
+    held = sum((layer_matrices(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
+    if pp_rank == layout.pp - 1:
+        projection = Parameters(divided=2 * model.hidden_size**2)
+        held = sum([projection + layer_matrices(model, model.num_layers - 1)] * model.mtp_depths, start=held)
+    return held.on_rank(layout)
+
+
+def _own_layers(model: ModelSection, layout: Layout, pp_rank: int) -> Iterator[int]:
+    return (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))

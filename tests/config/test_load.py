@@ -11,6 +11,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import load_config, save_config
 from mtrain.config.schema.bounds import FLOAT32_LARGEST, FLOAT32_SMALLEST
+from mtrain.config.schema.train import MuonSection
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 
@@ -59,6 +60,13 @@ def test_an_optimizer_without_a_kind_is_adamw(base: Path) -> None:
     assert load_config([base], []).optimizer.kind == "adamw"
 
 
+def test_muon_has_the_keys_of_adamw_and_its_own(base: Path) -> None:
+    found = load_config([base], ["optimizer.kind=muon", "optimizer.momentum=0.9", "optimizer.beta2=0.99"]).optimizer
+    assert isinstance(found, MuonSection)
+    assert (found.momentum, found.nesterov, found.newton_schulz_steps, found.update_rms) == (0.9, True, 5, 0.2)
+    assert (found.lr, found.beta2) == (load_config([base], []).optimizer.lr, 0.99)
+
+
 def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
     sources = write(tmp_path / "a.yaml", {"data": {"train": [{"path": "a"}, {"path": "b"}]}})
     read = load_config([base, sources], ["data.train=[{path: c, weight: 2}]"])
@@ -81,7 +89,8 @@ def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
         ("train.num_steps=0", "train.num_steps: input should be greater than 0, but 0 was given"),
         ("train.num_steps=yes", "train.num_steps: a number is needed, but true was given"),
         ("train.num_steps=null", "train.num_steps: input should be a valid integer, but nothing was given"),
-        ("optimizer.kind=adam", "optimizer.kind: input should be 'adamw', but 'adam' was given; change it"),
+        ("optimizer.kind=adam", "optimizer.kind: one of 'adamw', 'muon' is needed, but 'adam' was given"),
+        ("optimizer.momentum=0.9", "optimizer.momentum: this is no key of optimizer.kind=adamw, but of muon;"),
         ("optimizer.lr=.nan", "optimizer.lr: input should be a finite number"),
         ("train.precision=fp8", "train.precision: input should be 'fp32', 'bf16' or 'fp16', but 'fp8' was given"),
         ("model=3", "model: a section with keys is needed, but 3 was given"),

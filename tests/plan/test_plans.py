@@ -134,6 +134,17 @@ def test_memory_follows_precision_and_distribution(
     assert found.total_bytes == (weights + 4 + optimizer) * num + found.activations_bytes
 
 
+@pytest.mark.parametrize(("precision", "kept"), [("fp32", 8), ("bf16", 12)])
+def test_muon_keeps_one_number_less_for_each_element_of_a_matrix(precision: str, kept: int) -> None:
+    train = {"global_batch_size": 16, "num_steps": 1, "precision": precision}
+    given = config(train=train, optimizer__kind="muon", layout__cp=2)
+    layout, model = Layout.from_config(given, 4), given.model
+    matrices = model.num_layers * (3 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size)
+    assert plan.matrices_on_rank(model, layout, 0).total == matrices
+    num = plan.parameters_on_rank(model, layout, 0).total
+    assert plan.memory_per_rank(given, layout, 0).optimizer_bytes == (kept * num - 4 * matrices) // 4
+
+
 def activations(world_size: int, pp_rank: int = 0, recompute: str = "none", **layout: object) -> int:
     given = config(layout=layout, train={"global_batch_size": 16, "num_steps": 1, "recompute": recompute})
     return plan.memory_per_rank(given, Layout.from_config(given, world_size), pp_rank).activations_bytes

@@ -9,7 +9,7 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection
 from mtrain.config.schema.section import Section, rule
-from mtrain.config.schema.train import AdamWSection, TrainSection, ValidSection
+from mtrain.config.schema.train import AnyOptimizer, TrainSection, ValidSection
 
 
 class Config(Section):
@@ -19,7 +19,7 @@ class Config(Section):
     model: ModelSection
     layout: LayoutSection = LayoutSection()
     train: TrainSection
-    optimizer: AdamWSection
+    optimizer: AnyOptimizer
     loss: LossSection = LossSection()
     data: AnyData
     valid: ValidSection = ValidSection()

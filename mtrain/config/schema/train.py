@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section, by_kind, rule
 
 
 class TrainSection(Section):
@@ -103,6 +103,26 @@ class AdamWSection(AdamWConstants):
     """AdamW with decoupled weight decay for all parameters; what a configuration without `kind` means."""
 
     kind: Literal["adamw"] = "adamw"
+
+
+class MuonSection(AdamWConstants):
+    """Muon for matrices, AdamW for embeddings, output layer, routers, norms and biases, at one learning rate."""
+
+    kind: Literal["muon"]
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of the moving mean of a matrix's gradients."""
+    nesterov: bool = True
+    newton_schulz_steps: int = Field(5, ge=1, le=20)
+    """Iterations that bring all singular values of an update near 1."""
+    update_rms: float = Field(0.2, gt=0, le=100)
+    """A matrix moves by lr x update_rms x sqrt(max(rows, columns)) in each singular direction: its elements by about
+    lr x update_rms, as under AdamW, so that learning rates carry over."""
+
+
+AnyOptimizer = Annotated[
+    Annotated[AdamWSection, Tag("adamw")] | Annotated[MuonSection, Tag("muon")],
+    by_kind("adamw"),
+]
 
 
 class ValidSection(Section):

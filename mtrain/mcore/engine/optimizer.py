@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
+from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.muon import Muon
 from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer_config
 
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
@@ -72,7 +74,7 @@ class Skips:
 
 
 class Optimizer:
-    """AdamW on this rank's shard; parameters are gathered after each update."""
+    """AdamW on this rank's shard, or Muon beside it; parameters are gathered after each update."""
 
     def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self.chunks = list(chunks)
@@ -90,9 +92,20 @@ class Optimizer:
         self._skips = Skips(config.train.max_skipped_steps)
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
+        self._muon = self._muon_of(config, groups)
         self._overlaps_gather = config.train.overlap_param_gather
         if self._overlaps_gather:
             self._set_gather_hooks(False, sync=False)  # nothing to gather before the first update
+
+    def _muon_of(self, config: Config, groups: Groups) -> Muon | None:
+        """What updates the matrices, where AdamW does not update everything."""
+        match config.optimizer:
+            case AdamWSection():
+                return None
+            case MuonSection():
+                return Muon(config.optimizer, config.model, self.inner, self.chunks, groups)
+            case _:
+                assert_never(config.optimizer)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies by the fp16 loss scale; 1 in other precisions."""
@@ -126,7 +139,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
-        """One AdamW step on the gradients whose norm was taken.
+        """One step on the gradients whose norm was taken.
 
         The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM.
 
@@ -143,6 +156,8 @@ class Optimizer:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
         self._clip(grad_norm)
+        if self._muon is not None:
+            self._muon.update(lr)  # takes the gradients of matrices away: AdamW steps on what has one
         self.inner.step_with_ready_grads()
         if self._overlaps_gather and not self.overlaps_param_gather:
             self._set_gather_hooks(True, sync=False)
@@ -150,7 +165,7 @@ class Optimizer:
 
     @torch.no_grad()
     def unscale_and_update(self, lr: float) -> Update:
-        """One AdamW step in fp16, unless a gradient overflowed. Two host synchronisations; one more where it did.
+        """One step in fp16, unless a gradient overflowed. Two host synchronisations; one more where it did.
 
         Raises:
             NumericError: As `update` and `Skips.count`.

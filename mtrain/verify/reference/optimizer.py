@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import assert_never
 
 from mtrain.config import Config
-from mtrain.config.schema.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.verify.reference.adamw import AdamW, Moments
+from mtrain.verify.reference.muon import ExactMuon
 
 
-def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW:  # noqa: B008
+def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW | ExactMuon:  # noqa: B008
     """In float64.
 
     Args:
@@ -19,5 +20,7 @@ def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> Adam
     match config.optimizer:
         case AdamWSection():
             return AdamW(config.optimizer, start)
+        case MuonSection():
+            return ExactMuon(config.optimizer, config.model, start)
         case _:
             assert_never(config.optimizer)

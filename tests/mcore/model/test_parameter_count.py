@@ -7,7 +7,9 @@ import pytest
 from mtrain import plan
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import build_model
+from mtrain.mcore.engine.muon import is_matrix
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.state.sharded_parameters import sharded_parameters
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.pool import Pool
@@ -60,8 +62,12 @@ CASES = [
 ]
 
 
-def num_built_parameters(groups: Groups, given: Config) -> int:
-    return sum(parameter.numel() for chunk in build_model(given, groups) for parameter in chunk.parameters())
+def num_built_parameters(groups: Groups, given: Config) -> tuple[int, int]:
+    """All of them, and those in matrices as Muon sees them."""
+    chunks = build_model(given, groups)
+    places = sharded_parameters([unwrap(chunk) for chunk in chunks], groups)
+    num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    return num_parameters, sum(place.data.numel() for place in places if is_matrix(place))
 
 
 @pytest.mark.parametrize(
@@ -79,8 +85,12 @@ def test_every_rank_holds_as_many_parameters_as_planned(
     given = config(model={**base, **knobs}, layout=section, train__precision="fp32")
     experts = section.get("ep", 1) * section.get("etp", 1)
     layout = Layout.from_config(given, section.get("pp", 1) * max(section.get("tp", 1), experts))
+    stages = [layout.coordinate(rank).pp for rank in range(layout.world_size)]
     planned = [
-        plan.parameters_on_rank(given.model, layout, layout.coordinate(rank).pp).total
-        for rank in range(layout.world_size)
+        (
+            plan.parameters_on_rank(given.model, layout, pp_rank).total,
+            plan.matrices_on_rank(given.model, layout, pp_rank).total,
+        )
+        for pp_rank in stages
     ]
     assert pool.run(num_built_parameters, layout, given) == planned

@@ -117,6 +117,17 @@ def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(pool
     assert page.all("h1")[0].text.startswith("✓ PASS All 5 resumed runs are the run that never stopped.")
 
 
+def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool) -> None:
+    """Bit for bit where they were saved, and after a crash; elsewhere the bits of the files, then exact steps."""
+    report = resumed(pool, lively_config(optimizer__kind="muon"), "mbs16,tp4dp1,pp2")
+    assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
+    matrices = {name for name in report.tensors if "norm" not in name and ".layers." in name}
+    for case in report.layouts:
+        compared = {kind: {each.name for each in case.deviations if each.kind == kind} for kind in TITLES}
+        assert compared["exp_avg"] == set(report.tensors)
+        assert compared["exp_avg_sq"] == set(report.tensors) - matrices
+
+
 def test_other_layouts_are_held_to_the_files_and_to_exact_steps(pool: Pool, tmp_path: Path) -> None:
     plan = planned(config(), ResumeRequest("dp2", 4, 2, None, "", 2), 2)
     check = ResumeCheck(plan, 2, tmp_path, pool)

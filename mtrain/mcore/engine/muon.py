@@ -1,0 +1,274 @@
+"""Muon on matrices, whatever the layout cuts them into.
+
+An update needs the whole matrix, while tensor parallelism divides it, the distributed optimizer cuts it anywhere, and
+fused projections hold several. So every tensor has one owner among the ranks of its pipeline stage. Pieces of the
+momentum travel to the owner, which orthogonalizes each matrix of the model as a single process would, and the update
+travels back to where the float32 main weights lie. The state stays sharded as AdamW's is, and a checkpoint holds it in
+slices of global tensors, so any layout continues from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import MuonSection
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer_state import momenta
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.sharded_parameters import (
+    ShardedParameter,
+    has_own_shard,
+    is_written_here,
+    run_of,
+    sharded_parameters,
+    shards,
+)
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of X, (X X^T) X and (X X^T)^2 X: five steps bring singular values between 0.01 and 1 near 1."""
+_OF_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight", "router.weight")
+"""How keys end of tables that AdamW updates: a row belongs to one token or one expert."""
+
+
+class MatrixSlice(NamedTuple):
+    """Elements of a global tensor that a rank holds: plain numbers, which travel between ranks."""
+
+    at: TensorSlice
+    is_sent: bool
+    """Whether this rank speaks for them; the other ranks that hold them have replicas."""
+
+
+class _Piece(NamedTuple):
+    """A slice on this rank, and where its numbers lie."""
+
+    where: MatrixSlice
+    main: Tensor
+    """The optimizer's main weights that hold the piece; their gradient is there."""
+    start: int
+    """First element of the piece, counted in the flattened main weights."""
+    momentum: Tensor
+    """[num_elements] of the optimizer's state: a view."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """[num_elements] of what lies as the main weights do: a view."""
+        return values.view(-1)[self.start : self.start + self.where.at.num_elements]
+
+
+_Slices = dict[str, list[MatrixSlice]]
+"""What a rank holds, by global name of the tensor."""
+
+
+class Muon:
+    """Momentum, orthogonalized matrix by matrix; AdamW has embeddings, output layer, routers, norms and biases.
+
+    In a round every rank of the stage (TP x CP x DP) owns at most one tensor. Two all-to-alls over the stage a round,
+    in float32, carry each element to the owner and back once. Beside its state a rank needs memory for a few copies of
+    one tensor.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al. 2025, arXiv 2502.16982,
+    section 2.2, with which one learning rate and one weight decay fit matrices and AdamW's parameters.
+    """
+
+    def __init__(
+        self,
+        section: MuonSection,
+        model: ModelSection,
+        inner: MegatronOptimizer,
+        chunks: Sequence[DistributedDataParallel],
+        groups: Groups,
+    ) -> None:
+        """Collective over the stage: one gather of short objects.
+
+        Args:
+            section: Constants.
+            model: Which matrices a fused tensor holds.
+            inner: megatron-core's optimizer; matrices among its parameters get a momentum in the place of moments.
+            chunks: This rank's model chunks.
+            groups: The process groups.
+        """
+        self._section, self._model, self._groups = section, model, groups
+        self._rank, self._num_ranks = groups.stage.rank(), groups.stage.size()
+        self._pieces: dict[str, list[_Piece]] = {}
+        shapes: dict[str, Sizes] = {}
+        for name, shape, piece in _pieces(inner, chunks, groups):
+            self._pieces.setdefault(name, []).append(piece)
+            shapes[name] = shape
+        own = {name: [piece.where for piece in pieces] for name, pieces in self._pieces.items()}
+        everyone: list[tuple[dict[str, Sizes], _Slices]] = [({}, {})] * self._num_ranks
+        dist.all_gather_object(everyone, (shapes, own), group=groups.stage)
+        self._slices = [slices for _, slices in everyone]
+        self._shapes = {name: shape for shapes, _ in everyone for name, shape in shapes.items()}
+        self._rounds = list(_rounds(self._shapes, self._slices))
+
+    @torch.no_grad()
+    def update(self, lr: float) -> None:
+        """One step of all matrices. Their gradients are gone afterwards, so that AdamW passes them over.
+
+        Args:
+            lr: The learning rate.
+        """
+        for names in self._rounds:
+            whole = self._collect(names)
+            if whole is not None:
+                self._orthogonalize(names[self._rank], whole)
+            self._apply(names, self._return(names, whole), lr)
+        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
+            piece.main.grad = None
+
+    def _collect(self, names: Sequence[str]) -> Tensor | None:
+        """The directions of the tensor that this rank owns in a round, [rows, columns]; None where it owns none."""
+        sent = [self._directions(name) for name in names]
+        if self._rank >= len(names):
+            self._exchange(sent, [0] * self._num_ranks)
+            return None
+        name = names[self._rank]
+        slices = [[each for each in held.get(name, ()) if each.is_sent] for held in self._slices]
+        received = self._exchange(sent, [_num_elements(each) for each in slices])
+        whole = torch.empty(self._shapes[name], device=self._groups.device)
+        for held, values in zip(slices, received, strict=True):
+            for each, part in zip(held, _split(values, held), strict=True):
+                each.at.of(whole).copy_(part.view(each.at.shape))
+        return whole
+
+    def _directions(self, name: str) -> list[Tensor]:
+        """What this rank tells the owner of a tensor; replicas keep their momentum and tell nothing."""
+        found = [(self._direction(piece), piece.where.is_sent) for piece in self._pieces.get(name, ())]
+        return [direction for direction, is_sent in found if is_sent]
+
+    def _direction(self, piece: _Piece) -> Tensor:
+        """[num_elements]: the moving mean of the gradients, moved towards the last one again where it is Nesterov's."""
+        assert piece.main.grad is not None, "every matrix has a gradient"
+        gradient, beta = piece.of(piece.main.grad), self._section.momentum
+        piece.momentum.lerp_(gradient, 1 - beta)
+        return gradient.lerp(piece.momentum, beta) if self._section.nesterov else piece.momentum
+
+    def _orthogonalize(self, name: str, whole: Tensor) -> None:
+        """Every matrix in a tensor [rows, columns], in place, scaled to the size of AdamW's updates."""
+        columns, sizes = whole.shape[1], segments(name, whole.shape[0], self._model)
+        for block in torch.split(whole.view(-1, sum(sizes), columns), sizes, dim=1):
+            matrix = block.reshape(-1, columns)  # the rows of one matrix, which fused tensors keep apart
+            scale = self._section.update_rms * math.sqrt(max(matrix.shape))
+            block.copy_(orthogonalized(matrix, self._section.newton_schulz_steps).mul_(scale).view(block.shape))
+
+    def _return(self, names: Sequence[str], whole: Tensor | None) -> list[Tensor]:
+        """The way back of `_collect`: owner by owner, the elements that this rank holds of the owner's tensor."""
+        sent: list[list[Tensor]] = []
+        if whole is not None:
+            name = names[self._rank]
+            sent = [[each.at.of(whole).reshape(-1) for each in held.get(name, ())] for held in self._slices]
+        return self._exchange(sent, [_num_elements(self._slices[self._rank].get(name, ())) for name in names])
+
+    def _apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
+        decay = 1 - lr * self._section.weight_decay
+        for name, values in zip(names, updates):  # ranks behind the last owner have sent nothing
+            pieces = self._pieces.get(name, [])
+            for piece, update in zip(pieces, _split(values, [piece.where for piece in pieces]), strict=True):
+                piece.of(piece.main.data).mul_(decay).add_(update, alpha=-lr)
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
+        """One all-to-all over the stage.
+
+        Args:
+            sent: By rank that gets them; those behind the last get nothing.
+            sizes: By rank that they come from, the number of elements; none comes from those behind the last.
+        """
+        nothing, behind = torch.empty(0, device=self._groups.device), [0] * self._num_ranks
+        given = [torch.cat([nothing, *values]) for values in sent]
+        outgoing = [*map(Tensor.numel, given), *behind][: self._num_ranks]
+        incoming = [*sizes, *behind][: self._num_ranks]
+        received = torch.empty(sum(incoming), device=self._groups.device)
+        dist.all_to_all_single(received, torch.cat([nothing, *given]), incoming, outgoing, group=self._groups.stage)
+        return list(torch.split(received, incoming))
+
+
+def _num_elements(slices: Sequence[MatrixSlice]) -> int:
+    return sum(each.at.num_elements for each in slices)
+
+
+def _split(values: Tensor, slices: Sequence[MatrixSlice]) -> Sequence[Tensor]:
+    return torch.split(values, [each.at.num_elements for each in slices])
+
+
+def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
+    """U S V^T with all singular values brought near 1, by Newton and Schulz; zero for zero.
+
+    Unlike the published code it adds nothing to the norm, so that the update does not depend on the size of the loss.
+    """
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)  # its squares may leave the range of float32
+    x = torch.where(norm > 0, x / norm, 0.0)
+    a, b, c = COEFFICIENTS
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def segments(name: str, num_rows: int, model: ModelSection) -> list[int]:
+    """Rows of each matrix within the block that a tensor's rows repeat; the matrix is these rows of all blocks.
+
+    The matrices are those of the model, as its papers and Hugging Face have them: queries, keys and values; gate and
+    up; of latent attention the parts with and without positions, keys and values.
+
+    Args:
+        name: Global name of the tensor.
+        num_rows: Of the whole tensor.
+        model: The architecture.
+    """
+    linear, head = name.split(".")[-2], model.head_size
+    split: list[int] = []
+    if linear == "linear_qkv":
+        split = [model.num_attention_heads // model.query_groups * head, head, head]
+    elif linear == "linear_fc1" and model.is_gated:
+        split = [num_rows // 2, num_rows // 2]
+    elif model.mla is not None:
+        split = {
+            "linear_q_proj": [model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim],
+            "linear_q_up_proj": [model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim],
+            "linear_kv_down_proj": [model.mla.kv_lora_rank, model.mla.qk_rope_head_dim],
+            "linear_kv_up_proj": [model.mla.qk_nope_head_dim, model.mla.v_head_dim],
+        }.get(linear, [])
+    return split or [num_rows]
+
+
+def _pieces(
+    inner: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], groups: Groups
+) -> Iterator[tuple[str, Sizes, _Piece]]:
+    """Global name and shape of every matrix of which this rank updates something, piece by piece."""
+    places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    for flat_slice, momentum in momenta(inner, lambda parameter: is_matrix(places[parameter])):
+        place = places[flat_slice.parameter]
+        is_sent = has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)
+        axes = next(shards(place, place.key, place.data)).prepend_axis_num
+        for shard in run_of(place, place.key, momentum.view(-1), flat_slice.start, flat_slice.end):
+            where = MatrixSlice(TensorSlice(shard.at.offset[axes:], shard.at.shape[axes:]), is_sent)
+            start = int(shard.data.storage_offset() - momentum.storage_offset())
+            name, shape = global_name(shard.key, shard.at.offset[:axes]), shard.global_shape[axes:]
+            yield name, shape, _Piece(where, flat_slice.main, start, shard.data)
+
+
+def is_matrix(place: ShardedParameter) -> bool:
+    """Whether a parameter is a matrix, or matrices stacked along axes of layers and experts."""
+    is_weight = place.key.endswith(".weight") and not place.key.endswith(_OF_ROWS)
+    return is_weight and len(next(shards(place, place.key, place.data)).local_shape) == 2
+
+
+def _rounds(shapes: Mapping[str, Sizes], everyone: Sequence[_Slices]) -> Iterator[list[str]]:
+    """The tensors of a stage by round and owner, the same on all ranks; those of a round are of similar size."""
+    for name, shape in shapes.items():
+        sent = _num_elements([each for slices in everyone for each in slices.get(name, ()) if each.is_sent])
+        assert sent == math.prod(shape), f"{sent} of the {math.prod(shape)} elements of {name} have a rank to speak"
+    names = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
+    for first in range(0, len(names), len(everyone)):
+        yield names[first : first + len(everyone)]

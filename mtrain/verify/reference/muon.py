@@ -1,0 +1,121 @@
+"""Muon in float64 from its definition, AdamW beside it, and how far float32 can be from it.
+
+With G the clipped gradient of a matrix of R rows and C columns, m its moving mean, and mu the momentum:
+
+    m <- mu m + (1 - mu) G        U = (1 - mu) G + mu m, or m without Nesterov
+    X <- U / |U|                  |U|: the root of the sum of squares; 0 for 0
+    X <- a X + b (X X^T) X + c (X X^T)^2 X    so many times, a = 3.4445, b = -4.7750, c = 2.0315
+    W <- W - lr (rms sqrt(max(R, C)) X + decay W)
+
+A matrix is one of the model and not of the file: queries, keys and values, gates and what they let through, and the
+parts of latent attention with and without positions, keys and values, are matrices of their own.
+
+Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Scale and decay: Liu et al. 2025, arXiv 2502.16982,
+equations 2 to 4. Matrices of latent attention: DeepSeek-V2, arXiv 2405.04434, equations 9 to 16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import MuonSection
+from mtrain.verify.reference.adamw import AdamW, Moments, Updated, clipping_factor
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_UNIT_ROUNDOFF = 2.0**-24
+"""Of float32."""
+_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+class ExactMuon:
+    """One run; updates of matrices, and AdamW's of everything else."""
+
+    def __init__(self, section: MuonSection, model: ModelSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
+        """
+        Args:
+            section: Constants.
+            model: By which rows of fused tensors are matrices.
+            start: State after some updates; `first` holds the moving means of matrices, too.
+        """
+        self._section, self._model = section, model
+        self._adamw = AdamW(section, start)
+        matrices = {name: torch.from_numpy(value) for name, value in start.first.items() if _is_matrix(name, value)}
+        self._means = {name: value.double() for name, value in matrices.items()}
+        self._rounded = {name: value.float() for name, value in matrices.items()}
+
+    def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
+        """One step of everything that has a gradient; arguments as of `AdamW.updated`."""
+        others = {name: value for name, value in gradients.items() if not _is_matrix(name, value)}
+        new, scales = self._adamw.updated(weights, others, grad_norm, lr)
+        factor = clipping_factor(self._section.clip_grad, grad_norm)
+        for name in gradients.keys() - others.keys():
+            gradient = torch.from_numpy(np.asarray(gradients[name], np.float64)) * factor
+            new[name], scales[name] = self._one(name, np.asarray(weights[name], np.float64), gradient, lr)
+        return Updated(new, scales)
+
+    def _one(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
+        """New weights of a tensor, and the size of what float32 adds up.
+
+        An iteration carries rounding on by up to 3.4445 in directions of small singular values, so the size follows
+        from the reference itself: a second one in float32, one operation after the other on one process, shows how far
+        its rounding takes a matrix. That distance over the unit roundoff stands beside the matrix's largest element.
+        """
+        exact = self._direction(self._means, name, gradient)
+        single = self._direction(self._rounded, name, gradient.float())
+        update, size = torch.empty_like(exact), torch.empty_like(exact)
+        for rows in matrices(name, len(exact), self._model):
+            scale = self._section.update_rms * math.sqrt(max(len(rows), exact.shape[1]))
+            update[rows] = scale * self._orthogonalized(exact[rows])
+            rounding = (scale * self._orthogonalized(single[rows]).double() - update[rows]).abs().max()
+            size[rows] = update[rows].abs().max() + rounding / _UNIT_ROUNDOFF
+        new = value - lr * (update.numpy() + self._section.weight_decay * value)
+        return new, np.abs(value) + lr * size.numpy()
+
+    def _direction(self, means: dict[str, Tensor], name: str, gradient: Tensor) -> Tensor:
+        mu = self._section.momentum
+        means[name] = mu * means.get(name, torch.zeros_like(gradient)) + (1 - mu) * gradient
+        return (1 - mu) * gradient + mu * means[name] if self._section.nesterov else means[name]
+
+    def _orthogonalized(self, matrix: Tensor) -> Tensor:
+        size = matrix.square().sum().sqrt()
+        x = matrix / size if size > 0 else torch.zeros_like(matrix)
+        for _ in range(self._section.newton_schulz_steps):
+            if len(x) <= x.shape[1]:
+                gram = x @ x.T
+                x = _A * x + _B * gram @ x + _C * gram @ (gram @ x)
+            else:
+                gram = x.T @ x
+                x = _A * x + _B * x @ gram + _C * (x @ gram) @ gram
+        return x
+
+
+def _is_matrix(name: str, value: NDArray[Any]) -> bool:
+    """Whether Muon updates a tensor: tables and routers, whose rows are tokens and experts, are AdamW's."""
+    return value.ndim == 2 and name not in _TABLES and not name.endswith("router.weight")
+
+
+def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
+    """Row numbers of each matrix in a tensor."""
+    rows = torch.arange(num_rows)
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "linear_fc1" and model.is_gated:
+        return list(rows.chunk(2))
+    if module == "linear_qkv":
+        size, shared = model.head_size, model.num_attention_heads // model.query_groups
+        head = rows.view(model.query_groups, shared + 2, size)  # a group's queries, its key, its value
+        return [part.flatten() for part in (head[:, :shared], head[:, shared], head[:, shared + 1])]
+    if model.mla is not None and module == "linear_kv_down_proj":
+        return [rows[: model.mla.kv_lora_rank], rows[model.mla.kv_lora_rank :]]
+    if model.mla is not None and module in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
+        head = rows.view(model.num_attention_heads, -1)
+        nope = model.mla.qk_nope_head_dim
+        return [head[:, :nope].flatten(), head[:, nope:].flatten()]
+    return [rows]

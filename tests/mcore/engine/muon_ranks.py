@@ -1,0 +1,84 @@
+"""What every rank does in a test of Muon; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer_state import MAIN, flat_slice_states
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.state.sharded_parameters import sharded_parameters
+from tests.mcore.engine.counting import Counting, Counts
+from tests.mcore.state.checkpoint_ranks import Parts, build
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import build as build_on_oracle_weights
+from tests.parity.ranks import own_microbatches
+
+
+class Share(NamedTuple):
+    """What a rank keeps of the optimizer's state."""
+
+    momenta: int
+    """Elements that have a momentum alone."""
+    moments: int
+    """Elements that have both moments."""
+    names: frozenset[str]
+    """Checkpoint keys of the parameters with moments, layers without a number."""
+
+
+class Skipped(NamedTuple):
+    """An update of fp16 that overflowed."""
+
+    overflowed: bool
+    largest_momentum: float
+    moved: bool
+    """Whether a main weight has changed."""
+
+
+def share(groups: Groups, config: Config) -> Share:
+    """Of the optimizer as it is built."""
+    parts = build(groups, config)
+    keys = {place.data: place.key for place in sharded_parameters(map(unwrap, parts.chunks), groups)}
+    counts, names = {True: 0, False: 0}, set()
+    for flat_slice, states in flat_slice_states(parts.optimizer.inner):
+        is_alone = "exp_avg_sq" not in states
+        counts[is_alone] += states["exp_avg"].numel()
+        names |= set() if is_alone else {keys[flat_slice.parameter].split(".layers.")[-1]}
+    return Share(counts[True], counts[False], frozenset(names))
+
+
+def count_second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Counts:
+    """Of one training step; the first one allocates."""
+    built = build_on_oracle_weights(groups, config)
+
+    def step() -> None:
+        totals = built.training.forward_backward(own_microbatches(batch, groups, config))
+        assert built.training.update(totals, config.optimizer.lr) is not None
+
+    step()
+    with Counting() as counting:
+        step()
+    return counting.counts
+
+
+def overflow(groups: Groups, config: Config) -> Skipped:
+    """One step at a loss scale that no gradient survives."""
+    parts = build(groups, config)
+    before = [states[MAIN].clone() for _, states in flat_slice_states(parts.optimizer.inner)]
+    batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None
+    update = parts.training.update(parts.training.forward_backward(batches), config.optimizer.lr)
+    assert update is not None
+    return Skipped(update.overflowed, _largest_momentum(parts), _has_moved(parts, before))
+
+
+def _largest_momentum(parts: Parts) -> float:
+    return max(float(states["exp_avg"].abs().max()) for _, states in flat_slice_states(parts.optimizer.inner))
+
+
+def _has_moved(parts: Parts, before: list[torch.Tensor]) -> bool:
+    after = [states[MAIN] for _, states in flat_slice_states(parts.optimizer.inner)]
+    return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
