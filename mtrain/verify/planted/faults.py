@@ -19,7 +19,7 @@ from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed import broadcast
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import finalize, loss_reduction, optimizer
+from mtrain.mcore.engine import finalize, loss_reduction, muon, optimizer
 from mtrain.mcore.engine.schedule import run_schedule
 from mtrain.mcore.model import norm, transformer_config
 from mtrain.mcore.model.attention import context_parallel
@@ -233,6 +233,17 @@ def _depths_by_main() -> contextlib.AbstractContextManager[None]:
     return replaced(step, "side_term_factors", faulty)
 
 
+def _matrices_by_tp_rank() -> contextlib.AbstractContextManager[None]:
+    original = muon.Muon._orthogonalize
+
+    def faulty(self: muon.Muon, name: str, whole: Tensor) -> None:
+        is_divided = name.endswith(("linear_qkv.weight", "linear_proj.weight"))
+        for shard in whole.chunk(self._groups.layout.tp if is_divided else 1, dim=int("linear_proj" in name)):
+            original(self, name, shard)
+
+    return replaced(muon.Muon, "_orthogonalize", faulty)
+
+
 PLANTS: dict[str, Plant] = {
     "microbatch-means": _scaled(_microbatch_means),
     "dp-means": _scaled(_dp_means),
@@ -263,5 +274,7 @@ PLANTS: dict[str, Plant] = {
     "expert-loads-per-rank": lambda: replaced(balance, "_sum_over", lambda group, counts: None),
     "experts-left-out-of-norm": _experts_left_out,
     "depths-divided-by-main": _depths_by_main,
+    "matrices-by-tp-rank": _matrices_by_tp_rank,
+    "matrices-fused": lambda: replaced(muon, "segments", lambda name, num_rows, model: [num_rows]),
     **SHARED_PLANTS,
 }

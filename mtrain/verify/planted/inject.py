@@ -43,6 +43,10 @@ def _predicts_ahead(config: Config) -> bool:
     return config.model.mtp_depths > 0
 
 
+def _orthogonalizes(config: Config) -> bool:
+    return config.optimizer.kind == "muon"
+
+
 LAYOUT_FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
     Fault("dp-means", "averages the token means of the data-parallel ranks", "dp"),
@@ -130,6 +134,20 @@ LAYOUT_FAULTS = (
         None,
         _predicts_ahead,
         "model.mtp_depths > 0",
+    ),
+    Fault(
+        "matrices-by-tp-rank",
+        "orthogonalizes the part of a matrix that a tensor-parallel rank holds by itself",
+        "tp",
+        _orthogonalizes,
+        "optimizer.kind=muon",
+    ),
+    Fault(
+        "matrices-fused",
+        "orthogonalizes queries, keys and values, or gate and up, as one matrix",
+        None,
+        _orthogonalizes,
+        "optimizer.kind=muon",
     ),
 )
 """By the order of loss, layout, data, engine."""

@@ -12,6 +12,7 @@ from tests.verify.parity.checks import check, expert_config, rich_config
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION = "layer 0 self_attention.core_attention"
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BIAS = "decoder.layers.1.mlp.router.expert_bias"
 CP, DP, MICRO, PP, SP, TP = "cp2mbs16", "dp2mbs8", "mbs4", "pp2mbs4", "tp2mbs16,tp2spmbs16", "tp2mbs16"
 
@@ -43,7 +44,10 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
     "experts-left-out-of-norm": (f"{DP},dp2ep2mbs8", "ep", "grad_norm", "grad_norm", None),
     "depths-divided-by-main": (MICRO, "every layout", "gradient", OUTPUT, None),
+    "matrices-by-tp-rank": (TP, "tp", "update", QKV, None),
+    "matrices-fused": (MICRO, "every layout", "update", QKV, None),
 }
+OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
 """Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
 
@@ -51,7 +55,8 @@ OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left
 @pytest.mark.parametrize("name", [fault.name for fault in LAYOUT_FAULTS])
 def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     layouts, axis, kind, quantity, module = EXPECTED[name]
-    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(), layouts, name)
+    optimizer = {"optimizer__kind": "muon"} if name in OF_MUON else {}
+    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**optimizer), layouts, name)
     assert not report.passed
     assert report.injected == name
     assert all(layout.error is None for layout in report.layouts)
@@ -90,6 +95,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
         ("expert-loads-per-rank", {}, ["dp"], "model.experts.bias_update_rate > 0"),
         ("experts-left-out-of-norm", {}, ["dp"], "a layout that uses ep"),
         ("depths-divided-by-main", {}, [], "model.mtp_depths > 0"),
+        ("matrices-fused", {}, [], "optimizer.kind=muon"),
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(
