@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
+from mtrain.base.yaml_text import read_yaml
 
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
@@ -22,8 +22,6 @@ NOT_A_PLAIN_FILE = frozenset(
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 """What may be one half of a surrogate pair without the other."""
 _MOST_DEPTH = 100
-_MERGE = re.compile(rb"<<['\"]?\s*:")
-"""Merged keys double with each level; nothing that is read here has any."""
 
 
 def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
@@ -114,19 +112,12 @@ def _check_depth(content: Any) -> None:
 
 
 def parsed_yaml(raw: bytes) -> Any:
-    """The content of YAML text that others wrote; tags that would build objects are refused.
+    """The content of YAML text that others wrote.
 
     Raises:
-        ValueError: It is not YAML, is nested too deeply, or holds a value that PyYAML cannot make.
+        ValueError: It is not YAML, or holds what `read_yaml` refuses.
     """
-    if _MERGE.search(raw):
-        raise ValueError("it merges keys, which is not read")
-    try:
-        return yaml.safe_load(raw.decode("utf-8-sig"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as fault:
-        raise ValueError(f"it is not YAML ({type(fault).__name__})") from fault
+    return read_yaml(raw.decode("utf-8-sig")).content
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,27 +8,23 @@ configuration repeats the run anywhere.
 from __future__ import annotations
 
 import hashlib
-import io
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
+from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, Location, NotYamlError, YamlTextError, read_yaml, yaml_text
 from mtrain.config.kinds import before_another_kind, of_one_kind
 from mtrain.config.messages import dotted, joined, readable, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
-from mtrain.config.yaml_text import MAX_BYTES, MAX_DEPTH, RefusedTextError, refuse
 from mtrain.hf.schema.description import with_architecture
 
 COMMAND_LINE = "the command line"
@@ -40,6 +36,13 @@ class Source:
 
     name: str
     content: dict[Any, Any]
+    lines: Mapping[Location, int] = field(default_factory=dict)
+    """Of a file, where its keys stand, counted from 1."""
+
+    def place(self, location: Location) -> str:
+        """`FILE:LINE` of a value, or of the nearest section around it where the key was renamed."""
+        known = (location[:size] for size in range(len(location), 0, -1) if location[:size] in self.lines)
+        return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
 def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
@@ -80,8 +83,7 @@ def config_yaml(config: Config) -> str:
     content = config.model_dump()
     if faults := list(_placeholders(Source("the configuration", content))):
         raise ConfigError(joined(faults))
-    text: str = OmegaConf.to_yaml(OmegaConf.create(content))
-    return text
+    return yaml_text(content)
 
 
 def config_hash(config: Config) -> str:
@@ -106,10 +108,20 @@ def read_file(path: Path) -> Source:
         ConfigError: it cannot be read, is no YAML, is empty or is not a mapping.
     """
     text = _text_of(path)
-    content = _parse(text, str(path))
-    if not content:
+    try:
+        read = read_yaml(text)
+    except YamlTextError as fault:
+        line = "" if fault.line is None else f":{fault.line}"
+        remedy = "; fix the YAML" if isinstance(fault, NotYamlError) else ""
+        raise ConfigError(f"{path}{line}: {fault}{remedy}") from None
+    if read.content is None or read.content == {}:
         raise ConfigError(f"{path}: the file is empty; fill it or leave it out")
-    return Source(str(path), of_one_kind(with_current_names(content, str(path))))
+    if not isinstance(read.content, dict):
+        raise ConfigError(
+            f"{path}: sections with keys are needed (section: {{key: value}}), but it holds something else"
+        )
+    content = of_one_kind(with_current_names(read.content, str(path)))
+    return Source(str(path), content, read.lines)
 
 
 def _text_of(path: Path) -> str:
@@ -143,64 +155,51 @@ def read_override(text: str) -> Source:
         ConfigError: it has another form, or the value is no YAML.
     """
     key, separator, value = text.partition("=")
-    parts = key.strip().split(".")
+    parts = key.strip().replace("[", ".").replace("]", "").split(".")
     if not separator or not all(parts):
         raise ConfigError(f"{text}: an override has the form section.key=value; fix it")
     if len(parts) > MAX_DEPTH:
         raise ConfigError(f"{text}: a key of {len(parts)} parts is none of a configuration; fix it")
     try:
-        refuse(value)
-        content = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key.strip()}={value}"]), resolve=False)
-    except RefusedTextError as fault:
+        content = read_yaml(value).content
+    except NotYamlError as fault:
+        raise ConfigError(f"{text}: the value cannot be read as YAML ({fault}); quote or fix it") from None
+    except YamlTextError as fault:
         raise ConfigError(f"{text}: {fault}") from None
-    except GrammarParseError:
-        raise ConfigError(_no_interpolation(key, COMMAND_LINE)) from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
-        raise ConfigError(f"{text}: the value cannot be read as YAML ({_first_line(fault)}); quote or fix it") from None
-    assert isinstance(content, dict)
+    for part in reversed(parts):
+        content = {part: content}
     return Source(COMMAND_LINE, with_current_names(content, COMMAND_LINE))
 
 
-def _parse(text: str, name: str) -> dict[Any, Any]:
-    try:
-        is_mapping = refuse(text)
-        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False) if is_mapping else None
-    except RefusedTextError as fault:
-        raise ConfigError(f"{name}:{fault.line}: {fault}") from None
-    except GrammarParseError as fault:
-        raise ConfigError(_no_interpolation(str(fault.full_key), name)) from None
-    except yaml.MarkedYAMLError as fault:
-        line = f":{fault.problem_mark.line + 1}" if fault.problem_mark else ""
-        raise ConfigError(f"{name}{line}: {fault.problem}; fix the YAML") from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:  # ValueError: digits, surrogates
-        raise ConfigError(f"{name}: {_first_line(fault)}; fix the YAML") from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{name}: sections with keys are needed (section: {{key: value}}), but it holds something else"
-        )
-    return content
-
-
 def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
-    merged = DictConfig({})
+    merged: dict[Any, Any] = {}
     for source in sources:
-        try:
-            kept = before_another_kind(OmegaConf.to_container(merged, resolve=False), source.content)
-            merged = OmegaConf.merge(DictConfig(kept), source.content)
-        except (TypeError, OmegaConfBaseException) as fault:
+        merged = _over(before_another_kind(merged, source.content), source.content, source, ())
+    return merged
+
+
+def _over(under: Mapping[Any, Any], over: Mapping[Any, Any], source: Source, location: Location) -> dict[Any, Any]:
+    """Both, section by section; `over`, of `source`, is the stronger one."""
+    both = dict(under)
+    for key, new in over.items():
+        old, here = under.get(key), (*location, key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            both[key] = _over(old, new, source, here)
+        elif {type(old), type(new)} == {dict, list}:
+            one, other = ("mapping", "list") if isinstance(new, dict) else ("list", "mapping")
             raise ConfigError(
-                f"{source.name}: a key holds a mapping here and a list elsewhere ({_first_line(fault)}); lists are "
+                f"{dotted(here)}: this is a {one} here (in {source.place(here)}), but a {other} elsewhere; lists are "
                 "replaced as a whole, so give the complete list"
-            ) from None
-    content = OmegaConf.to_container(merged, resolve=False)
-    assert isinstance(content, dict)
-    return content
+            )
+        else:
+            both[key] = new
+    return both
 
 
 def _messages(error: ValidationError, sources: Sequence[Source]) -> Iterator[str]:
     for detail in error.errors(include_url=False):
         location = without_kinds(detail["loc"])
-        origin = next((source.name for source in reversed(sources) if _holds(source.content, location)), None)
+        origin = next((each.place(location) for each in reversed(sources) if _holds(each.content, location)), None)
         is_rule = isinstance(detail.get("ctx", {}).get("error"), BrokenRulesError)  # may involve several files
         place = "" if is_rule or origin is None else f" (in {origin})"
         yield from (line + place for line in readable(detail))
@@ -216,12 +215,19 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 
 
 def _placeholders(source: Source) -> Iterator[str]:
-    """Yields a message for every text that OmegaConf would replace or take as missing, or that no file can hold."""
+    """Yields a message for every text that stands for another, or that no file can hold.
+
+    Nothing is replaced here, but who writes `${...}` or `???` means what OmegaConf and Hydra make of it, and would get
+    a folder of this name.
+    """
     for location, text in _texts(source.content, ()):
         if "${" in text:
-            yield _no_interpolation(dotted(location), source.name)
+            yield (
+                f"{dotted(location)}: interpolation (${{...}}) would not repeat the run elsewhere "
+                f"(in {source.place(location)}); write the value itself"
+            )
         elif text == "???":
-            yield f"{dotted(location)}: ??? stands for a missing value (in {source.name}); give the value"
+            yield f"{dotted(location)}: ??? stands for a missing value (in {source.place(location)}); give the value"
         elif not _is_text(text):
             yield f"{dotted(location)}: {text!r} holds what no text can (NUL, or half a character); write it anew"
 
@@ -242,11 +248,3 @@ def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[t
 
 def _is_text(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _no_interpolation(key: str, name: str) -> str:
-    return f"{key}: interpolation (${{...}}) would not repeat the run elsewhere (in {name}); write the value itself"
-
-
-def _first_line(fault: Exception) -> str:
-    return str(fault).strip().partition("\n")[0]

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 import mtrain
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.base.yaml_text import yaml_text
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
@@ -199,8 +199,7 @@ def _model_yaml(source: HfSource, out: Path) -> str:
         content["data"] = {"tokenizer": str(out / ORIGIN)}
     return (
         f"# {source.family.model_type} from {source.folder.path}, by mtrain {mtrain.__version__}; to go last:\n"
-        f"#   mtrain train configs/run/finetune.yaml {out / MODEL_NAME} run.dir=runs/finetune\n"
-        + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        f"#   mtrain train configs/run/finetune.yaml {out / MODEL_NAME} run.dir=runs/finetune\n" + yaml_text(content)
     )
 
 

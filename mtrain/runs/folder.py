@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
+from mtrain.base.yaml_text import MAX_BYTES, read_yaml
 from mtrain.config.kinds import of_one_kind
 from mtrain.config.renamed import current_names
-from mtrain.config.yaml_text import MAX_BYTES, refuse
 from mtrain.runs.lock import Patience, RunLock, locked
 
 NEUTRAL_KEYS = (
@@ -146,10 +142,9 @@ class RunFolder:
             return None
         try:
             text = data.decode()
-            refuse(text)
-            if not isinstance(OmegaConf.to_container(OmegaConf.create(text)), dict):
+            if not isinstance(read_yaml(text).content, dict):
                 raise ValueError("it holds no sections")
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as fault:
+        except ValueError as fault:
             raise _damaged(self.config, " ".join(str(fault).split())) from None
         return text
 
@@ -268,7 +263,7 @@ def flat_keys(text: str) -> dict[str, Any]:
     """Dotted key -> value of a resolved configuration; lists and empty sections are values. Old names have become
     the new ones."""
     flat: dict[str, Any] = {}
-    content = OmegaConf.to_container(OmegaConf.create(text))
+    content = read_yaml(text).content
     assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
     rest: list[tuple[str, Any]] = [("", of_one_kind(current_names(content, "config.yaml")[0]))]
     while rest:

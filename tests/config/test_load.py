@@ -1,5 +1,6 @@
 """Reading, merging and saving configurations, and what is said about bad ones."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_missing_section_is_told_with_the_keys_that_it_needs(tmp_path: Path) -
         (b"run: {dir: x\nmodel: [\n", "bad.yaml:2: "),
         (b"run:\n\tdir: x\n", "bad.yaml:2: "),
         (b"run: {dir: \xff}", "bad.yaml: byte 11 is not UTF-8"),
-        (b"run: {dir: \x01}", "bad.yaml: unacceptable character"),
+        (b"run: {dir: \x01}", "bad.yaml:1: unacceptable character '\\x01'"),
         (
             b"run: {dir: !!python/object:os.system x}",
             "bad.yaml:1: no configuration needs the tag tag:yaml.org,2002:python/object:os.system",
@@ -146,6 +147,51 @@ def test_a_bad_file_is_named(base: Path, written: bytes, expected: str) -> None:
     found = message([base, bad], [])
     assert expected in found
     assert len(found.splitlines()) == 1
+
+
+def test_a_wrong_value_is_named_with_its_file_and_line(base: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later.yaml"
+    later.write_text("# a comment\nlayout:\n  tp: two\n  cpp: 2\ndata:\n  train:\n    - path: x\n      wait: 1\n")
+    lines = message([base, later], ["train.num_steps=ten"]).splitlines()
+    assert any(line.startswith("layout.tp: input should be") and line.endswith(f"(in {later}:3)") for line in lines)
+    assert any(line.startswith("layout.cpp: there is no") and line.endswith(f"(in {later}:4)") for line in lines)
+    assert any(line.startswith("data.train[0].wait: there is") and line.endswith(f"(in {later}:8)") for line in lines)
+    assert any(line.startswith("train.num_steps: ") and line.endswith("(in the command line)") for line in lines)
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize(("key", "line"), [("kv_lora_rank", 3), ("kv_rank", 2)])
+@pytest.mark.filterwarnings("ignore::mtrain.config.renamed.RenamedKeyWarning")
+def test_a_renamed_key_is_named_with_the_line_of_its_section(key: str, line: int, base: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text(f"model:\n  mla:\n    {key}: many\n")
+    (found,) = (each for each in message([base, old], []).splitlines() if "kv_lora_rank: input should" in each)
+    assert found.endswith(f"(in {old}:{line})")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            "run: {a: [1]}",
+            "run: {a: {b: 1}}",
+            r"^run\.a: this is a mapping here \(in .*2\.yaml:1\), but a list els",
+        ),
+        ("run: {a: {b: 1}}", "run:\n  a: [1]", r"^run\.a: this is a list here \(in .*2\.yaml:2\), but a mapping elsew"),
+    ],
+)
+def test_lists_and_mappings_do_not_mix(first: str, second: str, words: str, tmp_path: Path) -> None:
+    paths = [tmp_path / "1.yaml", tmp_path / "2.yaml"]
+    for path, text in zip(paths, (first, second)):
+        path.write_text(text)
+    assert re.search(words, message(paths, []))
+
+
+def test_a_section_comes_and_goes_with_null(base: Path) -> None:
+    assert load_config([base], ["loss.teacher={checkpoint: x}", "loss.teacher=null"]).loss.teacher is None
+    teacher = load_config([base], ["loss.teacher=null", "loss.teacher.checkpoint=x"]).loss.teacher
+    assert teacher is not None
+    assert teacher.checkpoint == "x"
 
 
 def test_missing_files_and_folders_are_all_named(base: Path, tmp_path: Path) -> None:
