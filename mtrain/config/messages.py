@@ -123,9 +123,12 @@ def _keys_of(top: str) -> list[str]:
 def sections_at(place: Location) -> tuple[type[Section], ...]:
     """The classes of a section by its keys as the user writes them, one for each kind; none where a value stands."""
     found: tuple[type[Section], ...] = (Config,)
-    for part in place:
+    parts = iter(place)
+    for part in parts:
         fields = [section.model_fields[str(part)] for section in found if str(part) in section.model_fields]
         found = sections_in(fields[0].annotation) if fields else ()
+        if fields and get_origin(fields[0].annotation) in (dict, tuple):
+            next(parts, None)  # the index in a list of sections, or the name of one
     return found
 
 

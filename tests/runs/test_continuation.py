@@ -81,6 +81,16 @@ def test_a_named_convention_does_not_turn_a_run_around(notice: Notice) -> None:
     assert caught.value.exit_code == notice.exit_code
 
 
+def test_keys_of_named_sections_that_an_old_version_did_not_have_stand_at_their_default() -> None:
+    given = config(loss__side_terms={"z": {"function": "z_loss", "coefficient": 0.5}})
+    old = yaml.safe_load(config_yaml(given))
+    del old["loss"]["side_terms"]["z"]["empty_sequences"]
+    assert continued(given, yaml.safe_dump(old), FOLDER, 3) == given
+    del old["loss"]["side_terms"]["z"]["coefficient"]
+    with pytest.raises(RunFolderError, match=r"loss.side_terms.z.coefficient had other"):
+        continued(given, yaml.safe_dump(old), FOLDER, 3)
+
+
 def test_keys_of_other_kinds_of_data_said_nothing_in_an_old_version() -> None:
     saved = yaml.safe_load(of_old_version())
     saved["data"] |= {"train": [{"path": "x"}], "too_long": "drop", "split": [0.9, 0.1, 0.0]}
