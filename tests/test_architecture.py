@@ -346,6 +346,7 @@ FORBIDDEN = {
     "a path of one machine": r"(?<![\w.])/wor[k]/|/tmp/la[b]|/far[m]/",
     "a document outside the repository": r"\.\./share[d]|shared/desig[n]|(?<!docs/)desig[n]/\w+\.md",
     "a private word": r"\b(learn[t]|hindranc[e]s?|surrounding[s]|behol[d])\b",
+    "a line number of another package": r"\w\.p[y]:\d+",
     "work left open": r"\bTOD[O]\b|\bFIXM[E]\b|\bXX[X]\b",
     "a swallowed error": r"excep[t]:|except (Base)?Exceptio[n]:\s*pass",
     "an escaped test": r"mark\.(ski[p]|xfai[l])|pytest\.(ski[p]|xfai[l])\(",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Iterator
 
+from tests.known_issues.configs import megatron_core
 from tests.known_issues.rows import GROUPS, TABLE, VERSION, KnownIssue
+from tests.known_issues.rows.row import Place
 from tests.paths import DOCS
 
 COMMAND = "python -m tests.known_issues.page"
@@ -16,8 +19,8 @@ _INTRODUCTION = f"""# Known issues: silent faults of megatron-core {VERSION}
 <!-- Written by `{COMMAND}` from tests/known_issues/rows; a test compares. Change the table, not this page. -->
 
 These are faults of plain Megatron-Core that raise no error, or not one that names its cause, on some configuration.
-Each row says where the fault is in the sources of {VERSION} (below `megatron/core/`), when it shows, and what happens
-here:
+Each row says where the fault is in the sources of {VERSION} (file below `megatron/core/`, and symbol), when it shows,
+and what happens here:
 
 - **fixed**: absent by construction; the files that see to it are named.
 - **refused**: `mtrain check` and `mtrain train` say so before a rank starts, and end with exit code 2.
@@ -58,10 +61,28 @@ def _sections() -> Iterator[str]:
 def _entry(row: KnownIssue) -> Iterator[str]:
     yield f"\n### {row.name[0].upper()}{row.name[1:]}\n"
     yield f"{row.fault}\n"
-    yield f"- Where: {_code(row.places)}"
+    yield f"- Where: {_code(dict.fromkeys(_symbol(place) for place in row.places))}"
     yield f"- When: {row.condition}"
     yield f"- Here: **{row.outcome}**. {row.here} ({_code(row.modules)})"
     yield f"- Shown by: {_code(row.tests)}"
+
+
+def _symbol(place: Place) -> str:
+    """`file::Class.function` around the lines: names outlive line numbers, which only the table's test compares."""
+    nodes: list[ast.AST] = [ast.parse((megatron_core() / place.path).read_text())]
+    names = []
+    while nodes:
+        node = nodes.pop()
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.stmt | ast.excepthandler) and _is_around(inner, place.first, place.last):
+                nodes = [inner]
+                if isinstance(inner, ast.ClassDef | ast.FunctionDef):
+                    names.append(inner.name)
+    return f"{place.path}::{'.'.join(names)}" if names else place.path
+
+
+def _is_around(node: ast.stmt | ast.excepthandler, first: int, last: int) -> bool:
+    return node.lineno <= first and last <= (node.end_lineno or node.lineno)
 
 
 def _code(names: Iterable[object]) -> str:

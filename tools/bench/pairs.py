@@ -11,7 +11,7 @@ all, is left out.
   `forward_step_calc_loss`, and distributed/finalize_model_grads.py, `finalize_model_grads`.) No loss to log.
 - "with report": the same, and the losses. Megatron-LM core_v0.16.1 stacks a loss and a count in each microbatch
   (pretrain_gpt.py, `loss_func`) and sums them over DP x CP on the last stage, one all-reduce for each logged key
-  (megatron/training/training.py:1743-1753, `train_step`). It reads them at each logging interval; here never.
+  (megatron/training/training.py, `train_step`). It reads them at each logging interval; here never.
 - "ours": a pair of each microbatch, added up on the device, that travels in the norm's all-reduce and read, with the
   planned denominators and a flag. Terms of several denominators ("apart") cost an all-reduce of the plan; it runs
   beside the first forward pass, which is not here to hide it. megatron-core has nothing to compare that with.

@@ -99,7 +99,7 @@ def _patch_tensor() -> None:
         return original_to(self, *args, **options)
 
     def type_name(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        # optimizer.py:671, distrib_optimizer.py:361 and clip_grads.py:167 compare with 'torch.cuda.FloatTensor'
+        # optimizer.py, distrib_optimizer.py and clip_grads.py compare type() with 'torch.cuda.FloatTensor'
         result = original_type(self, *args, **options)
         if not args and not options and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
             return str(result).replace("torch.", "torch.cuda.", 1)
@@ -174,5 +174,5 @@ def install() -> None:
 
 
 def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """For moe_utils.py:1093, which makes lists of split sizes of tensors on a GPU only."""
+    """For moe_utils.py::maybe_move_tensor_to_cpu, which makes lists of split sizes of tensors on a GPU only."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,7 +1,7 @@
 """Collectives that gloo lacks and experts need: lists of tensors of several sizes.
 
-megatron-core gathers and scatters such lists where experts are divided over etp > 1 (tensor_parallel/mappings.py:150,
-207). gloo refuses them, but its all-to-all takes any sizes.
+megatron-core gathers and scatters such lists where experts are divided over etp > 1 (tensor_parallel/mappings.py). gloo
+refuses them, but its all-to-all takes any sizes.
 """
 
 from __future__ import annotations

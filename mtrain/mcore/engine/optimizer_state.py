@@ -4,10 +4,10 @@ megatron-core 0.16.1 has a form for any layout itself (`fully_reshardable`), but
 and set here:
 
 - it looks parameters up by their place in the padded gradient buffer, in a tensor without the padding between buckets:
-  with more than one bucket the state of the later ones is shifted (distrib_optimizer.py:1112, 1501);
-- after a load all parameters share one `step` tensor, which every one of them advances (821, 825);
-- loading visits torch Adam's `step`, which was not saved, and writes into leaves outside no_grad (939);
-- loading into an optimizer that has not stepped asserts (642).
+  with more than one bucket the state of the later ones is shifted (distrib_optimizer.py::get_parameter_state_dp_zero);
+- after a load all parameters share one `step` tensor, which every one of them advances;
+- loading visits torch Adam's `step`, which was not saved, and writes into leaves outside no_grad;
+- loading into an optimizer that has not stepped asserts.
 
 The float32 main weights travel beside the moments; half-precision weights are only a rounding of them.
 """

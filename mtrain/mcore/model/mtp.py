@@ -114,7 +114,7 @@ def depths_spec(model: ModelSection, backend: str) -> MultiTokenPredictionBlockS
 def drop_unused_table(model: GPTModel) -> None:
     """Removes the output table of a last stage that takes its logits from the embeddings it holds for the depths.
 
-    megatron-core allocates it, never uses it, and cannot name it in a checkpoint (language_module.py:338-341).
+    megatron-core allocates it, never uses it, and cannot name it in a checkpoint (language_module.py).
     """
     if model.mtp_process and model.share_embeddings_and_output_weights and not model.pre_process:
         model.output_layer.weight = None

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm for the torch spec.
 
-megatron-core's own wrapper around the torch norms refuses sequence parallelism (torch_norm.py:26-32); these carry the
+megatron-core's own wrapper around the torch norms refuses sequence parallelism (torch_norm.py); these carry the
 `sequence_parallel` mark by which gradients of norm weights are summed over the tensor-parallel group.
 """
 

@@ -142,7 +142,7 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         # With interleaving a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same
-        # rank, and batched transfers then pair activations with gradients (p2p_communication.py:16-55, silently).
+        # rank, and batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
     }

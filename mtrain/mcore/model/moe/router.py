@@ -1,7 +1,7 @@
 """The router: logits of each token for all experts, and the choice among them.
 
 megatron-core's own (transformer/moe/router.py) asks for a function of TransformerEngine that is not there without it
-(moe_utils.py:1192) and rounds scores to float32 even in a float64 model.
+(moe_utils.py::RouterGatingLinearFunction) and rounds scores to float32 even in a float64 model.
 """
 
 from __future__ import annotations
