@@ -41,6 +41,12 @@ def test_links_of_pages_outside_the_site_lead_somewhere(page: Path) -> None:
     assert [target for target in LINK.findall(page.read_text()) if not (ROOT / target).exists()] == []
 
 
+def test_the_fast_tests_are_there() -> None:
+    listed = (ROOT / "tests" / "fast.txt").read_text().splitlines()
+    assert listed
+    assert [line for line in listed if not (ROOT / line.partition("::")[0]).exists()] == []
+
+
 def test_a_missing_file_and_a_dead_link_would_be_found() -> None:
     assert PATH.findall("see `mtrain/no_such/file.py` and docs/none.md.") == ["mtrain/no_such/file.py", "docs/none.md"]
     assert LINK.findall("[a](docs/a.md#b) [c](https://c.d) [e](#f)") == ["docs/a.md"]
