@@ -62,10 +62,17 @@ def _busy(folder: Path) -> None:
         pass
 
 
+def _work(folder: Path) -> None:
+    end = time.process_time() + 0.6
+    while time.process_time() < end:
+        pass
+
+
 def _waiting(folder: Path) -> None:
     time.sleep(3600)
 
 
+WORKS = Target(_write, _work, _CONFIG_ONLY, cpu_seconds=1)
 ACCEPTS, REFUSES, OTHER_ERROR, OTHER_CODE, NO_WORDS, LONG_MESSAGE, MEMORY, TOO_MUCH_MEMORY, EXIT, CRASH, BUSY, WAITS = (
     Target(_write, read, _CONFIG_ONLY, cpu_seconds=1)
     for read in (

@@ -7,6 +7,7 @@ input to its standard output; what the code under test prints goes nowhere.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -52,7 +53,7 @@ def _limit_memory() -> None:
 
 def _limit_time(seconds: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + seconds
+    soft = math.ceil(used.ru_utime + used.ru_stime) + seconds  # rounded down, it could begin with a hundredth left
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
