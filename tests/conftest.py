@@ -51,10 +51,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     report_not_run(terminalreporter, config.stash.get(NOT_RUN, {}))
 
 
+POOL = Pool()  # here, so that what the fork server loads is settled before the first test starts it
+
+
 @pytest.fixture(scope="session")
 def pool() -> Pool:
     """Ranks on gloo."""
-    return Pool()
+    return POOL
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`python -m mtrain` in a process that has imported torch and megatron-core already: whole runs without their start.
+"""`python -m mtrain` or a tool, in a process that has imported torch and megatron-core: whole runs without their start.
 
 A fresh interpreter needs three seconds of a core before it trains, and so does every rank that a launcher starts. Here
 a fork server that has imported everything forks the command instead, and where the command is a launcher, its ranks
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,9 +23,42 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-PRELOADED = ("mtrain.cli.main", "mtrain.training.trainer", "tests.warm")
+from tests.paths import ROOT
+
+PRELOADED = ("mtrain.cli.main", "mtrain.training.trainer", "mtrain.convert.verifying", "tests.warm")
 _PROGRAM = [sys.executable, "-m", "mtrain"]
 _POLL_S = 0.01
+
+
+def program_environment(*importable: Path) -> dict[str, str]:
+    """Ours, with the repository and further folders importable, one thread a process."""
+    return {**os.environ, "PYTHONPATH": ":".join(map(str, (ROOT, *importable))), "OMP_NUM_THREADS": "1"}
+
+
+def completed(
+    arguments: Sequence[object],
+    folder: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 200,
+) -> subprocess.CompletedProcess[str]:
+    """A command from its start to its end, as `subprocess.run` gives it back.
+
+    Args:
+        arguments: As `Command` takes them.
+        folder: Working folder.
+        environment: All of it; by default `program_environment()`.
+        timeout: In seconds; it is ended then.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time.
+    """
+    command = Command(given := list(map(str, arguments)), folder, environment or program_environment())
+    try:
+        output, errors = command.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        raise
+    return subprocess.CompletedProcess(given, command.wait(), output, errors)
 
 
 class Command:
@@ -34,20 +68,26 @@ class Command:
         """Starts it.
 
         Args:
-            arguments: `python -m mtrain ...`.
+            arguments: `python -m mtrain ...`, or `python FILE ...` for a file of tools/.
             folder: Working folder.
             environment: All of it.
         """
-        assert list(arguments[:3]) == _PROGRAM, arguments
+        if list(arguments[:3]) == _PROGRAM:
+            script, rest = None, list(arguments[3:])
+        else:
+            script, rest = arguments[1], list(arguments[2:])
+            assert arguments[0] == sys.executable, arguments
+            assert script.endswith(".py"), arguments
         self._folder = tempfile.TemporaryDirectory(prefix="mtrain-command-")
         self._outputs = [Path(self._folder.name, name) for name in ("output", "errors")]
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
-        job = (list(arguments[3:]), str(folder), dict(environment), *map(str, self._outputs))
+        job = (script, rest, str(folder), dict(environment), *map(str, self._outputs))
         self._process = context.Process(target=_run, args=job)
         self._process.start()
-        self.pid = self._process.pid
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -74,7 +114,7 @@ class Command:
     def send_signal(self, number: int) -> None:
         """As the command line would be sent one."""
         if self._process.exitcode is None:
-            os.kill(self._process.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -98,7 +138,8 @@ class ForkedRank:
         """Forks."""
         assert list(command[:3]) == _PROGRAM, command
         assert process_group == 0
-        self.args, self.returncode = command, None
+        self.args = command
+        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
@@ -108,7 +149,7 @@ class ForkedRank:
             for file, descriptor in ((stdout, 1), (stderr, 2)):
                 if file is not None:
                     os.dup2(file.fileno(), descriptor)
-            os._exit(_main(command[3:], env))
+            os._exit(_main(None, command[3:], env))
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
@@ -133,19 +174,21 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def _run(arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str) -> None:
+def _run(
+    script: str | None, arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str
+) -> None:
     """In the forked process: all that an interpreter would have found at its start."""
-    import mtrain.launch.local
+    from mtrain.launch import local
 
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)
-    mtrain.launch.local.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
-    os._exit(_main(arguments, environment))
+    vars(local)["subprocess"] = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+    os._exit(_main(script, arguments, environment))
 
 
-def _main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The program itself; its exit code."""
+def _main(script: str | None, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The program itself, or a script; its exit code."""
     import torch
 
     from mtrain.__main__ import main
@@ -153,20 +196,20 @@ def _main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(":")
-    sys.argv = ["mtrain", *arguments]
+    sys.argv = [script or "mtrain", *arguments]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdout = sys.__stdout__ = os.fdopen(os.dup(1), "w")
-    sys.stderr = sys.__stderr__ = os.fdopen(os.dup(2), "w", buffering=1)
+    output, errors = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(2), "w", buffering=1)
+    vars(sys).update(stdout=output, __stdout__=output, stderr=errors, __stderr__=errors)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     try:
-        main()
+        main() if script is None else runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # as the interpreter does
         traceback.print_exc()
         code = 1
-    threading._shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    vars(threading)["_shutdown"]()  # joins threads, as an interpreter does at its end
+    for stream in (output, errors):
         stream.flush()
     return code

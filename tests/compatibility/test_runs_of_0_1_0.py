@@ -8,8 +8,6 @@ two ranks each (`dense` under tp 2 with a side term named by its old path, a cos
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
+from tests.warm import completed
 
 ARCHIVE = Path(__file__).with_name("runs_of_0.1.0.tar.xz")
 
@@ -38,8 +36,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_numbers_of_its_own_version(
     assert sorted(before) == list(range(1, 9))
 
     command = [sys.executable, "-m", "mtrain", "launch", "local", "-n", "2", f"{name}.yaml", f"run.dir={name}", layout]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = completed(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"{name}/checkpoints/step_00000004" in done.stdout, "it starts from the checkpoint"
     assert done.stdout.count("optimizer.schedule_convention=one_ahead stays, as this run began with it") == 1

@@ -19,8 +19,8 @@ from mtrain.plan.layout import Layout
 from tests.convert.test_round_trips import names
 from tests.hf import hf_ranks
 from tests.hf.folders import save
-from tests.paths import ROOT
 from tests.pool import Pool
+from tests.warm import completed
 
 RUN = """
 run: {dir: RUN}
@@ -39,9 +39,7 @@ def configured(folder: Path, *overrides: str) -> Config:
 
 
 def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "mtrain", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    return completed([sys.executable, "-m", "mtrain", *arguments])
 
 
 LAYOUTS = [

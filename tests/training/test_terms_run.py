@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
 from tests.pool import Pool
-from tests.warm import Command
+from tests.warm import completed, program_environment
 
 MODEL = "num_layers: 2, hidden_size: {hidden}, ffn_hidden_size: 48, num_attention_heads: 4, vocab_multiple: 8"
 BASE = """
@@ -55,10 +53,8 @@ def run(pool: Pool, folder: Path) -> Run:
     def begin(config: str, name: str, *arguments: str, ranks: int = 1) -> tuple[int, str, str]:
         verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
         command = [sys.executable, "-m", "mtrain", *verb, str(folder / f"{config}.yaml"), f"run.dir={folder / name}"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
-        process = Command([*command, *arguments], folder, environment)
-        output, errors = process.communicate(timeout=200)
-        return process.wait(), output, errors
+        done = completed([*command, *arguments], folder, program_environment(folder), timeout=200)
+        return done.returncode, done.stdout, done.stderr
 
     return begin
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -19,9 +18,8 @@ import pytest
 
 from mtrain.base.heartbeat import read_beat
 from tests.fault_table import Notice
-from tests.paths import ROOT
 from tests.pool import Pool
-from tests.warm import Command
+from tests.warm import Command, program_environment
 
 DEADLINE_S = 120
 BASE = """
@@ -69,7 +67,7 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
 @pytest.fixture
 def start(pool: Pool, tmp_path: Path) -> Callable[[list[str]], Command]:
     """Starts a command with the repository and `tmp_path` importable, in a process that has imported all it needs."""
-    return lambda arguments: Command(arguments, tmp_path, environment(tmp_path))
+    return lambda arguments: Command(arguments, tmp_path, program_environment(tmp_path))
 
 
 @pytest.fixture
@@ -77,20 +75,16 @@ def start_cold(tmp_path: Path) -> Callable[[list[str]], subprocess.Popen[str]]:
     """The same in a new interpreter."""
 
     def begin(arguments: list[str]) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(arguments, cwd=tmp_path, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True)
+        pipe, environment = subprocess.PIPE, program_environment(tmp_path)
+        return subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
 
     return begin
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Ours, with the repository and `folder` importable."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
 
 
 def finished(process: subprocess.Popen[str] | Command) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
     output, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode is not None
     return process.returncode, output, errors
 
 

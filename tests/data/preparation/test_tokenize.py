@@ -1,7 +1,6 @@
 """Tokenising text into corpora."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from mtrain.data.formats.megatron_indexed import Corpus
 from mtrain.data.preparation import tokenize as module
 from mtrain.data.preparation.tokenize import tokenize_corpus
 from mtrain.tokenizer import load_tokenizer
-from tests.paths import ROOT
+from tests.warm import completed
 
 
 @pytest.fixture
@@ -118,12 +117,7 @@ def test_the_tool_tells_what_it_wrote_and_leaves_with_the_errors_code(
 ) -> None:
     command = [sys.executable, "tools/tokenize_corpus.py", str(texts), "--tokenizer", str(word_tokenizer)]
     command += ["--output-prefix", str(tmp_path / "c")]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-
-    first, second = run(), run()
+    first, second = completed(command), completed(command)
     assert (first.returncode, second.returncode) == (0, 3)
     assert f"{tmp_path / 'c'}: 3 documents (1 empty ones left out), 9 tokens" in first.stdout
     assert second.stderr.startswith(f"error: {tmp_path / 'c'}.bin exists")

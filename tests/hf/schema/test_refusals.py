@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from mtrain.convert.verifying import verify_hf
 from tests.fault_table import Notice
 from tests.hf.folders import save
 from tests.paths import ROOT
+from tests.warm import completed
 from tools.convert_checkpoint import app
 
 FIRST = "model-00001-of-00003.safetensors"
@@ -209,8 +209,7 @@ def test_logits_above_the_threshold_are_told_and_refused(good: Path, tmp_path: P
     import_hf(good, tmp_path / "ours", None, num_workers=1)
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "verify", "--check-logits"]
     given = ["--checkpoint", str(tmp_path / "ours"), "--hf", str(good), "--threshold", "-1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(tool + given, env=environment, capture_output=True, text=True, timeout=120)
+    ended = completed(tool + given)
     assert ended.returncode == 3, ended.stderr
     (difference,) = re.findall(r"logits: largest difference (\S+) of the largest logit", ended.stdout)
     assert float(difference) < 1e-5

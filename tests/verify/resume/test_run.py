@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS, RESUME_NAMES
 from mtrain.verify.resume.run import ResumeCheck, ResumeRequest, planned, verify_resume
 from tests.config.samples import config, content
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
-from tests.paths import ROOT
 from tests.pool import Pool
+from tests.warm import completed
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -154,31 +152,15 @@ def test_a_fault_that_cannot_show_is_refused() -> None:
 def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu")))
-    command = [
-        sys.executable,
-        "-m",
-        "mtrain",
-        "verify",
-        "resume",
-        str(path),
-        "--max-ranks",
-        "1",
-        "--steps",
-        "3",
-        "--at",
-        "2",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, "--inject", "moments-not-restored"], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "mtrain", "verify", "resume", path]
+    small = ["--max-ranks", "1", "--steps", "3", "--at", "2"]
+    ended = completed([*command, *small, "--inject", "moments-not-restored"])
     assert ended.returncode == 1, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[-3].startswith("first deviation: first moment of embedding.word_embeddings.weight by 1.0e+00")
     assert lines[-1].startswith("FAIL: 3 of 3 resumed runs are not the straight run with the planted fault")
     saved = ResumeReport.from_json((tmp_path / "run" / "resume" / "resume.json").read_text())
     assert saved.injected == "moments-not-restored"
-    listed = subprocess.run(
-        [*command[:5], "--list-injections"], env=environment, capture_output=True, text=True, check=True
-    )
+    listed = completed([*command[:5], "--list-injections"])
+    assert listed.returncode == 0, listed.stderr
     assert tuple(listed.stdout.split()) == RESUME_NAMES
