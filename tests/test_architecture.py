@@ -189,8 +189,9 @@ def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
 def _replaced_cuda_functions(module: Module) -> Iterator[int]:
     """Assignments to attributes of torch or of torch.cuda."""
     for node in ast.walk(module.tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for target in targets:
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
             if isinstance(target, ast.Attribute) and re.match(
                 r"torch\.(cuda\.|Tensor\.|nn\.)?\w+$", ast.unparse(target)
             ):

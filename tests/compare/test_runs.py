@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import pytest
@@ -53,7 +54,7 @@ def side_term(loss: float, denominator: float = 500.0) -> TermRecord:
     return TermRecord(loss=loss, numerator=loss * denominator, denominator=denominator)
 
 
-def changed(step: int, **values: object) -> list[StepRecord]:
+def changed(step: int, **values: Any) -> list[StepRecord]:
     """The same run with other values in one step."""
     return [dataclasses.replace(each, **values) if each.step == step else each for each in steps()]
 

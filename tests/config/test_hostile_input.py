@@ -12,6 +12,7 @@ from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES
 from mtrain.cli.check import print_plan
 from mtrain.config.load import load_config
 from mtrain.config.schema import bounds
+from mtrain.config.schema.data import IndexedSection
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -153,7 +154,9 @@ def test_texts_and_numbers_like_them_pass(base: Path) -> None:
 def test_aliases_and_merge_keys_pass(base: Path) -> None:
     odd = base.with_name("odd.yaml")
     odd.write_text("data: {train: [&a {path: x, weight: 2}, {<<: *a, path: y}]}")
-    assert [(each.path, each.weight) for each in load_config([base, odd], []).data.train] == [("x", 2.0), ("y", 2.0)]
+    data = load_config([base, odd], []).data
+    assert isinstance(data, IndexedSection)
+    assert [(each.path, each.weight) for each in data.train] == [("x", 2.0), ("y", 2.0)]
 
 
 HUGE = 10**30

@@ -12,6 +12,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import load_config, save_config
 from mtrain.config.schema.bounds import FLOAT32_LARGEST, FLOAT32_SMALLEST
+from mtrain.config.schema.data import IndexedSection
 from mtrain.config.schema.train import MuonSection
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
@@ -71,6 +72,7 @@ def test_muon_has_the_keys_of_adamw_and_its_own(base: Path) -> None:
 def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
     sources = write(tmp_path / "a.yaml", {"data": {"train": [{"path": "a"}, {"path": "b"}]}})
     read = load_config([base, sources], ["data.train=[{path: c, weight: 2}]"])
+    assert isinstance(read.data, IndexedSection)
     assert [(source.path, source.weight) for source in read.data.train] == [("c", 2.0)]
     assert "complete list" in message([base, sources], ["data.train.0.path=c"])
 

@@ -36,6 +36,7 @@ def test_all_fields_are_cut_alike_and_document_starts_stay_whole() -> None:
     assert torch.equal(part.positions, part.tokens % 8)
     assert torch.equal(part.weights["z"], part.tokens.float() * 2)
     assert torch.equal(part.denominator_weights["z"], part.tokens.double() * 3)
+    assert part.is_padding is not None
     assert torch.equal(part.is_padding, part.tokens % 3 == 0)
     assert part.document_starts is whole.document_starts
     assert slice_for_context_parallel(whole, 1, 0) is whole

@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from tests.test_architecture import PACKAGES_BY_LAYER, ROOT
+from tests.paths import ROOT
+from tests.test_architecture import PACKAGES_BY_LAYER
 
 FOLDER = ROOT / "docs" / "pictures"
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from tests.docs.pictures import FOLDER, PICTURES, packages, write
-from tests.test_architecture import PACKAGES_BY_LAYER, ROOT
+from tests.paths import ROOT
+from tests.test_architecture import PACKAGES_BY_LAYER
 
 ADRS = sorted((ROOT / "docs" / "adr").glob("0*.md"))
 AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]

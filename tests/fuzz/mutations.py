@@ -155,8 +155,9 @@ def _replace(root: Any, random: Random, change: Callable[[Any], Any]) -> None:
 
 def _retype(root: Any, random: Random) -> None:
     def other(value: Any) -> Any:
-        kinds = (str(value), [value], {"a": value}, None, True, False, 0, 1, 1.5, "", [], {}, [1, 2], [[]], [{}])
-        return random.choice(kinds)
+        of_it = (str(value), [value], {"a": value})
+        others: tuple[Any, ...] = (None, True, False, 0, 1, 1.5, "", [], {}, [1, 2], [[]], [{}])
+        return random.choice((*of_it, *others))
 
     _replace(root, random, other)
 

@@ -105,7 +105,8 @@ def _pickled(listed: Metadata, random: Random) -> bytes:
 
 def _contradicting(listed: Metadata, random: Random) -> Metadata:
     """One value of the list changed."""
-    tensors, places = dict(listed.state_dict_metadata), dict(listed.storage_data)
+    tensors: dict[Any, Any] = dict(listed.state_dict_metadata)
+    places: dict[Any, Any] = dict(listed.storage_data)
     key = random.choice(sorted(tensors))
     index = random.choice(sorted(places, key=str))
     number = random.choice((*HUGE, 0, 1, 2, 3, -1))
@@ -118,20 +119,26 @@ def _contradicting(listed: Metadata, random: Random) -> Metadata:
         case "place":
             places[index] = _StorageInfo(_SHARD, number, random.choice((number, 10)))
         case "file":
-            names = (*TEXTS, f"../{_OUTSIDE}/{_SHARD}", f"{_SHARD}\0", PurePosixPath("..", _OUTSIDE, _SHARD), 7, None)
+            names: tuple[Any, ...] = (
+                *TEXTS,
+                f"../{_OUTSIDE}/{_SHARD}",
+                f"{_SHARD}\0",
+                PurePosixPath("..", _OUTSIDE, _SHARD),
+                7,
+                None,
+            )
             old = places[index]
             places[index] = _StorageInfo(random.choice(names), old.offset, old.length)
         case "name":
-            tensors[random.choice((*TEXTS, 3, None))] = tensors.pop(key)  # type: ignore[index]
+            tensors[random.choice((*TEXTS, 3, None))] = tensors.pop(key)
         case "kind":
             tensors[key] = random.choice((BytesStorageMetadata(), None, 3, [], places[index]))
         case "index":
             places[MetadataIndex(key, _size(number, random))] = places.pop(index)
         case "field":
-            return Metadata(
-                state_dict_metadata=random.choice((tensors, None, [], 3)),
-                storage_data=random.choice((places, None, [], {1: 2})),
-            )
+            of_tensors: tuple[Any, ...] = (tensors, None, [], 3)
+            of_places: tuple[Any, ...] = (places, None, [], {1: 2})
+            return Metadata(state_dict_metadata=random.choice(of_tensors), storage_data=random.choice(of_places))
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 

@@ -93,7 +93,7 @@ def bias_after_an_infinite_gradient(groups: Groups, logits: Any) -> list[float]:
     )
     model.router.routing(torch.as_tensor(logits))
     for parameter in model.parameters():
-        parameter.main_grad.fill_(torch.inf)  # type: ignore[attr-defined]
+        parameter.main_grad.fill_(torch.inf)
     finalize_model_grads([wrapped], None, pg_collection=groups.collection)
     bias: list[float] = model.router.expert_bias.tolist()
     return bias

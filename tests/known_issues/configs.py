@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from mtrain.config import Config
 from tests.config.samples import config
 
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "model": {
         "num_layers": 2,
         "hidden_size": 24,

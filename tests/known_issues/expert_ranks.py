@@ -68,11 +68,11 @@ def layer_config(groups: Groups, **fields: Any) -> TransformerConfig:
 @contextmanager
 def with_their_router() -> Iterator[None]:
     """Fixes, by hand, that their router cannot run without TransformerEngine."""
-    moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    moe_utils.te_general_gemm = None
     try:
         yield
     finally:
-        del moe_utils.te_general_gemm  # type: ignore[attr-defined]
+        del moe_utils.te_general_gemm
 
 
 def layer(groups: Groups, config: TransformerConfig, is_ours: bool) -> MoELayer:
@@ -134,7 +134,7 @@ def layer_run(groups: Groups, is_ours: bool, has_bias: bool = False, initialises
 def _gradients(built: MoELayer) -> Iterator[tuple[str, Any]]:
     experts: Any = built.experts
     if isinstance(experts, Experts):
-        yield from ((name, parameter.main_grad.numpy().copy()) for name, parameter in experts.named_parameters())  # type: ignore[attr-defined]
+        yield from ((name, parameter.main_grad.numpy().copy()) for name, parameter in experts.named_parameters())
         return
     for name, _ in experts.local_experts[0].named_parameters():
         own = [dict(each.named_parameters())[name].main_grad for each in experts.local_experts]

@@ -213,6 +213,7 @@ def sent_and_freed(groups: Groups, deallocates: bool, size: int) -> float:
         deallocate_output_tensor(values, deallocates)
         others = [torch.full((size,), -1.0) for _ in range(4)]
         dist.barrier()
+        assert request is not None
         request.wait()
         return float(others[0].min())
     dist.barrier()
@@ -257,7 +258,7 @@ def sinks_are_marked(groups: Groups) -> tuple[bool, bool]:
 
 def residual_types(groups: Groups) -> tuple[str, str]:
     """What a first stage with a float32 residual hands on, and what the next one expects."""
-    half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    half: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     model = plain_gpt(groups, vocab_size=8, fp32_residual_connection=True, **half)
     rows = torch.zeros(1, SEQ, dtype=torch.int64)
     return str(model.embedding(rows, rows).dtype), str(model.config.pipeline_dtype)

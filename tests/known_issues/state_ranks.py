@@ -72,9 +72,9 @@ def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool
     return can_tell, optimizer_state.adam_step(parts.optimizer.inner)
 
 
-def portions_of(parts: Parts) -> list[Tensor]:
+def updated_parameters(parts: Parts) -> list[Tensor]:
     """The parameters that this rank updates."""
-    return [portion.parameter for portion in optimizer_state.portions(parts.optimizer.inner)]
+    return [flat_slice.parameter for flat_slice in optimizer_state.flat_slices(parts.optimizer.inner)]
 
 
 def set_one_state(groups: Groups, config: Config) -> str:
@@ -82,7 +82,7 @@ def set_one_state(groups: Groups, config: Config) -> str:
     parts = build(groups, config)
     update(parts, groups, config)
     part = parts.optimizer.inner.chained_optimizers[0]
-    parameter = portions_of(parts)[0]
+    parameter = updated_parameters(parts)[0]
     held = part._get_main_param_and_optimizer_states(parameter)
     try:
         with torch.no_grad():

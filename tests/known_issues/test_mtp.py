@@ -37,6 +37,7 @@ def step_with_depth(
 
 def run(pool: Pool, batch: GlobalBatch, size: int = 4, **options: Any) -> PlainStep:
     config = case(size).config(**CHANGES)
+    step: PlainStep
     (step,) = pool.run(step_with_depth, Layout(), config.model, initial_parameters(config), batch, size, {**options})
     return step
 

@@ -57,8 +57,8 @@ def test_names_are_unique() -> None:
     assert len({row.name for row in TABLE}) == len(TABLE)
 
 
-LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
-BALANCED = {
+LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+BALANCED: dict[str, Any] = {
     "model__experts": {
         "num_experts": 4,
         "top_k": 2,

@@ -1,6 +1,7 @@
 """Several terms of different denominators in one backward pass."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -35,10 +36,10 @@ def test_one_backward_gives_each_term_its_own_denominator() -> None:
 
     leaves = [inputs[MAIN_TERM].logits.local for inputs in microbatches]
     pairs = [objective.pairs(inputs) for inputs in microbatches]
-    scalar = sum(objective.scalar(each, factors) for each in pairs)
+    scalar = torch.stack([objective.scalar(each, factors) for each in pairs]).sum()
     gradients = torch.autograd.grad(scalar, leaves, retain_graph=True)
 
-    sums = {term: sum(each[term].numerator for each in pairs) for term in planned}
+    sums = {term: torch.stack([each[term].numerator for each in pairs]).sum() for term in planned}
     expected = sums[MAIN_TERM] / 3 + 0.25 * sums["z"] / 14
     for found, right in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(found / planned[MAIN_TERM], right, rtol=1e-6, atol=1e-8)
@@ -133,6 +134,12 @@ def test_a_teacher_that_no_term_asks_for_is_refused() -> None:
 
 
 def test_terms_with_other_denominators_are_told_from_those_with_the_main_one() -> None:
-    changes = [{}, {"aggregation": "sum"}, {"empty_sequences": "include"}, {"coefficient": 5.0}, {"options": {}}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"aggregation": "sum"},
+        {"empty_sequences": "include"},
+        {"coefficient": 5.0},
+        {"options": {}},
+    ]
     side_terms = {str(number): SideTermSection(**change) for number, change in enumerate(changes)}
     assert Objective.from_config(LossSection(side_terms=side_terms)).apart == {"1", "2"}

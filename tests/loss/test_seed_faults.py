@@ -46,7 +46,7 @@ class Batch:
     def deviation(self, loss: Tensor, exact: Tensor) -> float:
         """Distance of the gradients, relative to the exact one."""
         right = self.gradient(exact)
-        return ((self.gradient(loss) - right).norm() / right.norm()).item()
+        return float((self.gradient(loss) - right).norm() / right.norm())
 
 
 def batch_of(loss_tokens: list[int]) -> Batch:

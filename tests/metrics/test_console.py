@@ -1,6 +1,7 @@
 """The console: plain lines in a log, a bar on a terminal, a remaining time that follows the clock."""
 
 import io
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ class Clock:
         return self.now
 
 
-def shown(records: dict[float, Record], *, num_steps: int, terminal: bool = False, **options: int) -> str:
+def shown(records: Mapping[float, Record], *, num_steps: int, terminal: bool = False, **options: int) -> str:
     """What the sink wrote for records that come at these times, in seconds after the start."""
     clock, text = Clock(), io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
@@ -82,7 +83,7 @@ def test_padding_is_told_apart_where_there_is_some() -> None:
 
 
 def test_numbers_that_only_one_layout_gives_say_so_everywhere() -> None:
-    records = {1.0: step_record(1), 2.0: valid_record(1)}
+    records: dict[float, Record] = {1.0: step_record(1), 2.0: valid_record(1)}
     assert "this layout" not in shown(records, num_steps=1)
     text = shown({time: replace(record, layout_dependent=True) for time, record in records.items()}, num_steps=1)
     assert ["(of this layout only)" in line for line in text.splitlines()] == [True, True]

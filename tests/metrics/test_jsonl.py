@@ -35,7 +35,14 @@ def test_every_record_can_be_read_before_the_sink_is_closed(tmp_path: Path) -> N
 
 def test_resuming_at_a_step_leaves_no_line_beyond_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = [valid_record(0), step_record(1), step_record(2), valid_record(2), step_record(3), valid_record(3)]
+    first: list[Record] = [
+        valid_record(0),
+        step_record(1),
+        step_record(2),
+        valid_record(2),
+        step_record(3),
+        valid_record(3),
+    ]
     written(path, *first)
     again = written(path, step_record(3, loss=9.0), resume_step=2)
     assert again == [*first[:4], step_record(3, loss=9.0)]

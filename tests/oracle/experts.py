@@ -60,7 +60,7 @@ def experts(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -
     tokens = x.reshape(-1, x.shape[-1])
     weights = routing(parameters, f"{name}.router", section, tokens)
     logits = router_logits(parameters, f"{name}.router", tokens)
-    routers.note(f"{name}.router", logits.unflatten(0, x.shape[:-1]), (weights != 0).unflatten(0, x.shape[:-1]))
+    routers.note(f"{name}.router", logits.reshape(*x.shape[:-1], -1), (weights != 0).reshape(*x.shape[:-1], -1))
     every = [_run(parameters, f"{name}.experts.{expert}", model, tokens) for expert in range(section.num_experts)]
     output = torch.einsum("te,teh->th", weights, torch.stack(every, dim=1))
     if section.shared_ffn_hidden_size:

@@ -78,7 +78,7 @@ def sizes_of(model: ModelSection) -> LatentAttentionSection:
 
 def _scale(model: ModelSection) -> float:
     mla, rope = sizes_of(model), model.rope
-    scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
+    scale = float((mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5)
     if rope.scaling == "yarn" and rope.mscale_all_dim is not None:
         scale *= (1 + 0.1 * rope.mscale_all_dim * math.log(rope.factor)) ** 2
     return scale

@@ -8,7 +8,7 @@ import torch
 
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.train import AdamWSection
+from mtrain.config.schema.train import AdamWSection, MuonSection
 from tests.oracle import loss as definitions
 from tests.oracle.experts import is_buffer
 from tests.oracle.model import Parameters
@@ -40,7 +40,7 @@ def oracle_steps(
     parameters: Parameters,
     model: ModelSection,
     loss: LossSection,
-    optimizer: AdamWSection,
+    optimizer: AdamWSection | MuonSection,
     learning_rates: Sequence[float],
     batches: Iterable[Sequence[definitions.Sequence]],
     teacher: definitions.Teacher | None = None,
@@ -56,6 +56,7 @@ def oracle_steps(
         batches: All sequences of each global batch.
         teacher: What distillation terms compare with; in float64.
     """
+    assert isinstance(optimizer, AdamWSection), "this oracle has AdamW alone"
     current = {name: value.detach().double() for name, value in parameters.items()}
     adam = AdamW(optimizer)
     results = []

@@ -81,7 +81,7 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
             config.optimizer,
             [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
             [[Sequence.of_sample(sample, config.model.experts is not None) for sample in batch] for batch in batches],
-            teacher and Teacher(_tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
+            None if teacher is None else Teacher(_tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
         )
     return _oracles[key]
 

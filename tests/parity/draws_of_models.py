@@ -155,5 +155,5 @@ def groups_of(count: int, top_k: int) -> list[dict[str, int | None]]:
     """Legal groups of experts; none, too."""
     shapes = [(num, top) for num in range(2, count + 1) for top in range(1, num + 1)]
     legal = [(num, top) for num, top in shapes if count % num == 0 == top_k % top and top_k <= top * (count // num)]
-    none: dict[str, int | None] = {"num_groups": None, "group_top_k": None}
-    return [none, *({"num_groups": num, "group_top_k": top} for num, top in legal)]
+    pairs: list[tuple[int | None, int | None]] = [(None, None), *legal]
+    return [{"num_groups": num, "group_top_k": top} for num, top in pairs]

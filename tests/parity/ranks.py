@@ -156,7 +156,7 @@ def bits_around_a_step(
         run_step(built, groups, config, batch, number)
     before = _bits(built)
     totals = built.training.forward_backward(own_microbatches(batches[-1], groups, config))
-    largest = max(float(shard.values.abs().max()) for shard in gradient_shards(built.chunks, groups))
+    largest = max(float(shard.data.abs().max()) for shard in gradient_shards(built.chunks, groups))
     built.training.update(totals, config.optimizer.lr)
     num_states = sum(len(state) for inner in _inner(built) for state in inner.state.values())
     return Bits(before, _bits(built), num_states, totals.is_empty, totals.objective, largest)

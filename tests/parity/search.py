@@ -249,7 +249,7 @@ def wrong_counts(pool: Pool, trial: Trial, config: Config, batch: GlobalBatch) -
     everyone = pool.run(balance_ranks.counts, trial.case.resolved(config), config, parameters, batch)
     lines = []
     for name in (name for name in seen[0] if name.startswith("decoder.")):
-        expected = sum(each[name].chosen.sum(0) for each in seen).tolist()
+        expected = torch.stack([each[name].chosen.sum(0) for each in seen]).sum(0).tolist()
         found = np.sum([own[name] for own in everyone if name in own], axis=0).tolist()
         if found != expected:
             lines.append(f"{name}: {found} instead of {expected}")

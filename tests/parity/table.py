@@ -11,6 +11,7 @@ from tests.parity import cases
 from tests.parity.batches import GlobalBatch, documents_steps, three_steps
 from tests.parity.cases import Case
 from tests.parity.compare import Deviation, deviation, run_case, run_oracle
+from tests.parity.expert_models import steps_of
 from tests.parity.models import test_balance, test_experts, test_families, test_latent_attention, test_multi_token
 from tests.pool import Pool
 
@@ -38,7 +39,7 @@ def dense() -> Iterator[Row]:
 def experts() -> Iterator[Row]:
     """Layers with experts, dispatched by either way."""
     for name, changes, case in (*test_experts.RUNS, *test_experts.OPTIONS):
-        yield Row(name, changes, case, test_experts.steps_of(changes))
+        yield Row(name, changes, case, steps_of(changes))
 
 
 def balance() -> Iterator[Row]:

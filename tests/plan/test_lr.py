@@ -37,7 +37,7 @@ def megatron_rates(num_steps: int, batch_size: int = 1, **section: Any) -> list[
     length = wanted.decay_steps or (max(1, num_steps // 10) if is_wsd else num_steps)
     group: dict[str, Any] = {}
     scheduler = OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[group]),  # type: ignore[arg-type]
+        SimpleNamespace(param_groups=[group]),
         init_lr=0.0,
         max_lr=wanted.lr,
         min_lr=wanted.min_lr,
@@ -75,7 +75,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     """Updates of a run, and a legal optimizer section."""
     num_steps = draw(st.integers(2, 120))
     lr = draw(st.floats(1e-7, 10.0))
-    section = {"lr": lr, "schedule": draw(st.sampled_from(["constant", "linear", "cosine", "wsd"]))}
+    section: dict[str, Any] = {"lr": lr, "schedule": draw(st.sampled_from(["constant", "linear", "cosine", "wsd"]))}
     section["min_lr"] = draw(st.sampled_from([0.0, lr, lr * draw(st.floats(1e-6, 1.0))]))
     section["warmup_steps"] = draw(st.integers(0, num_steps - 1))
     if draw(st.booleans()):
@@ -103,7 +103,7 @@ def test_a_scheduler_that_counts_samples_differs_by_the_rounding_of_one_product(
     assert found[: warmup + 1] == pytest.approx(counted[: warmup + 1], rel=2 * ULP, abs=0)
 
 
-TRANSFORMERS = {
+TRANSFORMERS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "constant": (get_constant_schedule_with_warmup, {}, {"schedule": "constant"}),
     "linear": (get_linear_schedule_with_warmup, {"num_training_steps": 40}, {"schedule": "linear"}),
     "linear with min_lr": (

@@ -161,6 +161,12 @@ def test_a_damaged_environment_is_refused(folder: RunFolder, text: str) -> None:
         folder.saved_environment()
 
 
+def large(path: Path) -> None:
+    """40 GiB that take no place on the disk."""
+    path.touch()
+    os.truncate(path, 40 * 2**30)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "binary": lambda path: path.write_bytes(b"\x80\xff\0"),
     "nul": lambda path: path.write_bytes(b"a: \0"),
@@ -169,7 +175,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "deep": lambda path: path.write_text("a: " + "[" * 100_000),
     "bomb": lambda path: path.write_text("a: &a [1]\n" + "".join(f"b{n}: &a [*a, *a]\n" for n in range(60))),
     "many digits": lambda path: path.write_text("a: " + "9" * 10_000),
-    "large": lambda path: (path.touch(), os.truncate(path, 40 * 2**30)),
+    "large": large,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a pipe": os.mkfifo,
     "a folder": lambda path: path.mkdir(),

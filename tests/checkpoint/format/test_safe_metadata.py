@@ -230,6 +230,8 @@ def listed(offsets: Any = (0, 0), sizes: Any = (2, 3), shape: Any = (2, 3), **ch
     return metadata(state_dict_metadata={"weight": tensor}, storage_data={index: place})
 
 
+BAD_SIZE: Any = "big"
+BAD_DTYPE: Any = "int"
 BAD_LISTS: dict[str, Any] = {
     "empty": b"",
     "garbage": b"garbage",
@@ -253,10 +255,10 @@ BAD_LISTS: dict[str, Any] = {
     "a negative place": listed(start=-1),
     "a huge place": listed(length=10**30),
     "a shape in words": metadata(
-        state_dict_metadata={"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), "big", [])}
+        state_dict_metadata={"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), BAD_SIZE, [])}
     ),
     "a dtype in words": metadata(
-        state_dict_metadata={"weight": TensorStorageMetadata(TensorProperties("int"), torch.Size([0]), [])}
+        state_dict_metadata={"weight": TensorStorageMetadata(TensorProperties(BAD_DTYPE), torch.Size([0]), [])}
     ),
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
@@ -45,7 +45,7 @@ def test_slices_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
         assert facts == read_facts(tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
     found = {key: torch.zeros_like(whole) for key, whole in state.items()}
-    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    load(found, checkpoint_id=tmp_path, no_dist=True)
     for key, whole in state.items():
         assert torch.equal(found[key], whole), key
 

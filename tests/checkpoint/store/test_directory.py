@@ -120,6 +120,11 @@ def _sparse(path: Path) -> None:
     os.truncate(path, 40 * 2**30)
 
 
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 FACTS = {"size_bytes": 1, "sha256": "0" * 64}
 LONG = "x" * 5000
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -137,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "file of a long name": (_change(files={LONG: FACTS}), "xxx is missing"),
     "another step": (_change(step=21), "holds step 21"),
     "huge step": (_change(step=10**30), "cannot be understood: step"),
-    "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "has no mtrain.json"),
+    "empty folder": (_empty, "has no mtrain.json"),
     "one bit": (_edit(b'"step": 20', b'"step": 24'), "was changed after it was written"),
     "a word": (_edit(b'"dataset": null', b'"dataset": "x"'), "was changed after it was written"),
     "no seal": (_edit(b',\n "sha256": "', b',\n "sha257": "'), "cannot be understood"),

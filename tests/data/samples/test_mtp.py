@@ -14,7 +14,7 @@ from mtrain.data.samples.sample import Sample, padded
 def test_values_move_inside_their_document_alone(lengths: list[int], depth: int) -> None:
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths).astype(np.int32)
     values = np.arange(1, len(starts) + 1)
-    expected = []
+    expected: list[int] = []
     for length in lengths:
         document = list(range(len(expected) + 1, len(expected) + length + 1))
         expected += [*document[depth:], *[0] * min(depth, length)]

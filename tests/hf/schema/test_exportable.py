@@ -30,7 +30,7 @@ from tests.pool import Pool
 from tests.training.test_start_from_hf import command, configured
 
 EXPORTS = ("checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=2")
-OTHER_CHOICE = {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}
+OTHER_CHOICE: dict[str, Any] = {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}
 """Groups that the family ranks by 2 experts and 0.1.0 by 1."""
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def test_divergences_are_summed_by_weight() -> None:
     inputs = term_inputs(WEIGHTS)
     assert inputs.teacher is not None
     model, teacher = ((each.local.double() / 2).log_softmax(-1) for each in (inputs.logits, inputs.teacher))
-    for direction, (first, second) in {"forward": (teacher, model), "reverse": (model, teacher)}.items():
+    directions: tuple[Literal["forward", "reverse"], ...] = ("forward", "reverse")
+    for direction in directions:
+        first, second = (teacher, model) if direction == "forward" else (model, teacher)
         expected = (first.exp() * (first - second)).sum(-1).t() * WEIGHTS
         found = distillation_loss(inputs, direction=direction, temperature=2.0).numerator
         assert found.item() == pytest.approx(expected.sum().item(), rel=1e-6)
@@ -89,6 +92,8 @@ def test_masked_infinities_do_not_leak(loss: Callable[[TermInputs], LossPair], b
     for inputs in (clean, spoiled):
         loss(inputs).numerator.backward()
     assert torch.equal(loss(spoiled).numerator, loss(clean).numerator)
+    assert spoiled.logits.local.grad is not None
+    assert clean.logits.local.grad is not None
     assert torch.equal(spoiled.logits.local.grad, clean.logits.local.grad)
 
 

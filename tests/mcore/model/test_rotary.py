@@ -11,7 +11,8 @@ from mtrain.mcore.model.rotary.positions import Rotary
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_angles_do_not_depend_on_the_precision_of_the_model(dtype: torch.dtype) -> None:
     frequencies, _ = inverse_frequencies(RopeSection(base=500000.0), 128)
-    rotary = torch.nn.ModuleList([Rotary(frequencies)]).to(dtype)[0]
+    rotary = Rotary(frequencies)
+    torch.nn.ModuleList([rotary]).to(dtype)
     rotary.set_positions(torch.tensor([[4095, 7]]), rows_agree=True)
     angles = rotary(0)
     assert angles.dtype == torch.float32

@@ -17,7 +17,7 @@ from mtrain.base.errors import MtrainError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.training_state import LossScaler
 from mtrain.checkpoint.format.writer import Shard
-from mtrain.checkpoint.store.directory import load_entry, step_name
+from mtrain.checkpoint.store.directory import load_entry, newest_good, step_name
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective
@@ -248,3 +248,10 @@ def _arrays(tensors: Mapping[str, Tensor] | None) -> Arrays:
 
 def _numpy(tensor: Tensor) -> Any:
     return tensor.detach().float().numpy().copy()
+
+
+def newest_step(root: Path) -> int:
+    """Of the newest whole checkpoint."""
+    entry = newest_good(root).entry
+    assert entry is not None
+    return entry.step

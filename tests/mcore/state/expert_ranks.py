@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ def save_with_biases(groups: Groups, config: Config, folder: Path) -> None:
     """Saves initial weights whose biases for the choice are numbers of their layer and expert."""
     parts = build(groups, config)
     for router in routers(parts):
-        router.expert_bias.copy_(router.layer_number + torch.arange(len(router.expert_bias)) / 1024)
+        bias: Any = router.expert_bias
+        number: Any = router.layer_number
+        bias.copy_(number + torch.arange(len(bias)) / 1024)
     save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
 
 

@@ -14,7 +14,6 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import (
     begin_staging,
     load_entry,
-    newest_good,
     publish,
     published_steps,
     step_name,
@@ -24,7 +23,7 @@ from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state import checkpoint_ranks as ranks
-from tests.mcore.state.checkpoint_ranks import Arrays, Outcome, Standing, Whole
+from tests.mcore.state.checkpoint_ranks import Arrays, Outcome, Standing, Whole, newest_step
 from tests.pool import Pool, RankFailed
 
 OVERLAP = {"train.overlap_grad_reduce": True, "train.overlap_param_gather": True}
@@ -360,13 +359,13 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(pool: Pool, tmp
         try:
             pool.run(ranks.save_and_die, Layout(dp=2), config, tmp_path, step, victim, operation)
         except RankFailed:
-            outcomes.append(newest_good(tmp_path).entry.step == step)
+            outcomes.append(newest_step(tmp_path) == step)
             if outcomes[-1]:  # killed after the rename
                 shutil.rmtree(tmp_path / step_name(step))
-            assert newest_good(tmp_path).entry.step == 1
+            assert newest_step(tmp_path) == 1
         else:
             break
-    assert newest_good(tmp_path).entry.step == step
+    assert newest_step(tmp_path) == step
     assert outcomes.count(False) >= 2
     assert outcomes == sorted(outcomes)
 

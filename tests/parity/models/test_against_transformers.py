@@ -121,7 +121,7 @@ def computed(family: Callable[[], tuple[dict[str, Any], Any]]) -> Reference:
     mask = torch.tensor(np.stack([sample.mask for sample in batch])) > 0
     logits = theirs(tokens).logits
     loss = F.cross_entropy(logits[mask], labels[mask])
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     model = case(4).config(**knobs).model
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     return Reference(

@@ -67,7 +67,7 @@ def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
     config, batch = case.config(**RECOMPUTED), padded_steps()[0]
     parameters = initial_parameters(config)
     seen = routers_of(as_tensors(parameters), config.model, [Sequence.of_sample(row, True) for row in batch])
-    exact = {name: sum(each[name].chosen.sum(0) for each in seen).tolist() for name in seen[0]}
+    exact = {name: torch.stack([each[name].chosen.sum(0) for each in seen]).sum(0).tolist() for name in seen[0]}
     everyone = pool.run(ranks.counts, case.resolved(config), config, parameters, batch)
     found = {name: np.sum([own[name] for own in everyone if name in own], axis=0).tolist() for name in exact}
     assert found == exact
@@ -165,7 +165,7 @@ def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) ->
     leaves = {name: value.requires_grad_() for name, value in as_tensors(initial_parameters(config)).items()}
     rows = [Sequence.of_sample(row, True) for row in batch]
     seen = routers_of(leaves, config.model, rows)
-    numerator = sum(layer_sum(kind, name, seen, config) for name in seen[0])
+    numerator = torch.stack([layer_sum(kind, name, seen, config) for name in seen[0]]).sum()
     tokens = sum(len(row.tokens) for row in rows)
     objective = term_values(leaves, config.model, config.loss, rows)["main"].mean + 5.0 * numerator / tokens
     totals = step.terms[f"router_{kind}_balance"]

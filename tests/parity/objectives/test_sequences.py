@@ -121,7 +121,7 @@ def test_sums_are_of_rows_and_leave_masked_tokens_out() -> None:
     values = torch.tensor([[1.0, torch.inf, 3.0], [torch.nan, 5.0, 6.0]], requires_grad=True)
     total = inputs.sum_over_sequence(values)
     assert (total.tolist(), total.dtype) == ([4.0, 0.0], torch.float64)
-    total.sum().backward()  # type: ignore[no-untyped-call]
+    total.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
     assert inputs.sequence_ids.tolist() == [[0, 0, 0], [1, 1, 1]]

@@ -74,7 +74,7 @@ def test_a_denominator_that_is_known_after_the_forward_pass(pool: Pool, case: Ca
     kept = losses > 4.2  # masked tokens have loss 0
     assert 20 < kept.sum() < 160  # of 186
     loss = losses[kept].mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     exact = {name: value.grad.numpy() for name, value in leaves.items() if value.grad is not None}
     norm = float(np.sqrt(sum((value**2).sum() for value in exact.values())))
     assert step.terms["main"].denominator == kept.sum().item()

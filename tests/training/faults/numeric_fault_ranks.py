@@ -58,7 +58,7 @@ def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
             part.data.view(-1)[0] = torch.nan
     attempt = begin_staging(Path(config.run.dir) / "checkpoints", step)
     written = write_shards(attempt.path / "__0_0.distcp", parts)
-    write_metadata(attempt.path, written.places)
+    write_metadata(attempt.path, written.tensors)
     batch_size, vocab_size = config.train.global_batch_size, config.model.vocab_size
     write_state(
         attempt.path,

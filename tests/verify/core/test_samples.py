@@ -1,5 +1,7 @@
 """Batches that are hard on a loss: what they hold, and that they do not depend on the layout."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,14 +14,14 @@ from tests.config.samples import config
 PLAN = SamplePlan(0, 2 * NUM_HARD_KINDS)
 
 
-def small(micro_batch_size: int = 16, **changes: object) -> Config:
+def small(micro_batch_size: int = 16, **changes: Any) -> Config:
     user = shrink(config(**changes), []).config
     train = user.train.model_copy(update={"micro_batch_size": micro_batch_size})
     return user.model_copy(update={"train": train})
 
 
 @pytest.mark.parametrize("changes", [{}, {"data__isolate_documents": True}], ids=str)
-def test_masks_are_ragged_weighted_and_sparse_in_turn(changes: dict[str, object]) -> None:
+def test_masks_are_ragged_weighted_and_sparse_in_turn(changes: dict[str, Any]) -> None:
     ragged, weighted, sparse = (hard_samples(small(**changes), number) for number in range(3))
     shares = [float((sample.mask > 0).mean()) for sample in ragged]
     assert min(shares) == 0

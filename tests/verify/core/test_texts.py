@@ -27,7 +27,8 @@ PLAN = SamplePlan(3, 1, own_vocab_size=300)
 @pytest.fixture
 def corpora(tmp_path: Path) -> dict[str, Any]:
     """Two sources of short documents, an eighth of which is held out."""
-    sources, rng = [], np.random.default_rng(0)
+    sources: list[dict[str, Any]] = []
+    rng = np.random.default_rng(0)
     for name in ("one", "two"):
         with writing_corpus(str(tmp_path / name), vocab_size=300) as writer:
             for length in rng.integers(1, 60, 40):

@@ -1,6 +1,7 @@
 """Tolerances follow from their formula and leave no room for a fault."""
 
 import math
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -9,7 +10,7 @@ from mtrain.verify.core.shrink import shrink
 from mtrain.verify.core.tolerances import tolerances, update_tolerance
 from tests.config.samples import config
 
-_FORMULAS = {
+_FORMULAS: dict[str, Callable[[Mapping[str, float]], float]] = {
     "s u sqrt(N)": lambda x: x["s"] * x["u"] * math.sqrt(x["N"]),
     "s u sqrt(2 N + T)": lambda x: x["s"] * x["u"] * math.sqrt(2 * x["N"] + x["T"]),
     "s u sqrt(2 N + T + P)": lambda x: x["s"] * x["u"] * math.sqrt(2 * x["N"] + x["T"] + x["P"]),

@@ -43,7 +43,7 @@ def configured(folder: Path, *overrides: str) -> Config:
     return load_config([path], overrides)
 
 
-CASES = [
+CASES: list[tuple[str, dict[str, Any], list[str], str | None]] = [
     ("llama-tied", {}, ["layout.pp=2", "layout.stage_layers=[2,1]"], None),
     ("qwen3", {}, [], "tp2sp,cp2dp2-mbs1"),
     ("deepseek", {}, ["layout.ep=2"], None),

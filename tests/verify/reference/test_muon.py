@@ -32,7 +32,8 @@ def by_singular_values(gradient: np.ndarray, num_steps: int) -> np.ndarray:
     values = values / np.sqrt((values**2).sum())
     for _ in range(num_steps):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return left @ np.diag(values) @ right
+    product: np.ndarray = left @ np.diag(values) @ right
+    return product
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6), (1, 4), (4, 1)])
