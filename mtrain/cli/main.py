@@ -213,12 +213,12 @@ def _verify(
     with one_message(), prefixed_traceback():
         paths, overrides = split_arguments(arguments)
         config = _loaded(paths, [*overrides, *last_overrides])
-        from mtrain.verify.report.print import print_report, write_report  # loads torch
+        from mtrain.verify.report.print import console, print_report, write_report  # loads torch
 
         folder = Path(config.run.dir) / verb if output is None else output
         report = run(config)
         write_report(report, folder)
-        print_report(report, folder)
+        print_report(report, folder, console())
     raise typer.Exit(0 if report.passed else 1)
 
 

@@ -6,6 +6,7 @@ light and dark screens, and every curve carries the key by which the page's scri
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import matplotlib.style
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -44,6 +46,8 @@ _STYLE = {
     "xtick.bottom": False,
     "ytick.left": False,
 }
+_STYLED = matplotlib.style.context(["default", _STYLE])
+"""Decorates what draws: whatever the user's own matplotlibrc says, the picture is the same."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Curve:
     """Drawn on top and with filled markers; shares its line with others of its kind only."""
 
 
-@matplotlib.rc_context(_STYLE)
+@functools.cache
+@_STYLED
 def swatch(slot: int) -> Markup:
     """The line and marker of a curve, for a legend."""
     figure = Figure((24 / 72, 12 / 72), frameon=False)
@@ -73,7 +78,7 @@ def swatch(slot: int) -> Markup:
     return _svg(figure, {"class": "swatch", "aria-hidden": "true"}, salt=f"swatch {slot}")
 
 
-@matplotlib.rc_context(_STYLE)
+@_STYLED
 def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int, float]]) -> Markup:
     """Curves of one quantity; where several are equal, each has its turn in a striped line.
 
@@ -94,7 +99,7 @@ def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int
     return _chart(figure, name, curves)
 
 
-@matplotlib.rc_context(_STYLE)
+@_STYLED
 def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None) -> Markup:
     """Relative differences, not negative, on an axis of logarithms; equal ones stand side by side.
 
@@ -270,6 +275,8 @@ def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mappi
         element.tag = element.tag.rpartition("}")[2]  # HTML knows the elements of SVG without their namespace
         if (target := element.attrib.pop("{http://www.w3.org/1999/xlink}href", None)) is not None:
             element.set("xlink:href", target)
+        if (style := element.attrib.get("style")) is not None:
+            element.set("style", re.sub("#0[01][0-9a-f]{4}", _css_colour, style))
         if element.tag == "g":
             kind, _, key = element.attrib.pop("id", "").partition(" ")
             if kind in ("curve", "backdrop", "limit"):
@@ -279,5 +286,4 @@ def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mappi
                 title = ElementTree.Element("title")
                 title.text = labels[key]
                 element.insert(0, title)
-    found = ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
-    return Markup(re.sub("#0[01][0-9a-f]{4}", _css_colour, found))
+    return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=False))

@@ -25,15 +25,15 @@ def console() -> Console:
     return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
-def print_report(report: Report, folder: Path, output: Console | None = None) -> None:
+def print_report(report: Report, folder: Path, output: Console) -> None:
     """The table, the tolerances, the diagnosis and the verdict.
 
     Args:
         report: What was found.
         folder: Where its files are.
-        output: None takes standard output.
+        output: Such as `console()`.
     """
-    output, text = output or console(), report.text
+    text = report.text
     _print_table(report, output)
     output.print()
     for tolerance in report.tolerances:
