@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,18 @@ class Objective:
             names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
         )
+        objective._check_teacher(section)
+        return objective
+
+    def with_main(self, function: LossFunction, section: LossSection) -> Objective:
+        """The same with another function as the main term.
+
+        Raises:
+            ConfigError: It needs a teacher and there is none, or the other way round.
+        """
+        name = getattr(function, "__qualname__", repr(function))
+        functions, names = self.functions | {MAIN_TERM: function}, self.names | {MAIN_TERM: name}
+        objective = replace(self, functions=functions, names=names)
         objective._check_teacher(section)
         return objective
 
@@ -111,16 +123,6 @@ class Objective:
             if term != MAIN_TERM:
                 total = total + (pairs[term].numerator * factors[term]).to(total.dtype)
         return total * numerator_scale
-
-    def reported(self, numerators: Mapping[str, float], denominators: Mapping[str, float]) -> float:
-        """The value of the objective over a global batch: sum_k c_k N_k / D_k, a term of denominator 0 adding 0."""
-        means = term_means(numerators, denominators)
-        return math.fsum(coefficient * means[term] for term, coefficient in self.coefficients.items())
-
-
-def term_means(numerators: Mapping[str, float], denominators: Mapping[str, float]) -> dict[str, float]:
-    """N_k / D_k of each term over a global batch; 0 where there was nothing to learn (D_k = 0)."""
-    return {term: numerators[term] / denominators[term] if denominators[term] != 0 else 0.0 for term in numerators}
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from mtrain.mcore.engine.loss_reduction import TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
-from mtrain.training.step import forward_totals
+from mtrain.training.forward import forward_totals
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def term_records(totals: Mapping[str, TermTotals]) -> dict[str, TermRecord]:
     """Each term as sum over sum, for the metrics; the mean of an empty term is 0."""
     return {
         term: TermRecord(
-            loss=each.numerator / each.denominator if each.denominator else 0.0,
+            loss=each.mean,
             numerator=each.numerator,
             denominator=each.denominator,
         )

@@ -29,8 +29,8 @@ from mtrain.config import Config
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import Finalizer
-from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator
+from mtrain.mcore.engine.finalize import finalize_gradients
+from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.model.transformer_config import transformer_config
@@ -157,7 +157,7 @@ def pair_denominator(groups: Groups, counts: Sequence[float]) -> float:
     pairs = PairAccumulator([MAIN_TERM], groups.device)
     for count in counts:
         pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(count, dtype=torch.float64))})
-    terms = GlobalTotals(pairs, [0.0], False, groups).read().terms
+    terms = GlobalTotals(StepSums(pairs, {MAIN_TERM: 0.0}), groups).read({MAIN_TERM: 1.0}).terms
     return terms[MAIN_TERM].denominator
 
 
@@ -170,7 +170,7 @@ def gradients_without_tokens(groups: Groups, config: Config) -> tuple[float, flo
         for parameter in parameters:
             parameter.main_grad.fill_(1.0)
         if is_ours:
-            Finalizer(PairAccumulator([MAIN_TERM], groups.device), [0.0], False, 1.0, groups)(chunks)
+            finalize_gradients(chunks, StepSums(PairAccumulator([MAIN_TERM], groups.device), {MAIN_TERM: 0.0}), groups)
         else:
             finalize_model_grads(chunks, torch.zeros((), dtype=torch.int32), groups.collection)
         largest.append(max(float(parameter.main_grad.abs().max()) for parameter in parameters))
@@ -286,7 +286,7 @@ def divided_gradient(groups: Groups, config: Config, gradient: float, denominato
         parameter.main_grad.fill_(gradient)
     pairs = PairAccumulator([MAIN_TERM], groups.device)
     pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(denominator, dtype=torch.float64))})
-    Finalizer(pairs, [denominator], False, 1.0, groups)(chunks)
+    finalize_gradients(chunks, StepSums(pairs, {MAIN_TERM: denominator}), groups)
     return float(next(chunks[0].parameters()).main_grad.max())
 
 

@@ -18,8 +18,8 @@ from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import Finalizer
-from mtrain.mcore.engine.loss_reduction import PairAccumulator, TermTotals
+from mtrain.mcore.engine.finalize import finalize_gradients
+from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import LossOfLogits, run_forward, run_schedule
 from mtrain.mcore.model.build import build_model, unwrap
@@ -28,7 +28,8 @@ from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.mtp import Logits
 from mtrain.mcore.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.plan.lr import learning_rate
-from mtrain.training.step import TrainingStep, term_inputs
+from mtrain.training.step import TrainingStep
+from mtrain.training.term_inputs import term_inputs
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]
@@ -239,8 +240,9 @@ def premultiplied_gradients(
             _premultiplied(objective, numerator_scale, config, groups),
             accumulator,
             config,
-            Finalizer(accumulator, [0.0], False, numerator_scale, groups),
         )
+        sums = StepSums(accumulator, {MAIN_TERM: 0.0}, numerator_scale=numerator_scale)
+        finalize_gradients(built.chunks, sums, groups)
         found.append(arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale()))
     return found
 

@@ -44,7 +44,7 @@ from mtrain.loss.objective import side_term_factors
 from mtrain.loss.pair import LossPair
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals
+from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals, StepSums
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.ranks import Pool
 
@@ -162,10 +162,11 @@ def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
             side_term_factors(plan.on_device(), dict.fromkeys(terms, 1.0))
     if plan is not None:
         plan.on_device()
-    totals = GlobalTotals(accumulator, planned, False, groups, microbatch.squares)
+    sums = StepSums(accumulator, dict.fromkeys(terms, 1.0))
+    totals = GlobalTotals(sums, groups, local_grad_norm_sq=microbatch.squares)
     denominator = totals.main_denominator()
     _ = torch.where(denominator == 0, 0.0, 1.0 / denominator)
-    totals.read()
+    totals.read(dict.fromkeys(terms, 1.0))
 
 
 def main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.loss.pair import LossPair
+from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 
@@ -57,6 +58,11 @@ class TermTotals:
     planned: float
     """The denominator that the batches promised."""
 
+    @property
+    def mean(self) -> float:
+        """Numerator / denominator, in nats; 0 where there was nothing to learn."""
+        return self.numerator / self.denominator if self.denominator != 0 else 0.0
+
 
 class TokenCounts(NamedTuple):
     """Positions of a batch, counted on the host by the ranks that read it."""
@@ -71,66 +77,106 @@ NO_TOKENS = TokenCounts()
 """Of a rank that reads nothing, or where nobody asks."""
 
 
+@dataclass
+class StepSums:
+    """What this rank has added up of a step; several passes through the schedule may add to it."""
+
+    pairs: PairAccumulator
+    planned: dict[str, float]
+    """Each term's denominator over this rank's batches, in the order of `pairs.terms`."""
+    tokens: TokenCounts = NO_TOKENS
+    """Of this rank's batches; 0 where it reads none."""
+    numerator_scale: float = 1.0
+    """What objectives were multiplied by before backward; the division takes it out."""
+
+    def add_batches(self, planned: Mapping[str, float], tokens: TokenCounts) -> None:
+        """Adds what one pass promises."""
+        for term, denominator in planned.items():
+            self.planned[term] += denominator
+        self.tokens = TokenCounts(self.tokens.padding + tokens.padding, self.tokens.loss + tokens.loss)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The loss of a global batch, the same on all ranks."""
+
+    terms: Mapping[str, TermTotals]
+    stop_requested: bool
+    """Whether any rank asked for it."""
+    tokens: TokenCounts
+    """Of the global batch."""
+    grad_norm_sq: float | None
+    """Squared norm of the gradient before it is divided; None in fp16, where the update finds it."""
+    coefficients: Mapping[str, float]
+    """Of the terms in the objective."""
+
+    @property
+    def loss(self) -> float:
+        """The main term's mean, in nats."""
+        return self.terms[MAIN_TERM].mean
+
+    @property
+    def objective(self) -> float:
+        """Sum over terms of coefficient x numerator / denominator: the very quantity that was differentiated."""
+        return math.fsum(coefficient * self.terms[term].mean for term, coefficient in self.coefficients.items())
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the normalised gradient, before clipping; None in fp16."""
+        divisor = self.terms[MAIN_TERM].denominator or math.inf  # an empty batch has no gradient
+        return None if self.grad_norm_sq is None else math.sqrt(self.grad_norm_sq) / divisor
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to learn: the main denominator is 0."""
+        return self.terms[MAIN_TERM].denominator == 0
+
+
 class GlobalTotals:
     """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
 
     Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
     pipeline stage, once for each replica of the data (`Groups.counts_plan`); all other ranks add zeros. So the same
     collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
+
+    The vector: [pairs of each term | planned denominator of each term | tokens | stop request | squared norm]. The last
+    one is there only where a norm is given.
     """
 
     def __init__(
-        self,
-        pairs: PairAccumulator,
-        planned: Sequence[float],
-        stop_requested: bool,
-        groups: Groups,
-        local_grad_norm_sq: Tensor | None = None,
-        tokens: TokenCounts = NO_TOKENS,
+        self, sums: StepSums, groups: Groups, stop_requested: bool = False, local_grad_norm_sq: Tensor | None = None
     ) -> None:
         """Args:
-        pairs: This rank's sums.
-        planned: The denominator of each term over this rank's batch.
-        stop_requested: Any rank's true makes `stop_requested` true on all.
+        sums: This rank's.
         groups: The process groups.
+        stop_requested: Any rank's true makes `stop_requested` true on all.
         local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
-        tokens: Of this rank's batch.
         """
-        nothing, count = [0.0] * len(pairs.terms), len(pairs.terms)
-        of_batch = [*planned, *tokens] if groups.counts_plan else [*nothing, *NO_TOKENS]
-        host = [*nothing, *nothing, *of_batch, float(stop_requested)]
+        self._terms = sums.pairs.terms
+        pairs, count = [0.0] * (2 * len(self._terms)), len(self._terms)
+        of_batch = [*sums.planned.values(), *sums.tokens] if groups.counts_plan else [0.0] * (count + len(sums.tokens))
+        host = [*pairs, *of_batch, float(stop_requested)]
         vector = _on_device(host if local_grad_norm_sq is None else [*host, 0.0], groups.device)
-        vector[: 2 * count].copy_(pairs.owned(groups).view(-1))
+        vector[: len(pairs)].copy_(sums.pairs.owned(groups).view(-1))
         if local_grad_norm_sq is not None:
             vector[-1].copy_(local_grad_norm_sq)
-        self._terms = pairs.terms
         self._sum = AsyncAllReduce(vector)
 
     def main_denominator(self) -> Tensor:
         """The first term's measured denominator: float64 scalar on the device."""
         return self._sum.get()[1]
 
-    def read(self) -> HostTotals:
-        """Everything on the host. One device synchronisation."""
-        count, values = len(self._terms), self._sum.get().tolist()
-        totals = {
-            term: TermTotals(values[2 * index], values[2 * index + 1], values[2 * count + index])
-            for index, term in enumerate(self._terms)
-        }
-        padding, loss, stop_requested, *norm_sq = values[3 * count :]
-        counts = TokenCounts(int(padding), int(loss))
-        return HostTotals(totals, stop_requested > 0, norm_sq[0] if norm_sq else None, counts)
+    def read(self, coefficients: Mapping[str, float]) -> StepTotals:
+        """Everything on the host. One device synchronisation.
 
-
-class HostTotals(NamedTuple):
-    """What all ranks read."""
-
-    terms: dict[str, TermTotals]
-    stop_requested: bool
-    local_grad_norm_sq: float | None
-    """None where none were given."""
-    tokens: TokenCounts
-    """Of the global batch."""
+        Args:
+            coefficients: Of the terms in the objective.
+        """
+        values = iter(self._sum.get().tolist())
+        pairs = [(next(values), next(values)) for _ in self._terms]
+        terms = {term: TermTotals(*pair, next(values)) for term, pair in zip(self._terms, pairs)}
+        tokens = TokenCounts(int(next(values)), int(next(values)))
+        return StepTotals(terms, next(values) > 0, tokens, next(values, None), coefficients)
 
 
 class PlannedTotals:

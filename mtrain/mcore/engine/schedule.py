@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import LossPair
-from mtrain.mcore.engine.finalize import Finalizer
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import run_chunk
@@ -28,6 +28,9 @@ def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, con
     """Tells megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
     translated = get_model_config(chunks[0])
     translated.grad_scale_func = optimizer.scale_loss
+    # A function, so that megatron-core completes weight gradients that it has put off; the reduction is ours, because
+    # it may have to wait for other passes.
+    translated.finalize_model_grads_func = lambda *model, **options: None
     if config.train.overlap_grad_reduce:
         translated.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
         translated.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
@@ -43,12 +46,11 @@ def run_schedule(
     loss: LossOfLogits,
     accumulator: PairAccumulator,
     config: Config,
-    finalizer: Finalizer | None,
 ) -> None:
-    """Forward and backward for every microbatch; pairs end up in the accumulator.
+    """Forward and backward for every microbatch; pairs end up in the accumulator, gradients in the chunks' buffers.
 
     The scalar is differentiated as it is: megatron-core divides by nothing, because its token counts stay at zero and
-    its config says per-token loss.
+    its config says per-token loss. Gradients of different ranks are summed by `finalize_gradients`.
 
     Args:
         chunks: This rank's model chunks.
@@ -56,17 +58,37 @@ def run_schedule(
         loss: Called on the last stage.
         accumulator: Receives the pairs.
         config: Sequence length and micro batch size.
-        finalizer: Reduces and divides the gradients after the last backward; None: forward only, for validation.
     """
-    get_model_config(chunks[0]).finalize_model_grads_func = finalizer
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
         objective, pairs = loss(logits, batch)
         accumulator.add(pairs)
         return objective
 
-    with torch.set_grad_enabled(finalizer is not None):
-        _run(chunks, batches, consume, config, forward_only=finalizer is None)
+    with torch.set_grad_enabled(True):
+        _run(chunks, batches, consume, config, forward_only=False)
+
+
+@contextlib.contextmanager
+def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside the block no gradient leaves its rank, whatever the schedule says: other passes will add to it."""
+    translated = get_model_config(chunks[0])
+    synced = translated.no_sync_func, translated.grad_sync_func
+    translated.no_sync_func = translated.grad_sync_func = None
+    try:
+        with contextlib.ExitStack() as held:
+            for chunk in chunks:
+                held.enter_context(chunk.no_sync())
+            yield
+    finally:
+        translated.no_sync_func, translated.grad_sync_func = synced
+
+
+def start_grad_sync(chunks: Sequence[DistributedDataParallel], config: Config) -> None:
+    """Begins the reduction that `deferred_grad_sync` has held back, where it overlaps the backward pass elsewhere."""
+    if config.train.overlap_grad_reduce:
+        for chunk in chunks:
+            chunk.start_grad_sync()
 
 
 @torch.no_grad()

@@ -11,13 +11,13 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.loss_reduction import TermTotals
+from mtrain.mcore.engine.loss_reduction import StepTotals, TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan import lr
-from mtrain.training.step import StepTotals, TrainingStep
+from mtrain.training.step import TrainingStep
 from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.samples import Batches, SamplePlan
@@ -159,7 +159,7 @@ def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues
     return StepValues(
         step=number + 1,
         objective=totals.objective,
-        means=dict(totals.means),
+        means={term: each.mean for term, each in totals.terms.items()},
         numerators={term: each.numerator for term, each in totals.terms.items()},
         denominators={term: each.denominator for term, each in totals.terms.items()},
         grad_norm=grad_norm,

@@ -19,7 +19,7 @@ from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed import broadcast
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import finalize, loss_reduction, muon, optimizer
+from mtrain.mcore.engine import finalize, loss_reduction, muon, numerator_factors, optimizer
 from mtrain.mcore.engine.schedule import run_schedule
 from mtrain.mcore.model import norm, transformer_config
 from mtrain.mcore.model.attention import context_parallel
@@ -35,16 +35,22 @@ _Factor = Callable[[Microbatch], float]
 def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Plant:
     """Multiplies what each microbatch back-propagates; reported sums stay right."""
 
-    def faulty(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any, finalizer: Any) -> None:
-        factor = factors(batches, finalizer._groups)
+    original = step.TrainingStep.accumulate
 
-        def scaled_loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-            objective, parts = loss(logits, batch)
-            return objective * factor(batch), parts
+    def faulty(self: step.TrainingStep, *arguments: Any, **options: Any) -> None:
+        def scaled_schedule(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any) -> None:
+            factor = factors(batches, self._groups)
 
-        run_schedule(chunks, batches, scaled_loss, accumulator, config, finalizer)
+            def scaled_loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+                objective, parts = loss(logits, batch)
+                return objective * factor(batch), parts
 
-    return lambda: replaced(step, "run_schedule", faulty)
+            run_schedule(chunks, batches, scaled_loss, accumulator, config)
+
+        with replaced(step, "run_schedule", scaled_schedule):
+            original(self, *arguments, **options)
+
+    return lambda: replaced(step.TrainingStep, "accumulate", faulty)
 
 
 def _share(batch: Microbatch) -> float:
@@ -68,7 +74,7 @@ def _dp_means(batches: Sequence[Microbatch], groups: Groups) -> _Factor:
 
 
 def _dropped_microbatch() -> contextlib.AbstractContextManager[None]:
-    def faulty(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any, finalizer: Any) -> None:
+    def faulty(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any) -> None:
         seen = 0
 
         def lossy(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
@@ -78,7 +84,7 @@ def _dropped_microbatch() -> contextlib.AbstractContextManager[None]:
             kept = 0.0 if seen == len(batches) > 1 else 1.0
             return objective * kept, {term: LossPair(*(part * kept for part in pair)) for term, pair in parts.items()}
 
-        run_schedule(chunks, batches, lossy, accumulator, config, finalizer)
+        run_schedule(chunks, batches, lossy, accumulator, config)
 
     return replaced(step, "run_schedule", faulty)
 
@@ -94,7 +100,7 @@ def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> 
 
 
 def _whole_shares(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
-    return {"shares": rows.denominator_weights}
+    return {"denominator_weights": rows.denominator_weights}
 
 
 def _shifted_labels(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
@@ -154,7 +160,7 @@ def _one_row_one_document() -> contextlib.AbstractContextManager[None]:
 def _clip_before() -> contextlib.AbstractContextManager[None]:
     original = step.TrainingStep.update
 
-    def faulty(self: step.TrainingStep, totals: step.StepTotals, lr: float) -> Any:
+    def faulty(self: step.TrainingStep, totals: loss_reduction.StepTotals, lr: float) -> Any:
         clip, denominator = self._optimizer._clip, totals.terms[MAIN_TERM].denominator
         self._optimizer._clip = lambda grad_norm: clip(grad_norm * denominator)  # type: ignore[method-assign]
         try:
@@ -166,15 +172,15 @@ def _clip_before() -> contextlib.AbstractContextManager[None]:
 
 
 def _rank_not_reduced() -> contextlib.AbstractContextManager[None]:
-    original = finalize.Finalizer.__call__
+    original = finalize.finalize_gradients
 
-    def faulty(self: finalize.Finalizer, model: Any, *arguments: Any, **options: Any) -> None:
-        if self._groups.dp_rank == 1:
-            for chunk in model:
+    def faulty(chunks: Any, sums: Any, groups: Groups, *arguments: Any) -> Any:
+        if groups.dp_rank == 1:
+            for chunk in chunks:
                 chunk.scale_gradients(0.0)
-        original(self, model, *arguments, **options)
+        return original(chunks, sums, groups, *arguments)
 
-    return replaced(finalize.Finalizer, "__call__", faulty)
+    return replaced(step, "finalize_gradients", faulty)
 
 
 def _dropout() -> contextlib.AbstractContextManager[None]:
@@ -230,7 +236,7 @@ def _depths_by_main() -> contextlib.AbstractContextManager[None]:
         factors = side_term_factors(planned, coefficients)
         return {name: coefficients[name] if name.startswith("mtp_") else factors[name] for name in factors}
 
-    return replaced(step, "side_term_factors", faulty)
+    return replaced(numerator_factors, "side_term_factors", faulty)
 
 
 def _matrices_by_tp_rank() -> contextlib.AbstractContextManager[None]:

@@ -25,14 +25,13 @@ from mtrain.data.samples.sample import Sample
 from mtrain.loss import aggregation
 from mtrain.loss import router as losses
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.engine import optimizer
+from mtrain.mcore.engine import numerator_factors, optimizer
 from mtrain.mcore.model import build, norm
 from mtrain.mcore.model.attention import context_parallel
 from mtrain.mcore.model.moe import balance, router
 from mtrain.mcore.model.moe.topk_routing import choose
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 from mtrain.plan import lr
-from mtrain.training import step
 from mtrain.verify.planted.planting import Plant, replaced
 
 
@@ -115,7 +114,7 @@ def _side_terms_by_main() -> contextlib.AbstractContextManager[None]:
     def faulty(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Any]:
         return {name: coefficients[name] for name in list(coefficients)[1:]}
 
-    return replaced(step, "side_term_factors", faulty)
+    return replaced(numerator_factors, "side_term_factors", faulty)
 
 
 def _smoothed_over_padding() -> contextlib.AbstractContextManager[None]:

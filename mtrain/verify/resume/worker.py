@@ -27,12 +27,13 @@ from mtrain.data.order import slots
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.loss_reduction import StepTotals
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
-from mtrain.training.step import StepTotals, TrainingStep
+from mtrain.training.step import TrainingStep
 from mtrain.training.trainer import train_on
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT, Whole, gathered
 from mtrain.verify.core.worker import small_teacher

@@ -24,7 +24,7 @@ from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import run_chunk
 from mtrain.mcore.model.mtp import Logits
-from mtrain.training.step import term_inputs
+from mtrain.training.term_inputs import term_inputs
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches
 
@@ -80,7 +80,7 @@ def _asking_file() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path != Path(__file__):
-            return "/".join(path.parts[-3:])
+            return "/".join(path.parts[-4:])
         frame = frame.f_back
     return "torch"
 

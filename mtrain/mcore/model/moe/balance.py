@@ -89,7 +89,7 @@ class RouterBalance:
 
     @contextmanager
     def watching(self, accumulator: PairAccumulator, factors: Factors) -> Iterator[None]:
-        """Looks at what routers do in this block, which is one step.
+        """Looks at what routers do in this block, which is one pass of a step.
 
         Args:
             accumulator: Receives the pairs of the terms.
@@ -102,7 +102,11 @@ class RouterBalance:
             yield
         finally:
             self.step = None
-        self.counts = counts
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def clear_counts(self) -> None:
+        """A step begins."""
+        self.counts = None
 
     def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
         """Every router of the model's own layers counts its tokens; numerators are summed over layers, those of

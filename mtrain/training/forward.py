@@ -1,0 +1,128 @@
+"""Passes without a backward: what the weights, as they are, say of some batches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.order import slots
+from mtrain.data.zigzag import zigzag_index
+from mtrain.loss.objective import Objective
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.schedule import run_forward
+from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.state.teacher import Teacher
+from mtrain.training.term_inputs import InputsOf, term_inputs, term_inputs_of
+from mtrain.training.totals import check_totals, planned_denominators
+
+
+def forward_totals(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    objective: Objective,
+    passes: Iterable[Sequence[Microbatch] | None],
+    teacher: Teacher | None = None,
+) -> Mapping[str, TermTotals]:
+    """Every term of logits over some batches, forward only; those of routers belong to training.
+
+    One all-reduce of a short vector at the end, beside megatron-core's own collectives.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks; left in training mode.
+        optimizer: Completes the parameters first.
+        objective: The terms.
+        passes: What this rank reads for each pass through the schedule, as many on all ranks; None where it reads none.
+        teacher: Where a term needs one.
+
+    Raises:
+        NumericError: As in training.
+    """
+    optimizer.gather_parameters()
+    terms = tuple(objective.functions)
+    num_microbatches = groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    sums = StepSums(PairAccumulator(terms, groups.device), dict.fromkeys(terms, 0.0))
+
+    def accumulate(rows: Sequence[Microbatch], inputs_of: InputsOf) -> None:
+        run_forward(chunks, rows, lambda *output: sums.pairs.add(objective.pairs(inputs_of(*output))), config)
+
+    with _evaluating(chunks):
+        for own in passes:
+            sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
+            rows = slice_for_rank(broadcast_batches(own, num_microbatches, terms, config, groups), groups)
+            accumulate(rows, term_inputs_of(rows, config, groups, teacher))
+    totals = GlobalTotals(sums, groups).read(objective.coefficients).terms
+    check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
+    return totals
+
+
+@torch.no_grad()
+def label_log_probs(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    batches: Sequence[Microbatch] | None,
+    num_microbatches: int,
+) -> Tensor:
+    """The log-probability of the label at each position of a global batch, forward only.
+
+    One all-reduce of the result over the world at the end, beside megatron-core's own collectives.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks; left in training mode.
+        optimizer: Completes the parameters first.
+        batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
+        num_microbatches: How many they are.
+
+    Returns:
+        [rows, seq] float32 on the device, in nats, the same on all ranks; rows by slot of the global batch.
+    """
+    optimizer.gather_parameters()
+    size, seq, layout = config.train.micro_batch_size, config.data.seq_length, groups.layout
+    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
+    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # tokens further ahead: not asked for
+    found = torch.zeros(num_microbatches * layout.dp * size, seq, device=groups.device)
+    columns = zigzag_index(seq, layout.cp, groups.cp_rank).to(groups.device) if layout.cp > 1 else torch.arange(seq)
+    numbers = itertools.count()
+
+    def take(logits: Logits, batch: Microbatch) -> None:
+        inputs = term_inputs(logits, batch, config, groups)[MAIN_TERM]
+        losses, own = inputs.logits.cross_entropy(inputs.labels), slots(next(numbers), groups.dp_rank, layout.dp, size)
+        if groups.counts_loss:  # else the same numbers were added once for each tensor-parallel rank
+            found[own.start : own.stop, columns] = -losses.float()
+
+    with _evaluating(chunks):
+        run_forward(chunks, rows, take, config)
+    dist.all_reduce(found)
+    return found
+
+
+@contextlib.contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Without dropout."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
