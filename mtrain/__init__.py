@@ -1,3 +1,90 @@
-"""mtrain: layout-exact pretraining and finetuning of language models on Megatron-Core."""
+"""mtrain: layout-exact pretraining and finetuning of language models on Megatron-Core.
+
+    from mtrain import Datum, Engine, load_config
+
+    with Engine(load_config(["model.yaml", "run.yaml"])) as engine:
+        engine.forward_backward([Datum([5, 6, 7])])
+        print(engine.optim_step().loss)
+
+These names are the public API (docs/api/index.md). They are loaded when they are first used: `import mtrain` and
+`load_config` need no torch, which takes seconds to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mtrain.base.errors import (
+        ConfigError,
+        DataError,
+        MachineError,
+        MtrainError,
+        NumericError,
+        RankLostError,
+        RunFolderError,
+    )
+    from mtrain.checkpoint.weights import read_weights
+    from mtrain.config import Config
+    from mtrain.config.load import load_config
+    from mtrain.data.datum import Datum
+    from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_teacher, weigh, weigh_sequences
+    from mtrain.training.engine import Engine, EvalResult, StepResult
+
+_MODULES = {
+    "mtrain.base.errors": (
+        "ConfigError",
+        "DataError",
+        "MachineError",
+        "MtrainError",
+        "NumericError",
+        "RankLostError",
+        "RunFolderError",
+    ),
+    "mtrain.checkpoint.weights": ("read_weights",),
+    "mtrain.config": ("Config",),
+    "mtrain.config.load": ("load_config",),
+    "mtrain.data.datum": ("Datum",),
+    "mtrain.loss.pair": ("LossFunction", "LossPair", "TermInputs", "needs_teacher", "weigh", "weigh_sequences"),
+    "mtrain.training.engine": ("Engine", "EvalResult", "StepResult"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Datum",
+    "Engine",
+    "EvalResult",
+    "LossFunction",
+    "LossPair",
+    "MachineError",
+    "MtrainError",
+    "NumericError",
+    "RankLostError",
+    "RunFolderError",
+    "StepResult",
+    "TermInputs",
+    "__version__",
+    "load_config",
+    "needs_teacher",
+    "read_weights",
+    "weigh",
+    "weigh_sequences",
+]
+
+if not TYPE_CHECKING:  # a type checker must go on to refuse names that are not there
+
+    def __getattr__(name: str) -> object:
+        """Imports what is asked for (PEP 562); afterwards it is an attribute like any other."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'mtrain' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    """What can be asked for, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 "$1" -m ruff format --check .
 "$1" -m ruff check .
-"$1" -m mypy --strict mtrain tools tests
+"$1" -m mypy --strict mtrain tools tests examples
 NO_MKDOCS_2_WARNING=1 "$1" -m mkdocs build --strict

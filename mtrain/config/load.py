@@ -45,7 +45,7 @@ class Source:
         return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
-def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
+def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
     """The configuration that `paths`, merged left to right, and then `overrides` describe.
 
     Args:
@@ -58,7 +58,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str]) -> Config:
     """
     sources: list[Source] = []
     faults: list[str] = []
-    readers = [partial(read_file, path) for path in paths] + [partial(read_override, text) for text in overrides]
+    readers = [partial(read_file, Path(path)) for path in paths] + [partial(read_override, text) for text in overrides]
     for read in readers:
         try:
             sources.append(read())

@@ -29,7 +29,7 @@ class HeldOutBatches:
     weights and shares 0.
     """
 
-    def __init__(self, rows: "_Rows", samples: HeldOut | MockHeldOut) -> None:
+    def __init__(self, rows: "RowsOfRank", samples: HeldOut | MockHeldOut) -> None:
         self._rows, self._samples = rows, samples
         self.num_samples = len(samples)
         """In the set, over all ranks."""
@@ -40,7 +40,8 @@ class HeldOutBatches:
         """Yields the microbatches of each pass."""
         for number in range(self.num_passes):
             start = number * self._rows.global_batch_size
-            yield self._rows.microbatches(functools.partial(self._sample, start), has_first=number == 0)
+            sample = functools.partial(self._sample, start)
+            yield self._rows.microbatches(sample, self._rows.num_microbatches, has_first=number == 0)
 
     def _sample(self, start: int, slot: int) -> Sample | None:
         index = start + slot
@@ -57,7 +58,7 @@ class StepLoader:
             ConfigError: the global batch does not divide over the ranks.
             DataError: a file is missing, damaged, too small, or does not fit the model.
         """
-        self._rows = _Rows(config, dp_rank, dp_size)
+        self._rows = RowsOfRank(config, dp_rank, dp_size)
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
         self._stream = sources.training()
@@ -72,7 +73,8 @@ class StepLoader:
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""
         start = step * self._rows.global_batch_size
-        return self._rows.microbatches(lambda slot: self._stream.sample(start + slot), has_first=True)
+        count = self._rows.num_microbatches
+        return self._rows.microbatches(lambda slot: self._stream.sample(start + slot), count, has_first=True)
 
     def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
         """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""
@@ -84,30 +86,35 @@ class StepLoader:
         return None if samples is None else HeldOutBatches(self._rows, samples)
 
 
-class _Rows:
+class RowsOfRank:
     """Which slots of a global batch become which rows on this rank."""
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
+        """
+        Raises:
+            ConfigError: train.global_batch_size does not divide over the ranks.
+        """
         self.global_batch_size = config.train.global_batch_size
         self._micro_batch_size = config.train.micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._seq_length, self._terms = config.data.seq_length, loss_terms(config.loss)
         self._with_documents, self._mtp_depths = config.data.isolate_documents, config.model.mtp_depths
         self._with_padding = config.model.experts is not None
-        self._count, rest = divmod(self.global_batch_size, dp_size * self._micro_batch_size)
+        self.num_microbatches, rest = divmod(self.global_batch_size, dp_size * self._micro_batch_size)
         if rest:
             raise ConfigError(
                 f"train.global_batch_size={self.global_batch_size} must be a multiple of dp x train.micro_batch_size = "
                 f"{dp_size} x {self._micro_batch_size}; change one of them"
             )
 
-    def microbatches(self, sample: _SampleOfSlot, has_first: bool) -> list[Microbatch]:
+    def microbatches(self, sample: _SampleOfSlot, num_microbatches: int, has_first: bool) -> list[Microbatch]:
         """
         Args:
             sample: What lies in a slot; None beyond the end of a set.
+            num_microbatches: How many to make.
             has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
         """
-        return [self._microbatch(number, sample, has_first) for number in range(self._count)]
+        return [self._microbatch(number, sample, has_first) for number in range(num_microbatches)]
 
     def _microbatch(self, number: int, sample: _SampleOfSlot, has_first: bool) -> Microbatch:
         own = slots(number, self._dp_rank, self._dp_size, self._micro_batch_size)

@@ -61,8 +61,39 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
         return Teacher.load(teachers, entry, groups)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What learns on this rank."""
+
+    chunks: list[Any]
+    """Model chunks in DDP, one for each virtual pipeline stage."""
+    optimizer: Optimizer
+    teacher: Teacher | None
+    """Where a loss function compares with one."""
+    training: TrainingStep
+
+
 TeacherOf = Callable[[Config, Groups], Teacher | None]
 """None where no loss function compares with one."""
+
+
+def build_parts(config: Config, groups: Groups, objective: Objective, teacher_of: TeacherOf = load_teacher) -> Parts:
+    """The model on its initial weights, its optimizer and its step. Collective over the world.
+
+    Args:
+        config: Of the run.
+        groups: Newly opened: dropout draws from the random states that they were seeded with.
+        objective: What is minimised.
+        teacher_of: Finds the teacher.
+
+    Raises:
+        ConfigError: A backend is not there, or the teacher does not fit.
+        DataError: The teacher is missing or damaged.
+    """
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    teacher = teacher_of(config, groups)
+    return Parts(chunks, optimizer, teacher, TrainingStep(config, groups, chunks, optimizer, objective, teacher))
 
 
 def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
@@ -84,10 +115,9 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
             print(f"note: {note}", flush=True)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
-    chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    teacher = teacher_of(config, groups)
-    training = TrainingStep(config, groups, chunks, optimizer, objective, teacher)
+    parts = build_parts(config, groups, objective, teacher_of)
+    chunks, optimizer = parts.chunks, parts.optimizer
     validation = ValidationSet.open(loader)
     start_step = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
-    return Run(config, groups, chunks, optimizer, objective, teacher, training, loader, validation, start_step)
+    model = (chunks, optimizer, objective, parts.teacher, parts.training)
+    return Run(config, groups, *model, loader, validation, start_step)

@@ -56,14 +56,22 @@ def resume_or_initialize(
         RunFolderError: checkpoint.resume=never, but there is a checkpoint.
     """
     step = _resume(config, folder, groups, chunks, optimizer, loader)
-    if step is not None:
-        return step
+    if step is None:
+        initialize(config, groups, chunks, optimizer)
+    return step or 0
+
+
+def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+    """Loads the weights that a run starts from, where it does not draw them. Collective over the world.
+
+    Raises:
+        DataError: They are missing, damaged, of another model or not finite.
+    """
     source = _load_start(config, groups, chunks, optimizer)
     if source is not None and (fault := non_finite_state(chunks, optimizer, groups)) is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
         error.on_every_rank = True
         raise error
-    return 0
 
 
 def _resume(

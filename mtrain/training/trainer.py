@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -15,15 +14,15 @@ from mtrain.base.environment import RankEnvironment, git_checkout, program_versi
 from mtrain.base.errors import NumericError
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
-from mtrain.checkpoint.store.directory import clean_leftovers, load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.config import Config
-from mtrain.config.load import config_yaml
 from mtrain.data.batch import Microbatch
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import any_rank, init_distributed, naming_lost_ranks, on_first_rank
+from mtrain.mcore.engine.loss_reduction import StepTotals
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
@@ -32,15 +31,12 @@ from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.plan import flops_per_token, mfu, peak_flops
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
-from mtrain.runs.continuation import continued, kept_lines
 from mtrain.runs.folder import RunFolder
-from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run, build_run
 from mtrain.training.checkpoint_self_test import run_self_test
 from mtrain.training.evaluate import evaluate, term_records
-from mtrain.training.export import Exporter, clean_staging
-from mtrain.training.resume import say
-from mtrain.training.step import StepTotals
+from mtrain.training.export import Exporter
+from mtrain.training.run_folder import Claimed, claim
 
 
 def train(config: Config) -> None:
@@ -128,30 +124,12 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
     return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
 
 
-class _Entered(NamedTuple):
-    """What a start may work with."""
-
-    lock: RunLock
-    config: Config
-    """With what an earlier start decided."""
-
-
-def _enter(folder: RunFolder, config: Config, environment: Mapping[str, str], held: contextlib.ExitStack) -> _Entered:
+def _enter(folder: RunFolder, config: Config, environment: Mapping[str, str], held: contextlib.ExitStack) -> Claimed:
     """Takes the run folder for this run and writes the resolved configuration and environment. On rank 0."""
-    folder.create()
-    lock = held.enter_context(folder.locked())
-    clean_leftovers(folder.checkpoints)
-    clean_staging(folder, config.checkpoint.export_hf_every_steps)
-    folder.probe()
-    saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
-    if saved is not None and steps:
-        config = continued(given, saved, folder.path, steps[-1])
-        for line in kept_lines(given, config):
-            say(line)
-    folder.write_config(config_yaml(config))
+    claimed = claim(folder, config, held)
     folder.write_environment(environment)
     folder.clear_requeue()
-    return _Entered(lock, config)
+    return claimed
 
 
 def _open_sinks(run: Run, folder: RunFolder) -> Sinks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from mtrain.base.errors import ConfigError
 from mtrain.plan.layout import Layout
 
 
@@ -80,8 +81,17 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
         layout: Of the world's size.
         device: Of this rank.
         seed: Of the random states.
-        timeout_s: How long ranks wait for each other in any collective of any group, to the second.
+        timeout_s: How long ranks wait for each other in any collective of any of these groups, to the second.
+
+    Raises:
+        ConfigError: This process has such groups already.
     """
+    if parallel_state.is_initialized():
+        raise ConfigError(
+            "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
+            "close that one first"
+        )
+    others = set(dist.distributed_c10d._world.pg_map)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -93,7 +103,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
             distributed_timeout_minutes=timeout_s / 60,
             create_gloo_process_groups=False,
         )
-        _set_timeouts(timedelta(seconds=timeout_s))
+        _set_timeouts(others, timedelta(seconds=timeout_s))
         groups = Groups(
             layout=layout,
             device=device,
@@ -110,9 +120,9 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
         parallel_state.destroy_model_parallel()
 
 
-def _set_timeouts(timeout: timedelta) -> None:
-    """Of every group of this rank: parallel_state.py does not hand its timeout on to all that it opens."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+def _set_timeouts(others: Set[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Of every group of this rank but the others: parallel_state.py does not hand its timeout on to all it opens."""
+    for group in set(dist.distributed_c10d._world.pg_map) - others:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mtrain.base.environment import RankEnvironment
-from mtrain.base.errors import MachineError, MtrainError, RankLostError
+from mtrain.base.errors import ConfigError, MachineError, MtrainError, RankLostError
 
 Result = TypeVar("Result")
 
@@ -103,6 +103,37 @@ def init_distributed(environment: RankEnvironment, wanted_device: str, timeout_s
             yield device
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def joined_distributed(wanted_device: str, timeout_s: float) -> Iterator[torch.device]:
+    """As `init_distributed`, or where the program has opened torch.distributed itself, that one, left open at the end.
+
+    What a launcher says is read from the environment. Groups that are opened inside the block are closed with it.
+
+    Raises:
+        ConfigError: torch.distributed was opened with a backend that cannot serve the device.
+        MachineError, RankLostError: As `init_distributed`.
+    """
+    if not dist.is_initialized():
+        with init_distributed(RankEnvironment.from_environ(os.environ), wanted_device, timeout_s) as device:
+            yield device
+        return
+    device = choose_device(wanted_device, torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    wanted, backend = "nccl" if device.type == "cuda" else "gloo", dist.get_backend()
+    if wanted not in backend:
+        raise ConfigError(
+            f"torch.distributed was opened with the backend {backend}, but train.device={wanted_device} computes on "
+            f"{device.type} and needs {wanted}; open it with {wanted}, or set train.device"
+        )
+    others = set(dist.distributed_c10d._world.pg_map)
+    try:
+        with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
+            yield device
+            dist.barrier()  # else the rank that is ready first closes connections that another one still reads
+    finally:
+        for group in set(dist.distributed_c10d._world.pg_map) - others:
+            dist.destroy_process_group(group)
 
 
 def _rendezvous(environment: RankEnvironment, timeout: timedelta) -> dict[str, Any]:

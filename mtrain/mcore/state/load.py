@@ -56,6 +56,7 @@ def save_checkpoint(
     groups: Groups,
     config: Config,
     step: int,
+    tokens: int = 0,
 ) -> None:
     """One save, published when this returns. Collective over the world.
 
@@ -66,13 +67,14 @@ def save_checkpoint(
         groups: The process groups.
         config: Of the run.
         step: Optimizer updates completed.
+        tokens: Of text that were consumed.
 
     Raises:
         RunFolderError: The step is published already.
         MachineError: A rank could not write; nothing was published. On all ranks.
     """
     saver = Saver(folder, groups, config)
-    saver.save(chunks, optimizer, step)
+    saver.save(chunks, optimizer, step, tokens=tokens)
     saver.finish()
 
 

@@ -1,0 +1,69 @@
+"""The weights of a checkpoint as numpy arrays: no ranks, no model, no configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.training_state import read_state
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.verification import verify_files
+
+_MAIN = "optimizer.state.param."
+_BESIDE = ("optimizer.", "rng")
+"""Beginnings of keys that are no weights."""
+_TE_STATE = "._extra_state/"
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tables whose rows may be padded to what tensor parallelism needs."""
+
+
+class _Weights(Mapping[str, NDArray[np.float32]]):
+    """Global name -> array; each is read when it is asked for."""
+
+    def __init__(self, tensors: CheckpointTensors, vocab_size: int) -> None:
+        self._tensors, self._vocab_size = tensors, vocab_size
+        self._names = sorted(key for key in tensors.tensors if not key.startswith(_BESIDE) and _TE_STATE not in key)
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        if name not in self._names:
+            raise KeyError(name)
+        key = _MAIN + name if _MAIN + name in self._tensors.tensors else name
+        shape = self._tensors.tensors[key].shape
+        if name in _VOCABULARY:
+            shape = (min(shape[0], self._vocab_size), *shape[1:])
+        values: NDArray[np.float32] = self._tensors.read(key, TensorSlice.whole(shape)).float().numpy()
+        return values.copy()  # else a view of the mapped file, which must not be written to
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_weights(path: Path | str) -> Mapping[str, NDArray[np.float32]]:
+    """The weights of a checkpoint by global name, whatever layout has saved it.
+
+    Args:
+        path: A checkpoint, or a run folder, whose newest whole one is taken.
+
+    Returns:
+        Name -> float32 array of the whole tensor, read when it is asked for: the main weights where the checkpoint has
+        them (bf16, fp16), else those that compute. Layers of one kind are one tensor: `decoder.layers.*` arrays begin
+        with an axis of layers. Rows of the vocabulary that only pad it are left out.
+
+    Raises:
+        DataError: There is no checkpoint, or a byte of it is not what was saved.
+        MachineError: It cannot be read.
+    """
+    entry = checkpoint_at(Path(path)).entry
+    if entry is None:
+        raise DataError(f"{path} holds no checkpoint")
+    verify_files(entry, entry.manifest.files, num_threads=1)
+    return _Weights(CheckpointTensors(entry.path), read_state(entry.path).vocab_size)

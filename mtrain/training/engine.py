@@ -1,0 +1,347 @@
+"""The engine of a user's own program: what `mtrain train` is made of, under the user's loop.
+
+Every method is collective: all ranks call the same ones in the same order, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.files import disk_faults, remove
+from mtrain.checkpoint.store.directory import checkpoint_at, step_name
+from mtrain.config import Config
+from mtrain.convert.exporting import export_hf
+from mtrain.data.batch import Microbatch
+from mtrain.data.datum import Datum, sample_of
+from mtrain.data.loader import RowsOfRank
+from mtrain.loss.objective import Objective
+from mtrain.loss.pair import MAIN_TERM, LossFunction
+from mtrain.mcore.distributed.groups import opened_groups
+from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
+from mtrain.mcore.state.load import load_checkpoint, save_checkpoint
+from mtrain.mcore.state.shards import non_finite_state
+from mtrain.mcore.state.verified import opened_checkpoint
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import Parts, build_parts, load_teacher
+from mtrain.training.forward import forward_totals, label_log_probs
+from mtrain.training.resume import announced, initialize, say
+from mtrain.training.run_folder import claim
+from mtrain.training.step import OpenStep
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on all ranks."""
+
+    step: int
+    """Steps completed, this one included."""
+    loss: float
+    """Of the main term: sum of weight x loss over the whole batch / its denominator, in nats; 0 for an empty batch."""
+    objective: float
+    """With the side terms: the quantity that was differentiated."""
+    denominator: float
+    """What the main term was divided by, as its aggregation says."""
+    grad_norm: float
+    """Global L2 norm of the normalised gradient, before clipping; 0 for an empty batch, NaN after an fp16 overflow."""
+    lr: float
+    tokens: int
+    """Tokens read, over all calls of the step; padding left out."""
+    applied: bool
+    """False where nothing was learned: the batch had no loss tokens, or fp16 overflowed and lowered its loss scale."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The loss over some data, each sample counted once; the same on all ranks."""
+
+    loss: float
+    """Of the main term, in nats."""
+    denominator: float
+    terms: dict[str, float]
+    """Each term's mean, the main one (`main`) included."""
+
+
+class Engine:
+    """A model with its optimizer, spread over ranks as `config.layout` says.
+
+    It opens torch.distributed by what the launcher says (torchrun, srun, `mtrain launch local`; alone without one), or
+    works in the one that the program has opened, and leaves that open at the end. One engine at a time in a process;
+    after `close` there may be another, under another layout.
+
+    Weights begin where a run of `mtrain train` begins: at `checkpoint.initialize_from`, `model.hf`, or drawn from
+    `train.seed`, the same under any layout. `data.*` plays no part but for `data.seq_length`, the length of a row.
+
+    Batches are global: every rank is given all samples and takes its own. Any number of samples is allowed; rows that
+    are missing to a whole number of microbatches are filled up and count nothing.
+
+    Raises of all methods: RankLostError and MachineError inside a `with` block, where another rank is gone or memory
+    runs out; RuntimeError after `close`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """
+        Args:
+            config: From `load_config`.
+
+        Raises:
+            ConfigError: The configuration does not fit the number of ranks, or another engine is open.
+            DataError: Weights or a teacher cannot be loaded.
+            MachineError: The device is not there, or the other ranks cannot be reached.
+        """
+        train = config.train
+        with contextlib.ExitStack() as held:
+            device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s))
+            layout = Layout.from_config(config, dist.get_world_size())
+            groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
+            self._groups, self.config, self.step = groups, config, 0
+            self._objective = Objective.from_config(config.loss, config.model.mtp_depths)
+            self._parts: Parts | None = build_parts(config, groups, self._objective, load_teacher)
+            initialize(config, groups, self._parts.chunks, self._parts.optimizer)
+            self._rows = RowsOfRank(config, groups.dp_rank, layout.dp)
+            self._held = held.pop_all()
+        self._open: OpenStep | None = None
+        self._tokens = self._total_tokens = 0
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+        return self._groups.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._groups.layout.world_size
+
+    def forward(self, batch: Sequence[Datum]) -> list[Tensor]:
+        """What the model, as it is, thinks of each token; no gradient, no dropout.
+
+        One all-reduce of the result over all ranks, beside those of the forward pass.
+
+        Args:
+            batch: Global.
+
+        Returns:
+            For each sample, on every rank: [len(input_ids) - 1] float32 on the CPU, the log-probability in nats of
+            input_ids[1:], whatever the weights.
+
+        Raises:
+            DataError: A sample does not fit the configuration.
+        """
+        parts = self._built()
+        batches, count = self._microbatches(batch, has_first=True)
+        found = label_log_probs(self.config, self._groups, parts.chunks, parts.optimizer, batches, count).cpu()
+        return [row[: len(datum.input_ids) - 1].clone() for row, datum in zip(found, batch)]
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossFunction | None = None) -> None:
+        """Adds the gradient of a batch, not divided by anything; several calls make one step.
+
+        Numerators and denominators add up too, and `optim_step` divides once: calls with parts of a batch are one call
+        with all of it, to the bit where the microbatches are the same (parts of a multiple of dp x micro_batch_size
+        samples). Nothing is reduced over data-parallel ranks and the host waits for nothing.
+
+        Args:
+            batch: Global.
+            loss: Instead of `loss.function`: TermInputs -> LossPair, under the contract of docs/extending/loss.md.
+                Weights come as `loss.aggregation` says. None: as the configuration says.
+
+        Raises:
+            ConfigError: The loss function breaks its contract or needs a teacher that is not there; or this is a
+                second call, and terms with denominators of their own need the whole batch in the first one.
+            DataError: A sample does not fit the configuration.
+        """
+        training = self._built().training
+        batches, count = self._microbatches(batch, has_first=self._open is None)
+        objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
+        step, self._open = self._open or training.open(), None  # a pass that fails leaves no half of a gradient behind
+        training.accumulate(step, batches, count, objective, is_last=False)
+        self._open = step
+        self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)
+
+    def optim_step(self, lr: float | None = None) -> StepResult:
+        """Sums gradients over all ranks, divides them once by the global denominator, clips and updates.
+
+        Args:
+            lr: The learning rate; None: as `optimizer.*` says for this step.
+
+        Raises:
+            NumericError: A loss, a denominator or the gradient norm is not finite or cannot be right. The gradients are
+                gone, the weights as they were. On all ranks.
+            RuntimeError: There was no `forward_backward` since the last step.
+        """
+        training = self._built().training
+        if self._open is None:
+            raise RuntimeError("optim_step needs a forward_backward before it")
+        step, self._open = self._open, None
+        tokens, self._tokens = self._tokens, 0
+        totals = training.reduce(step)
+        rate = learning_rate(self.step, self.config.optimizer, self.config.train.num_steps) if lr is None else lr
+        update = training.update(totals, rate)
+        self.step += 1
+        self._total_tokens += tokens
+        return StepResult(
+            step=self.step,
+            loss=totals.loss,
+            objective=totals.objective,
+            denominator=totals.terms[MAIN_TERM].denominator,
+            grad_norm=0.0 if update is None else update.grad_norm,
+            lr=rate,
+            tokens=tokens,
+            applied=update is not None and not update.overflowed,
+        )
+
+    def evaluate(self, batches: Iterable[Sequence[Datum]], loss: LossFunction | None = None) -> EvalResult:
+        """The loss over some data, forward only: one sum over one sum, however the data are cut into batches.
+
+        Args:
+            batches: Global ones, of any sizes; read once, `train.global_batch_size` samples at a time.
+            loss: As for `forward_backward`.
+
+        Raises:
+            NumericError, ConfigError, DataError: As `forward_backward` and `optim_step`.
+        """
+        parts = self._built()
+        objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
+        model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
+        totals = forward_totals(*model, self._passes(batches), parts.teacher)
+        main = totals[MAIN_TERM]
+        return EvalResult(main.mean, main.denominator, {term: each.mean for term, each in totals.items()})
+
+    def save(self, run_dir: Path | str | None = None) -> Path:
+        """Saves weights, optimizer and step, complete when this returns.
+
+        Args:
+            run_dir: Seen by all ranks; gets `checkpoints/` and `config.yaml`, as a run of `mtrain train` has them, so
+                that every verb of mtrain can use it. None: `run.dir`. Nothing in it is deleted.
+
+        Returns:
+            The checkpoint: `run_dir/checkpoints/step_00000010`.
+
+        Raises:
+            RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
+            MachineError: The disk refuses.
+            NumericError: A weight is not finite; nothing was saved.
+        """
+        parts = self._built()
+        folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
+        with contextlib.ExitStack() as held:
+            on_first_rank(lambda: claim(folder, self.config, held).config)
+            given = (folder.checkpoints, parts.chunks, parts.optimizer, self._groups, self.config)
+            save_checkpoint(*given, self.step, self._total_tokens)
+        return folder.checkpoints / step_name(self.step)
+
+    def load(self, path: Path | str) -> None:
+        """Goes on from a checkpoint, saved under any layout: weights, optimizer and step. Gradients are dropped.
+
+        Args:
+            path: A checkpoint, or a run folder, whose newest good one is taken.
+
+        Raises:
+            DataError: It is damaged, of another model, or holds nan or inf; the engine is not to be used then.
+        """
+        parts = self._built()
+        self._open, self._tokens = None, 0
+        with opened_checkpoint(lambda unusable: checkpoint_at(Path(path), unusable), say) as newest:
+            entry = announced(newest)
+            assert entry is not None, "checkpoint_at raises where there is none"
+            state = load_checkpoint(entry, parts.chunks, parts.optimizer, self._groups, self.config)
+            self.step, self._total_tokens = state.step, on_first_rank(lambda: entry.manifest.tokens)
+        if (fault := non_finite_state(parts.chunks, parts.optimizer, self._groups)) is not None:
+            error = DataError(f"{path} cannot be trained from: {fault}; load another checkpoint")
+            error.on_every_rank = True
+            raise error
+
+    def export_hf(self, folder: Path | str) -> None:
+        """Writes a folder that Hugging Face's libraries load, and proves that it holds these very weights.
+
+        A checkpoint is written beside it first and deleted afterwards, with the space that takes: no rank ever holds
+        the whole model.
+
+        Args:
+            folder: Seen by all ranks; must not exist.
+
+        Raises:
+            ConfigError: The folder exists.
+            DataError: No Hugging Face family can describe the model.
+            MachineError: The disk refuses.
+        """
+        out = Path(folder)
+        scratch = out.parent / f".{out.name}.checkpoint"
+        on_first_rank(lambda: _cleared(out, scratch))
+        try:
+            checkpoint = self.save(scratch)
+            on_first_rank(lambda: _exported(checkpoint, out))
+        finally:
+            on_first_rank(lambda: _removed(scratch))
+
+    def close(self) -> None:
+        """Frees the model and closes what the engine has opened. May be called twice."""
+        self._open = self._parts = None
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open = self._parts = None
+        self._held.__exit__(kind, error, traceback)
+
+    def _built(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("this Engine is closed; make another one")
+        return self._parts
+
+    def _microbatches(self, batch: Sequence[Datum], has_first: bool) -> tuple[list[Microbatch] | None, int]:
+        """What this rank reads of a global batch, and how many microbatches every data-parallel rank has."""
+        if not batch:
+            raise ValueError("a batch needs at least one sample")
+        layout = self._groups.layout
+        count = -(-len(batch) // (layout.dp * self.config.train.micro_batch_size))
+        if layout.vpp > 1:
+            count = -(-count // layout.pp) * layout.pp  # what megatron-core's interleaved schedule can run
+        return self._rows_of(batch, count, has_first), count
+
+    def _passes(self, batches: Iterable[Sequence[Datum]]) -> Iterator[list[Microbatch] | None]:
+        """This rank's part of each `train.global_batch_size` samples, of one pass at least."""
+        data, number = itertools.chain.from_iterable(batches), 0
+        while (batch := list(itertools.islice(data, self.config.train.global_batch_size))) or number == 0:
+            yield self._rows_of(batch, self._rows.num_microbatches, has_first=number == 0)
+            number += 1
+
+    def _rows_of(self, batch: Sequence[Datum], num_microbatches: int, has_first: bool) -> list[Microbatch] | None:
+        """Every rank looks at all samples, so that all refuse the same one."""
+        samples = [sample_of(datum, f"sample {number}", self.config) for number, datum in enumerate(batch)]
+        if self._groups.tp_rank > 0:
+            return None
+        return self._rows.microbatches(dict(enumerate(samples)).get, num_microbatches, has_first)
+
+
+def _cleared(out: Path, scratch: Path) -> None:
+    """Refuses before any work is done, and deletes what an export that died has left."""
+    if out.exists():
+        raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
+    _removed(scratch)
+
+
+def _exported(checkpoint: Path, out: Path) -> None:
+    """In one thread, one tensor at a time; each is read back and compared."""
+    export_hf(checkpoint, out, like=None, dtype=None, num_workers=1)
+
+
+def _removed(folder: Path) -> None:
+    with disk_faults(f"delete {folder}"):
+        if folder.exists():
+            remove(folder)

@@ -1,0 +1,44 @@
+"""What a start may work with: the run folder is its own, and says what is run there."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from mtrain.checkpoint.store.directory import clean_leftovers, published_steps
+from mtrain.config import Config
+from mtrain.config.load import config_yaml
+from mtrain.runs.continuation import continued, kept_lines
+from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import RunLock
+from mtrain.training.export import clean_staging
+from mtrain.training.resume import say
+
+
+class Claimed(NamedTuple):
+    """A run folder that nobody else works in."""
+
+    lock: RunLock
+    config: Config
+    """With what an earlier start decided."""
+
+
+def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Claimed:
+    """Takes a run folder until `held` closes, and writes the resolved configuration. On rank 0.
+
+    Raises:
+        RunFolderError: Another process works there, or it holds a run of another configuration.
+        MachineError: It cannot be written.
+    """
+    folder.create()
+    lock = held.enter_context(folder.locked())
+    clean_leftovers(folder.checkpoints)
+    clean_staging(folder, config.checkpoint.export_hf_every_steps)
+    folder.probe()
+    saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
+    if saved is not None and steps:
+        config = continued(given, saved, folder.path, steps[-1])
+        for line in kept_lines(given, config):
+            say(line)
+    folder.write_config(config_yaml(config))
+    return Claimed(lock, config)

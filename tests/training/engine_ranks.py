@@ -1,0 +1,202 @@
+"""What ranks do in the tests of `Engine`; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mtrain import ConfigError, Datum, Engine, EvalResult, LossPair, MtrainError, StepResult, TermInputs, weigh
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+
+Batch = list[Datum]
+
+
+class Run(NamedTuple):
+    """What a rank has seen; the same on all ranks."""
+
+    steps: list[StepResult]
+    log_probs: list[Any]
+    """Of the last batch after the last step, as numpy."""
+    evaluation: EvalResult
+
+
+def squared(inputs: TermInputs) -> LossPair:
+    """A loss function of the user's."""
+    return weigh(inputs.logits.cross_entropy(inputs.labels).square(), inputs)
+
+
+@contextlib.contextmanager
+def free(groups: Groups) -> Iterator[None]:
+    """The pool's torch.distributed without the pool's process groups: a program that has opened it itself."""
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    before = set(dist.distributed_c10d._world.pg_map)
+    yield
+    assert dist.is_initialized(), "an engine leaves open what it has not opened"
+    assert not parallel_state.is_initialized()
+    assert set(dist.distributed_c10d._world.pg_map) <= before
+
+
+def train(groups: Groups, config: Config, batches: Sequence[Batch], size: int, save_to: str | None = None) -> Run:
+    """One step a batch, each in calls of `size` samples."""
+    with free(groups), Engine(config) as engine:
+        return steps_of(engine, batches, size, save_to)
+
+
+def steps_of(engine: Engine, batches: Sequence[Batch], size: int, save_to: str | None = None) -> Run:
+    """As `train`; saves the initial weights and the last ones."""
+    if save_to is not None:
+        engine.save(save_to)
+    done = []
+    for batch in batches:
+        for start in range(0, len(batch), size):
+            engine.forward_backward(batch[start : start + size])
+        done.append(engine.optim_step())
+    if save_to is not None:
+        engine.save(save_to)
+    log_probs = [each.numpy() for each in engine.forward(batches[-1])]
+    return Run(done, log_probs, engine.evaluate(batches))
+
+
+def one_after_the_other(groups: Groups, configs: Sequence[Config], batches: Sequence[Batch]) -> list[Run]:
+    """An engine a configuration, in one process."""
+    runs = []
+    with free(groups):
+        for config in configs:
+            with Engine(config) as engine:
+                runs.append(steps_of(engine, batches, len(batches[0])))
+    return runs
+
+
+def opened_by_the_engine(groups: Groups, config: Config, batches: Sequence[Batch], port: int, store: str) -> list[Run]:
+    """Twice as a program under a launcher."""
+    rank, size = str(groups.rank), str(groups.layout.world_size)
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    runs = []
+    for _ in range(2):
+        engine = Engine(config)
+        runs.append(steps_of(engine, batches, len(batches[0])))
+        engine.close()
+        engine.close()
+        assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))  # to be closed
+    dist.barrier()  # else the rank that is ready first closes connections that the other one still makes
+    return runs
+
+
+def with_losses(groups: Groups, config: Config, batch: Batch) -> list[tuple[float, float]]:
+    """(loss, grad_norm) of one step with the loss of the configuration, and with the user's."""
+    found = []
+    with free(groups):
+        for loss in (None, squared):
+            with Engine(config) as engine:
+                engine.forward_backward(batch[:4], loss)
+                engine.forward_backward(batch[4:], loss)
+                done = engine.optim_step()
+                found.append((done.loss, done.grad_norm))
+    return found
+
+
+def save_and_go_on(
+    groups: Groups, config: Config, batches: Sequence[Batch], folder: str, load: bool
+) -> list[StepResult]:
+    """The steps after a save: of the engine that has saved, or of a new one that loads."""
+    with free(groups):
+        if load:
+            with Engine(config) as engine:
+                engine.forward_backward(batches[0])  # dropped by the load
+                engine.load(folder)
+                return [_step(engine, batch) for batch in batches[engine.step :]]
+        with Engine(config) as engine:
+            _step(engine, batches[0])
+            assert engine.save(folder) == Path(folder, "checkpoints", "step_00000001")
+            return [_step(engine, batch) for batch in batches[1:]]
+
+
+def _step(engine: Engine, batch: Batch) -> StepResult:
+    engine.forward_backward(batch)
+    return engine.optim_step()
+
+
+def exported(groups: Groups, config: Config, folder: str) -> None:
+    """Writes a folder of Hugging Face; a second call refuses."""
+    with free(groups), Engine(config) as engine:
+        engine.export_hf(folder)
+        with pytest.raises(ConfigError, match="exists and is not overwritten"):
+            engine.export_hf(folder)
+
+
+def log_probs(groups: Groups, config: Config, batch: Batch) -> list[Any]:
+    """Of the first weights, as numpy."""
+    with free(groups), Engine(config) as engine:
+        return [each.numpy() for each in engine.forward(batch)]
+
+
+def message_of(groups: Groups, config: Config, name: str) -> str:
+    """What a mistake is answered with; the engine can be used afterwards."""
+    with free(groups), Engine(config) as engine:
+        try:
+            MISTAKES[name](engine)
+        except (MtrainError, RuntimeError, ValueError) as error:
+            message = f"{type(error).__name__}: {error}"
+        else:
+            message = ""
+        if name == "a second call" and message == "":
+            assert engine.optim_step().denominator == 2
+        elif name != "closed":
+            engine.forward_backward([Datum([1, 2, 3])])
+            assert engine.optim_step().denominator == 2, "of the batch after the mistake alone"
+        return message
+
+
+def _second_engine(engine: Engine) -> None:
+    Engine(engine.config)
+
+
+def _closed(engine: Engine) -> None:
+    engine.close()
+    engine.forward_backward([Datum([1, 2])])
+
+
+def _twice(engine: Engine) -> None:
+    engine.forward_backward([Datum([1, 2])])
+    engine.forward_backward([Datum([1, 2])])
+
+
+def _mean(inputs: TermInputs) -> Any:
+    return inputs.logits.cross_entropy(inputs.labels).mean()
+
+
+def _not_finite(engine: Engine) -> None:
+    engine.forward_backward(
+        [Datum([1, 2])], lambda inputs: weigh(inputs.logits.cross_entropy(inputs.labels) / 0, inputs)
+    )
+    engine.optim_step()
+
+
+MISTAKES = {
+    "empty": lambda engine: engine.forward_backward([]),
+    "no tokens": lambda engine: engine.forward_backward([Datum([1, 2]), Datum([])]),
+    "too long": lambda engine: engine.forward_backward([Datum(range(34))]),
+    "unknown id": lambda engine: engine.forward([Datum([1, 97])]),
+    "weights": lambda engine: engine.forward_backward([Datum([1, 2, 3], weights=[1.0, 1.0])]),
+    "negative": lambda engine: engine.evaluate([[Datum([1, 2], weight=-1.0)]]),
+    "not a pair": lambda engine: engine.forward_backward([Datum([1, 2])], _mean),
+    "nothing to step": lambda engine: engine.optim_step(),
+    "second engine": _second_engine,
+    "closed": _closed,
+    "a second call": _twice,
+    "not finite": _not_finite,
+}

@@ -1,0 +1,224 @@
+"""`Engine` under a user's own loop: the numbers are those of the oracle, of one call and of `mtrain train`."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mtrain import Datum, read_weights
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.data.samples.sample import Sample
+from mtrain.launch.local import free_port
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
+from tests.oracle.loss import Sequence
+from tests.oracle.model import Parameters, logits_of
+from tests.oracle.run import oracle_steps
+from tests.parity.batches import SEQ, VOCAB, three_steps, weighted_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import relative, worst
+from tests.pool import Pool
+from tests.training import engine_ranks
+from tests.training.one_process import train_fresh
+from tests.training.test_trainer import numbers
+
+LAYOUTS = [case(), case(tp=2, sp=True), case(pp=2), case(dp=2), case(cp=2), case(pp=2, vpp=2)]
+
+
+def datum_of(sample: Sample) -> Datum:
+    """The sequence that a row of a batch was made of."""
+    ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
+    return Datum(ids, [0.0, *sample.mask.tolist()], sample.weight)
+
+
+def data_of(batches: list[list[Sample]]) -> list[list[Datum]]:
+    return [[datum_of(sample) for sample in batch] for batch in batches]
+
+
+def parameters_of(path: Path) -> Parameters:
+    """A checkpoint's weights by the oracle's names."""
+    found = {}
+    for key, values in read_weights(path).items():
+        if ".layers." not in key:
+            found[key] = torch.from_numpy(values)
+            continue
+        for layer, of_layer in enumerate(values):
+            found[global_name(key, (layer,))] = torch.from_numpy(of_layer)
+    return found
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, tmp_path: Path, case: Case) -> None:
+    """From the engine's own first weights: losses, norms, weights, log-probabilities, in float64 and one piece."""
+    batches, config = weighted_steps(), case.config()
+    given = (config, data_of(batches), 6, str(tmp_path))
+    runs = pool.run(engine_ranks.train, case.resolved(config), *given)
+    saved = [tmp_path / "checkpoints" / f"step_{step:08d}" for step in (0, 3)]
+    exact = oracle_steps(
+        parameters_of(saved[0]),
+        config.model,
+        config.loss,
+        config.optimizer,
+        [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(3)],
+        [[Sequence.of_sample(sample) for sample in batch] for batch in batches],
+    )
+    for run in runs:
+        for done, wanted in zip(run.steps, exact, strict=True):
+            assert relative(done.loss, wanted.loss) < 1e-5
+            assert relative(done.grad_norm, wanted.grad_norm) < 1e-5
+            assert done.denominator == pytest.approx(wanted.denominators["main"], rel=1e-12)
+            assert done.tokens == len(batches[0]) * SEQ
+            assert done.applied
+    weights = {name: values.numpy() for name, values in parameters_of(saved[1]).items()}
+    assert worst(weights, {name: value.numpy() for name, value in exact[-1].parameters.items()}, config) < 1e-5
+    for found, sample in zip(runs[0].log_probs, batches[-1], strict=True):
+        logits = logits_of(exact[-1].parameters, config.model, torch.from_numpy(sample.tokens)[None])[0, :, :VOCAB]
+        ids = torch.tensor(datum_of(sample).input_ids[1:])
+        likely = logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+        np.testing.assert_allclose(found, likely.detach().numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS[:1], *LAYOUTS[2:4]], ids=str)
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -> None:
+    config = case.config(train__overlap_grad_reduce=overlap, train__overlap_param_gather=overlap)
+    batches = data_of(three_steps())
+    runs = [pool.run(engine_ranks.train, case.resolved(config), config, batches, size) for size in (6, 16)]
+    for three, one in zip(*runs, strict=True):
+        assert three.steps == one.steps
+        assert three.evaluation == one.evaluation
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(three.log_probs, one.log_probs, strict=True))
+
+
+def test_biases_of_experts_move_by_the_counts_of_all_calls(pool: Pool) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid"}
+    experts |= {"expert_bias": True, "bias_update_rate": 0.1}
+    config = case(dp=2).config(model__experts=experts)
+    batches = data_of(three_steps())
+    three, one = (pool.run(engine_ranks.train, Layout(dp=2), config, batches, size)[0] for size in (6, 16))
+    assert three.steps == one.steps
+
+
+def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
+    """Three samples on two ranks with rows for four of them, and batches of any size in an evaluation."""
+    batch = data_of(three_steps())[0][2:5]
+    alone = pool.run(engine_ranks.train, Layout(), case().config(), [batch], 3)[0]
+    spread = pool.run(engine_ranks.train, Layout(dp=2), case(4, dp=2).config(), [batch], 3)[0]
+    assert spread.steps[0].denominator == alone.steps[0].denominator
+    assert spread.steps[0].tokens == alone.steps[0].tokens
+    assert relative(spread.steps[0].grad_norm, alone.steps[0].grad_norm) < 1e-5
+    assert spread.evaluation.denominator == alone.evaluation.denominator == alone.steps[0].denominator
+    assert relative(spread.evaluation.loss, alone.evaluation.loss) < 1e-5
+
+
+def small(**changes: Any) -> Config:
+    return case(2, num_layers=2).config(data__kind="mock", metrics__tensorboard=False, **changes)
+
+
+@pytest.mark.parametrize(("layout", "changes"), [(Layout(tp=2), {"layout__tp": 2}), (Layout(dp=2), {})], ids=str)
+def test_the_numbers_are_those_of_mtrain_train(
+    pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any]
+) -> None:
+    """Bit for bit, on the samples that the trainer has read."""
+    config = small(run__dir=str(tmp_path), train__num_steps=2, **changes)
+    stream = StepLoader(config, 0, 1)._stream
+    batches = [[datum_of(stream.sample(16 * step + slot)) for slot in range(16)] for step in range(2)]
+    pool.run(train_fresh, layout, config, seed=config.train.seed)
+    ours = pool.run(engine_ranks.train, layout, config, batches, 16, seed=config.train.seed)[0]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    recorded = [(line["loss"], line["grad_norm"], line["lr"]) for line in lines if line["kind"] == "step"]
+    assert [(done.loss, done.grad_norm, done.lr) for done in ours.steps] == recorded
+    assert len(numbers(tmp_path)) == 2
+
+
+def test_engines_in_one_process_are_those_of_fresh_ones(pool: Pool) -> None:
+    """Inside a torch.distributed that the program has opened, each under another layout."""
+    batches = data_of(three_steps())[:2]
+    layouts: list[dict[str, Any]] = [{"layout__tp": 2}, {"layout__pp": 2}, {}]
+    configs = [small(**changes) for changes in layouts]
+    together = pool.run(engine_ranks.one_after_the_other, Layout(dp=2), configs, batches)
+    for number, config in enumerate(configs):
+        fresh = pool.run(engine_ranks.train, Layout(dp=2), config, batches, 16)
+        for ours, alone in zip(together, fresh, strict=True):
+            assert ours[number].steps == alone.steps
+
+
+def test_an_engine_opens_and_closes_torch_distributed_itself(pool: Pool, tmp_path: Path) -> None:
+    batches, config = data_of(three_steps())[:1], small(layout__tp=2)
+    given = (config, batches, free_port(), str(tmp_path / "store"))
+    everyone = pool.run(engine_ranks.opened_by_the_engine, Layout(tp=2), *given)
+    joined = pool.run(engine_ranks.train, Layout(tp=2), config, batches, 16)[0]
+    assert [run.steps for runs in everyone for run in runs] == 4 * [joined.steps]
+
+
+def test_a_loss_function_of_the_users_own_is_the_one_of_the_configuration(pool: Pool) -> None:
+    path = "tests.training.engine_ranks:squared"
+    batch = data_of(weighted_steps())[0]
+    usual, own = pool.run(engine_ranks.with_losses, Layout(tp=2), small(layout__tp=2), batch)[0]
+    named, again = pool.run(engine_ranks.with_losses, Layout(tp=2), small(layout__tp=2, loss__function=path), batch)[0]
+    assert own == named == again != usual
+
+
+@pytest.mark.parametrize("other", [{}, {"layout__pp": 2}], ids=["same layout", "other layout"])
+def test_a_new_engine_goes_on_from_a_save(pool: Pool, tmp_path: Path, other: dict[str, Any]) -> None:
+    batches = data_of(three_steps())
+    config = small(layout__tp=2)
+    went_on = pool.run(engine_ranks.save_and_go_on, Layout(tp=2), config, batches, str(tmp_path), False)[0]
+    again = small(**other) if other else config
+    loaded = pool.run(engine_ranks.save_and_go_on, Layout(tp=2), again, batches, str(tmp_path), True)[0]
+    if not other:
+        assert loaded == went_on
+    for ours, theirs in zip(loaded, went_on, strict=True):
+        assert ours.step == theirs.step
+        assert relative(ours.loss, theirs.loss) < 1e-5
+        assert replace(ours, loss=0, objective=0, grad_norm=0) == replace(theirs, loss=0, objective=0, grad_norm=0)
+
+
+def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path) -> None:
+    config, batch = small(layout__tp=2), data_of(three_steps())[0][:2]
+    pool.run(engine_ranks.exported, Layout(tp=2), config, str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the checkpoint beside it is gone"
+    found = pool.run(engine_ranks.log_probs, Layout(tp=2), config, batch)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for datum, ours in zip(batch, found, strict=True):
+        ids = torch.tensor([list(datum.input_ids)])
+        with torch.no_grad():
+            theirs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty", "ValueError: a batch needs at least one sample"),
+        ("no tokens", r"DataError: sample 1 has input_ids of shape \[0\], but needs one row of 1 to 33 tokens"),
+        ("too long", r"DataError: sample 0 has input_ids of shape \[34\], but needs one row of 1 to 33 tokens"),
+        ("unknown id", "DataError: sample 0 has token ids from 1 to 97, but model.vocab_size=61"),
+        ("weights", r"DataError: sample 0 has 3 input_ids, but weights of shape \[2\]; give one weight a token"),
+        ("negative", "DataError: sample 0 has a weight that is negative or not finite"),
+        ("not a pair", "ConfigError: loss.function='_mean' returned a Tensor, but has to return a"),
+        ("nothing to step", "RuntimeError: optim_step needs a forward_backward before it"),
+        ("second engine", "ConfigError: this process already has megatron-core's process groups"),
+        ("closed", "RuntimeError: this Engine is closed"),
+        ("not finite", "NumericError: the loss of term 'main' is (inf|nan)"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing_behind(pool: Pool, name: str, message: str) -> None:
+    for found in pool.run(engine_ranks.message_of, Layout(tp=2), small(layout__tp=2), name):
+        assert re.match(message, found), found
+
+
+def test_terms_of_other_denominators_need_the_whole_batch_in_one_call(pool: Pool) -> None:
+    apart = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
+    (found,) = pool.run(engine_ranks.message_of, Layout(), small(loss__side_terms=apart), "a second call")
+    assert found.startswith("ConfigError: the loss terms z have denominators of their own"), found
+    alike = {"z": {"function": "z_loss", "coefficient": 0.1}}
+    assert pool.run(engine_ranks.message_of, Layout(), small(loss__side_terms=alike), "a second call") == [""]
