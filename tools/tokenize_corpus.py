@@ -1,55 +1,8 @@
-"""Turns text into a corpus for pretraining: python tools/tokenize_corpus.py book.txt pages/ --tokenizer my.model ..."""
-
-from pathlib import Path
-from typing import Annotated
+"""`mtrain tokenize` by its name of 0.1.0: python tools/tokenize_corpus.py book.txt pages/ --tokenizer my.model ..."""
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from mtrain.cli.main import one_message
-from mtrain.data.formats.documents import find_files
-from mtrain.data.preparation.tokenize import tokenize_corpus
-
-
-def main(
-    inputs: Annotated[
-        list[Path], typer.Argument(metavar="INPUT...", help="Text files, .jsonl files, folders.", show_default=False)
-    ],
-    tokenizer: Annotated[
-        Path, typer.Option(help="A sentencepiece .model, a tokenizer.json, or their folder.", show_default=False)
-    ],
-    output_prefix: Annotated[
-        str, typer.Option(help="Where the pair is written, without .bin and .idx.", show_default=False)
-    ],
-    glob: Annotated[str, typer.Option(help="Which files of a folder are read.")] = "**/*.txt",
-    text_key: Annotated[str, typer.Option(help="Where the text stands in JSONL.")] = "text",
-    workers: Annotated[int, typer.Option(min=1, help="Processes; the output does not depend on it.")] = 1,
-    append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
-) -> None:
-    """Writes Megatron's .bin/.idx pair: one document for each text file and for each line of JSONL."""
-    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with one_message(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(path.stat().st_size for path in find_files(inputs, glob)))
-        summary = tokenize_corpus(
-            inputs,
-            tokenizer,
-            output_prefix,
-            pattern=glob,
-            text_key=text_key,
-            num_workers=workers,
-            append_eos=append_eos,
-            overwrite=overwrite,
-            progress=lambda num_bytes: bar.advance(task, num_bytes),
-        )
-    empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""
-    typer.echo(
-        f"{output_prefix}: {summary.num_documents} documents{empty}, {summary.num_tokens} tokens from "
-        f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
-    )
-
+from mtrain.cli.data.tokenize import tokenize
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(tokenize)

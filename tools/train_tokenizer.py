@@ -1,52 +1,8 @@
-"""Trains a sentencepiece tokenizer: python tools/train_tokenizer.py corpus.jsonl --output my.model --vocab-size 4096"""
-
-from enum import Enum
-from pathlib import Path
-from typing import Annotated
+"""`mtrain train-tokenizer` by its name of 0.1.0: python tools/train_tokenizer.py corpus.jsonl --output my.model ..."""
 
 import typer
 
-from mtrain.cli.main import one_message
-from mtrain.data.preparation.train_tokenizer import train_tokenizer
-
-
-class Algorithm(Enum):
-    """How the vocabulary is found."""
-
-    BPE = "bpe"
-    UNIGRAM = "unigram"
-
-
-def main(
-    inputs: Annotated[
-        list[Path], typer.Argument(metavar="INPUT...", help="Text files, .jsonl files, folders.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option(help="The .model to write.", show_default=False)],
-    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens, bytes and control tokens included.")],
-    algorithm: Annotated[Algorithm, typer.Option(help="How the vocabulary is found.")] = Algorithm.BPE,
-    glob: Annotated[str, typer.Option(help="Which files of a folder are read.")] = "**/*.txt",
-    text_key: Annotated[str, typer.Option(help="Where the text stands in JSONL.")] = "text",
-    bos_id: Annotated[int, typer.Option(min=-1, help="Begins a sample; -1 for none.")] = 1,
-    eos_id: Annotated[int, typer.Option(min=0, help="Ends a document.")] = 2,
-    pad_id: Annotated[int, typer.Option(min=-1, help="Fills rows; -1 for none.")] = 3,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
-) -> None:
-    """Writes a sentencepiece model that spells every text: what the vocabulary lacks is written in bytes."""
-    with one_message():
-        train_tokenizer(
-            inputs,
-            output,
-            vocab_size,
-            kind=algorithm.value,
-            pattern=glob,
-            text_key=text_key,
-            bos_id=bos_id,
-            eos_id=eos_id,
-            pad_id=pad_id,
-            overwrite=overwrite,
-        )
-    typer.echo(f"{output}: {vocab_size} tokens")
-
+from mtrain.cli.data.train_tokenizer import train_tokenizer
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(train_tokenizer)

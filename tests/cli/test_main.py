@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.main import split_arguments
+from mtrain.cli.arguments import split_arguments
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

@@ -9,10 +9,10 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES
-from mtrain.cli.check import print_plan
 from mtrain.config.load import load_config
 from mtrain.config.schema import bounds
 from mtrain.config.schema.data import IndexedSection
+from mtrain.plan.summary import print_plan
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

@@ -14,11 +14,11 @@ from mtrain.checkpoint.format.slices import slices_of_run
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from mtrain.checkpoint.store.contents import contents_of
 from mtrain.checkpoint.store.diff import differences
+from mtrain.cli.checkpoints.inspect import inspect_app
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.state.checkpoint_ranks import save
 from tests.pool import Pool
-from tools.inspect_checkpoint import app
 
 SMALL: dict[str, Any] = {"model__num_layers": 2, "model__vocab_size": 117, "model__vocab_multiple": 8}
 
@@ -35,7 +35,7 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def said(*arguments: object) -> tuple[int, str]:
     """Exit code and output of the tool."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(inspect_app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 

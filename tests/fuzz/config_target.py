@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from mtrain.cli.check import print_plan
-from mtrain.cli.main import split_arguments
+from mtrain.cli.arguments import split_arguments
 from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
+from mtrain.plan.summary import print_plan
 from tests.config.samples import content
 from tests.fuzz.mutations import FLOATS, HUGE, TEXTS, TOKENS, mutated_bytes, mutated_tree
 from tests.fuzz.target import Target

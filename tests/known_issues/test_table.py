@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.check import print_plan
 from mtrain.config import known_issues
 from mtrain.plan.layout import Layout
+from mtrain.plan.summary import print_plan
 from tests.known_issues.configs import SMALL, assert_refused, megatron_core, small
 from tests.known_issues.page import PAGE, page
 from tests.known_issues.rows import TABLE, VERSION, KnownIssue, applicable

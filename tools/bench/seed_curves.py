@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
-from mtrain.cli.main import one_message
+from mtrain.cli.messages import one_message
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus

@@ -67,7 +67,7 @@ def notes_on_folder(folder: str | None) -> list[str]:
     more = f" and {len(unknown) - _SHOWN_FIELDS} more" if len(unknown) > _SHOWN_FIELDS else ""
     return [
         f"{folder}/{CONFIG_NAME} has fields that are unknown here, {shown}{more}: they are kept and take no part in "
-        "what is computed; tools/convert_checkpoint.py --check-logits compares with transformers"
+        "what is computed; `mtrain convert import --check-logits` compares with transformers"
     ]
 
 

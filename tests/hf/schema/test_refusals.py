@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.cli.checkpoints.convert import convert_app
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf
@@ -23,7 +24,6 @@ from tests.fault_table import Notice
 from tests.hf.folders import save
 from tests.paths import ROOT
 from tests.warm import completed
-from tools.convert_checkpoint import app
 
 FIRST = "model-00001-of-00003.safetensors"
 
@@ -185,7 +185,7 @@ def test_links_inside_a_download_cache_are_followed(good: Path, tmp_path: Path) 
 
 def test_the_commands_end_with_one_line_and_a_code(good: Path, tmp_path: Path) -> None:
     def call(*arguments: object) -> tuple[int, str]:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        result = CliRunner().invoke(convert_app, [str(argument) for argument in arguments])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.exit_code, result.output
 

@@ -1,0 +1,59 @@
+"""Arguments that several verbs take: the configuration of a run, and files of text."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain.cli.messages import this_rank
+
+if TYPE_CHECKING:
+    from mtrain.config import Config
+
+ConfigArguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG... [section.key=value...]",
+        help="YAML files, merged left to right, then single values.",
+        show_default=False,
+    ),
+]
+TextInputs = Annotated[
+    list[Path], typer.Argument(metavar="INPUT...", help="Text files, .jsonl files, folders.", show_default=False)
+]
+GlobOption = Annotated[str, typer.Option(help="Which files of a folder are read.")]
+TextKeyOption = Annotated[str, typer.Option(help="Where the text stands in JSONL.")]
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Tells files from overrides: an override holds `=` and names no existing file."""
+    from mtrain.config.schema.bounds import can_be_a_path  # with the whole schema, which `--help` does without
+
+    overrides = [text for text in arguments if "=" in text and not (can_be_a_path(text) and Path(text).exists())]
+    return [Path(text) for text in arguments if text not in overrides], overrides
+
+
+def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = ()) -> "Config":
+    """The configuration that a command line names; its old names are noted on the first rank.
+
+    Args:
+        arguments: Files and overrides, as `ConfigArguments`.
+        last_overrides: Values that a verb sets itself, after those of the user.
+
+    Raises:
+        ConfigError: A file or a value is wrong.
+    """
+    from mtrain.config.load import load_config
+    from mtrain.config.renamed import RenamedKeyWarning
+
+    paths, overrides = split_arguments(arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RenamedKeyWarning)
+        config = load_config(paths, [*overrides, *last_overrides])
+    if this_rank() == 0:
+        for warning in caught:
+            print(f"note: {warning.message}", file=sys.stderr, flush=True)
+    return config

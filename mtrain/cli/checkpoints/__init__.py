@@ -1,0 +1,1 @@
+"""Verbs that work on checkpoints, without a model and without ranks."""

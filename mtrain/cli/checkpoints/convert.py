@@ -1,0 +1,131 @@
+"""`mtrain convert`: between Hugging Face's model folders and checkpoints, with a proof at the end.
+
+    mtrain convert import --hf DIR --out DIR
+    mtrain convert export --checkpoint DIR --out DIR
+    mtrain convert verify --checkpoint DIR --hf DIR [--check-logits]
+    mtrain convert inspect DIR
+
+No GPU, no model object and no process group; one tensor at a time. A call that was interrupted goes on where it
+stopped.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtrain.base.errors import DataError
+from mtrain.cli.messages import one_message
+
+convert_app = typer.Typer(
+    help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Dtype(StrEnum):
+    """What tensors are cast to."""
+
+    keep = "keep"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
+OutOption = Annotated[Path, typer.Option(help="Folder to make; must not exist.", show_default=False)]
+CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the tensors that are written.")]
+WorkersOption = Annotated[int, typer.Option(min=1, help="Files in work at once.")]
+LogitsOption = Annotated[
+    bool, typer.Option("--check-logits", help="Run both models on random tokens and compare; needs transformers.")
+]
+ThresholdOption = Annotated[float, typer.Option(help="Largest relative difference of logits.")]
+
+
+@convert_app.command("import")
+def import_(
+    hf: HfOption,
+    out: OutOption,
+    dtype: DtypeOption = Dtype.keep,
+    workers: WorkersOption = 1,
+    check_logits: LogitsOption = False,
+    threshold: ThresholdOption = 1e-4,
+) -> None:
+    """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes."""
+    with one_message():
+        from mtrain.checkpoint.store.imported import MODEL_NAME
+        from mtrain.convert.importing import import_hf  # loads torch
+        from mtrain.convert.target import DTYPE_NAMES
+        from mtrain.hf.schema.description import notes_on_folder
+
+        proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)
+        for note in notes_on_folder(str(hf)):
+            print(f"note: {note}")
+        print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
+        if check_logits:
+            _check_logits(out, hf, threshold)
+        print(f"{out} is complete; train it with: mtrain train configs/run/finetune.yaml {out / MODEL_NAME}")
+
+
+@convert_app.command("export")
+def export(
+    checkpoint: CheckpointOption,
+    out: OutOption,
+    like: Annotated[
+        Path | None, typer.Option(help="Folder whose config.json and tokenizer are taken; default: the origin's.")
+    ] = None,
+    dtype: DtypeOption = Dtype.keep,
+    workers: WorkersOption = 1,
+    check_logits: LogitsOption = False,
+    threshold: ThresholdOption = 1e-4,
+) -> None:
+    """A checkpoint -> Hugging Face. float32 takes the main weights of a run."""
+    with one_message():
+        from mtrain.convert.exporting import export_hf
+        from mtrain.convert.target import DTYPE_NAMES
+
+        proof = export_hf(checkpoint, out, like, DTYPE_NAMES.get(dtype), workers)
+        print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
+        if check_logits:
+            _check_logits(checkpoint, out, threshold)
+        print(f"{out} is complete")
+
+
+@convert_app.command()
+def verify(
+    checkpoint: CheckpointOption,
+    hf: HfOption,
+    workers: WorkersOption = 1,
+    check_logits: LogitsOption = False,
+    threshold: ThresholdOption = 1e-4,
+) -> None:
+    """Compares a checkpoint with a folder, tensor by tensor."""
+    with one_message():
+        from mtrain.convert.verifying import verify_hf
+
+        proof = verify_hf(checkpoint, hf, workers)
+        print(f"proven: {proof.num_tensors} tensors are the same, {proof.size_bytes} bytes")
+        if check_logits:
+            _check_logits(checkpoint, hf, threshold)
+
+
+@convert_app.command()
+def inspect(path: Annotated[Path, typer.Argument(metavar="DIR", help="Either kind.", show_default=False)]) -> None:
+    """Says what a folder or a checkpoint holds, from headers alone."""
+    with one_message():
+        from mtrain.convert.inspecting import print_contents
+
+        print_contents(path)
+
+
+def _check_logits(checkpoint: Path, hf: Path, threshold: float) -> None:
+    from mtrain.convert.logits import compare_logits
+
+    difference = compare_logits(checkpoint, hf)
+    print(f"logits: largest difference {difference:.2e} of the largest logit, threshold {threshold:.0e}")
+    if not difference <= threshold:
+        raise DataError(f"the logits of {checkpoint} and {hf} differ by {difference:.2e}, above {threshold:.0e}")

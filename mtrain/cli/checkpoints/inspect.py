@@ -1,0 +1,143 @@
+"""`mtrain inspect`: looks into checkpoints, of this program, of Megatron-LM and of Megatron-Bridge.
+
+    mtrain inspect PATH          what is inside, from metadata alone
+    mtrain inspect diff A B      keys and tensors that differ, the worst first; exit 0 equal, 1 not
+    mtrain inspect verify PATH   the SHA-256 of every file against the manifest
+
+PATH is a checkpoint, or a run folder: then its newest good checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from mtrain.base.errors import DataError
+from mtrain.cli.messages import one_message
+
+if TYPE_CHECKING:
+    from mtrain.checkpoint.format.safe_metadata import GlobalTensor
+
+
+class _ShowUnlessNamed(TyperGroup):
+    """Takes what is no verb for the path of `show`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Called with what follows the options of the group, which is never empty."""
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
+
+
+inspect_app = typer.Typer(
+    cls=_ShowUnlessNamed,
+    help="Looks into checkpoints: of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "
+    "run folder: then its newest good checkpoint. PATH without a command means show PATH.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_PLAIN_WIDTH = 200
+
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False)]
+
+
+@inspect_app.command()
+def show(path: PathArgument) -> None:
+    """What is inside; PATH alone means this."""
+    with one_message():
+        from mtrain.checkpoint.store.contents import contents_of, described, totals  # loads torch
+
+        contents = contents_of(path)
+        for warning in contents.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        for name, value in described(contents).items():
+            print(f"{name:<15}{value}")
+        for (group, dtype), total in totals(contents).items():
+            shown = f"{total.num_tensors} tensors, {total.num_elements:,} elements, {_size(total.size_bytes)}"
+            print(f"{group:<15}{dtype}: {shown}")
+        _print_tensors(contents.tensors.tensors)
+
+
+@inspect_app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
+    worst: Annotated[int, typer.Option(min=1, help="Tensors to list.")] = 20,
+) -> None:
+    """Compares two checkpoints, whatever layouts saved them."""
+    with one_message():
+        from mtrain.checkpoint.store.contents import contents_of
+        from mtrain.checkpoint.store.diff import differences
+
+        found = differences(contents_of(a), contents_of(b))
+        for key in found.missing:
+            print(f"only in {a}: {key}")
+        for key in found.extra:
+            print(f"only in {b}: {key}")
+        for key, ours, theirs in found.misshaped:
+            print(f"shapes differ: {key}: {list(ours)} and {list(theirs)}")
+        for key in found.left_out:
+            print(f"not compared: {key}, which belongs to another number of ranks")
+        table = _table("tensor", "dtypes", "differing", "largest difference", "relative")
+        for each in [each for each in found.compared if each.num_differing or len({*each.dtypes}) > 1][:worst]:
+            share = f"{each.num_differing:,} of {each.num_elements:,}"
+            dtypes = ", ".join(dict.fromkeys(each.dtypes))
+            table.add_row(each.key, dtypes, share, f"{each.largest_difference:.3e}", f"{each.relative:.3e}")
+        if table.row_count:
+            _console().print(table)
+        same = sum(each.num_differing == 0 for each in found.compared)
+        print(f"{'equal' if found.is_equal else 'different'}: {same} of {len(found.compared)} common tensors are equal")
+    raise typer.Exit(0 if found.is_equal else 1)
+
+
+@inspect_app.command()
+def verify(path: PathArgument) -> None:
+    """Reads every file and compares it with the manifest."""
+    with one_message():
+        from mtrain.checkpoint.store.contents import contents_of
+        from mtrain.checkpoint.store.directory import CheckpointEntry
+        from mtrain.checkpoint.store.verification import verify_files
+
+        contents = contents_of(path)
+        if contents.manifest is None:
+            raise DataError(f"{contents.folder} was written by another program and has no checksums to compare with")
+        files = contents.manifest.files
+        verify_files(CheckpointEntry(contents.folder, contents.manifest), files, os.cpu_count() or 1)
+        size = _size(sum(facts.size_bytes for facts in files.values()))
+        print(f"verified {contents.folder}: {len(files)} files, {size}, every byte as it was saved")
+
+
+def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
+    from mtrain.checkpoint.store.contents import size_bytes
+
+    table = _table("tensor", "dtype", "shape", "size", "slices")
+    for key, tensor in sorted(tensors.items()):
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        table.add_row(key, dtype, shape, _size(size_bytes(tensor)), str(len(tensor.slices)))
+    _console().print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, pad_edge=False)
+    if not _console().is_terminal:
+        table.box = None
+    return table
+
+
+def _console() -> Console:
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def _size(size_bytes: int) -> str:
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = next(power for power in range(len(units)) if size_bytes < 1000 ** (power + 1) or power == len(units) - 1)
+    return f"{size_bytes / 1000**power:.3g} {units[power]}"

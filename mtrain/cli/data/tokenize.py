@@ -1,0 +1,52 @@
+"""`mtrain tokenize`: text to a corpus for pretraining."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtrain.cli.arguments import GlobOption, TextInputs, TextKeyOption
+from mtrain.cli.messages import one_message
+
+
+def tokenize(
+    inputs: TextInputs,
+    tokenizer: Annotated[
+        Path, typer.Option(help="A sentencepiece .model, a tokenizer.json, or their folder.", show_default=False)
+    ],
+    output_prefix: Annotated[
+        str, typer.Option(help="Where the pair is written, without .bin and .idx.", show_default=False)
+    ],
+    glob: GlobOption = "**/*.txt",
+    text_key: TextKeyOption = "text",
+    workers: Annotated[int, typer.Option(min=1, help="Processes; the output does not depend on it.")] = 1,
+    append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
+) -> None:
+    """Writes Megatron's .bin/.idx pair: one document for each text file and for each line of JSONL."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with one_message(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        from mtrain.data.formats.documents import find_files
+        from mtrain.data.preparation.tokenize import tokenize_corpus
+
+        task = bar.add_task("", total=sum(path.stat().st_size for path in find_files(inputs, glob)))
+        summary = tokenize_corpus(
+            inputs,
+            tokenizer,
+            output_prefix,
+            pattern=glob,
+            text_key=text_key,
+            num_workers=workers,
+            append_eos=append_eos,
+            overwrite=overwrite,
+            progress=lambda num_bytes: bar.advance(task, num_bytes),
+        )
+    empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""
+    typer.echo(
+        f"{output_prefix}: {summary.num_documents} documents{empty}, {summary.num_tokens} tokens from "
+        f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
+    )

@@ -1,0 +1,53 @@
+"""`mtrain init`: a folder to start from, for those who installed a wheel and have no checkout."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import mtrain
+from mtrain.base.errors import ConfigError
+from mtrain.base.files import disk_faults
+from mtrain.cli.messages import one_message
+
+SHARED = Path(mtrain.__file__).parent / "_share"
+"""In a checkout links to the one copy of each file, in a wheel the files."""
+PARTS = ("configs", "launch")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made where it is missing.", show_default=False)],
+) -> None:
+    """Copies the configurations and the launch scripts that mtrain ships with; overwrites nothing."""
+    with one_message():
+        _refuse_existing(folder)
+        with disk_faults(f"write into {folder}"):
+            _copy_into(folder)
+    typer.echo(
+        f"{folder} holds configs/ and launch/ to start from; they are yours to change. Go there, and then:\n\n"
+        "  mtrain check configs/model/tiny.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml --world-size 2\n"
+        "                                           what a run would be; any of the files can be combined\n"
+        "  bash launch/quickstart.sh                pretrains and finetunes a small model here, from nothing\n"
+        "  bash launch/torchrun.sh CONFIG...        trains on the GPUs of this machine\n"
+        "  sbatch launch/slurm.sbatch RUN_DIR CONFIG...   the same on a cluster"
+    )
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder, or one that does not exist yet")
+    for target in (folder / part for part in PARTS):
+        if target.exists() or target.is_symlink():
+            raise ConfigError(f"{target} exists, and nothing is overwritten; name another folder or move that one away")
+
+
+def _copy_into(folder: Path) -> None:
+    """All of it or, after a crash, a folder `.new-*`: a part under its name would be refused the next time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
+        for part in PARTS:
+            shutil.copytree(SHARED / part, Path(staging, part))
+        for part in PARTS:
+            Path(staging, part).rename(folder / part)

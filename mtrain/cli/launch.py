@@ -1,0 +1,29 @@
+"""`mtrain launch`: starts the ranks of a run."""
+
+from typing import Annotated
+
+import typer
+
+from mtrain.cli.arguments import ConfigArguments, split_arguments
+from mtrain.cli.messages import one_message
+
+launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
+
+
+@launch_app.callback()
+def _launch() -> None:
+    """Keeps `local` a verb of its own, though it is the only one."""
+
+
+@launch_app.command()
+def local(
+    arguments: ConfigArguments,
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks to start.", show_default=False)],
+) -> None:
+    """Trains with several ranks on this machine."""
+    with one_message():
+        from mtrain.launch.local import launch_local
+
+        paths, overrides = split_arguments(arguments)
+        code = launch_local(num_ranks, paths, overrides)
+    raise typer.Exit(code)

@@ -1,0 +1,45 @@
+"""How a verb ends where something is wrong: one message and an exit code, or a traceback that names its rank."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from mtrain.base.errors import MtrainError
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """Ends the program with the error's exit code, and its message where this rank is the one to show it."""
+    try:
+        yield
+    except MtrainError as error:
+        rank = this_rank()
+        if rank == 0 or not error.on_every_rank:
+            print(f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr, flush=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+@contextmanager
+def prefixed_traceback() -> Iterator[None]:
+    """Shows the traceback of what was not foreseen, each line with the rank, since the ranks' lines may mix."""
+    try:
+        yield
+    except MtrainError:
+        raise
+    except Exception:
+        lines = traceback.format_exc().splitlines()
+        print("\n".join(f"[rank {this_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
+        raise typer.Exit(1) from None
+
+
+def this_rank() -> int:
+    """This rank for messages, even where the environment is not fit for a run."""
+    text = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return int(text) if text.isdecimal() else 0

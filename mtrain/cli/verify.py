@@ -1,0 +1,164 @@
+"""`mtrain verify`: three checks of the promise with one body and one set of options."""
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain.cli.arguments import ConfigArguments, loaded_config
+from mtrain.cli.messages import one_message, prefixed_traceback
+
+if TYPE_CHECKING:
+    from mtrain.config import Config
+    from mtrain.verify.core.result import Report
+
+verify_app = typer.Typer(help="Checks the promise on your own configuration.", no_args_is_help=True)
+
+
+def _list_injections(context: typer.Context, wanted: bool) -> None:
+    """Prints the faults of the verb that was called."""
+    if not wanted:
+        return
+    from mtrain.verify.planted.inject import NAMES
+    from mtrain.verify.resume.inject import RESUME_NAMES
+
+    print(*(RESUME_NAMES if context.info_name == resume.__name__ else NAMES), sep="\n")
+    raise typer.Exit
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What each of the three takes: every field is an option of its command line."""
+
+    layouts: Annotated[
+        str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3
+    max_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout; on GPUs, one each.")] = 8
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the report as JSON and HTML; by default the verb's name below run.dir."),
+    ] = None
+    inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plants a known fault, to see it found.")] = None
+    list_injections: Annotated[
+        bool,
+        typer.Option("--list-injections", is_eager=True, callback=_list_injections, help="Names for --inject."),
+    ] = False
+
+    def request(self) -> dict[str, Any]:
+        """Arguments of `Request`, which the three checks share."""
+        return {
+            "layouts": self.layouts,
+            "num_steps": self.steps,
+            "max_ranks": self.max_ranks,
+            "fault": self.inject,
+            "command": " ".join(["mtrain", *sys.argv[1:]]),
+        }
+
+
+def _with_options(*, steps: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Puts the fields of `VerifyOptions` where a verb has its parameter `options`.
+
+    Args:
+        steps: The verb's own default.
+    """
+    defaults = VerifyOptions(steps=steps)
+
+    def spread(verb: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(verb).parameters.values() if each.name != "options"]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shared = [
+            inspect.Parameter(each.name, kind, default=getattr(defaults, each.name), annotation=each.type)
+            for each in fields(VerifyOptions)
+        ]
+
+        @functools.wraps(verb)
+        def called(**given: Any) -> None:
+            options = VerifyOptions(**{each.name: given.pop(each.name) for each in shared})
+            verb(**given, options=options)
+
+        # typer reads the options from here; Python itself only calls by keyword, so the order does not matter to it
+        called.__signature__ = inspect.Signature([*(each.replace(kind=kind) for each in own), *shared])  # type: ignore[attr-defined]
+        return called
+
+    return spread
+
+
+@verify_app.command()
+@_with_options(steps=3)
+def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
+    """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
+
+    def run(config: "Config") -> "Report":
+        from mtrain.verify.parity.run import Request, verify_parity  # loads torch
+
+        return verify_parity(config, Request(**options.request()), _show)
+
+    _verify("parity", arguments, options, run)
+
+
+@verify_app.command()
+@_with_options(steps=6)
+def resume(
+    arguments: ConfigArguments,
+    options: VerifyOptions,
+    at: Annotated[int, typer.Option(min=1, help="Steps after which the run stops; fewer than --steps.")] = 3,
+) -> None:
+    """Stops a small copy of the run and resumes it, after a crash and on other layouts too; exit 0 pass, 1 fail."""
+
+    def run(config: "Config") -> "Report":
+        from mtrain.verify.resume.run import ResumeRequest, verify_resume  # loads torch
+
+        return verify_resume(config, ResumeRequest(**options.request(), at=at), _show)
+
+    _verify("resume", arguments, options, run)
+
+
+@verify_app.command()
+@_with_options(steps=5)
+def hf(
+    arguments: ConfigArguments,
+    options: VerifyOptions,
+    folder: Annotated[
+        Path, typer.Option("--hf", help="Folder with config.json and *.safetensors; instead of model.hf.")
+    ],
+) -> None:
+    """Trains the whole model in transformers and here from the same weights; exit 0 pass, 1 fail."""
+
+    def run(config: "Config") -> "Report":
+        from mtrain.verify.hf.run import verify_hf  # loads torch
+        from mtrain.verify.parity.run import Request
+
+        return verify_hf(config, Request(**options.request()), _show)
+
+    start = (f"model.hf={json.dumps(str(folder))}", "checkpoint.initialize_from=null")
+    _verify("hf", arguments, options, run, start)
+
+
+def _verify(
+    verb: str,
+    arguments: Sequence[str],
+    options: VerifyOptions,
+    run: Callable[["Config"], "Report"],
+    last_overrides: Sequence[str] = (),
+) -> None:
+    """Reads the configuration, runs a check, writes and prints its report; exit 0 pass, 1 fail."""
+    with one_message(), prefixed_traceback():
+        config = loaded_config(arguments, last_overrides)
+        from mtrain.verify.report.print import console, print_report, write_report  # loads torch
+
+        folder = Path(config.run.dir) / verb if options.output is None else options.output
+        report = run(config)
+        write_report(report, folder)
+        print_report(report, folder, console())
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)

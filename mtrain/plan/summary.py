@@ -1,0 +1,82 @@
+"""What `mtrain check` prints: the layout, the batch, and what a step costs."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mtrain import plan
+from mtrain.config import Config, known_issues
+from mtrain.hf.schema.description import notes_on_folder
+from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.plan.layout import Layout
+
+_GIB = 2**30
+_PLAIN_WIDTH = 160
+"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+
+
+def print_plan(config: Config, world_size: int) -> None:
+    """Prints the plan of a run to standard output; plain lines where that is no terminal.
+
+    Raises:
+        ConfigError: the configuration does not run on `world_size` ranks, or its exports cannot be made.
+    """
+    layout = Layout.from_config(config, world_size)
+    refuse_unexportable(config)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    for name, value in _facts(config, layout).items():
+        console.print(f"[bold]{name:<18}[/bold]{escape(value)}")
+    for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
+        console.print(escape(f"note: {note}"))
+    console.print()
+    console.print(_memory_table(config, layout, plain=not console.is_terminal))
+
+
+def _facts(config: Config, layout: Layout) -> dict[str, str]:
+    train, model = config.train, config.model
+    num_microbatches = layout.num_microbatches(train.global_batch_size, train.micro_batch_size)
+    tokens = train.global_batch_size * config.data.seq_length
+    flops = plan.flops_per_token(model, config.data.seq_length)
+    parameters = (
+        f"{plan.num_parameters(model):,} ({plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded)"
+    )
+    if model.experts is not None:
+        parameters += f", {plan.num_active_parameters(model):,} for each token"
+    return {
+        "layout": f"{layout} on {layout.world_size} ranks",
+        "batch": f"{train.global_batch_size} samples = {num_microbatches} microbatches x {train.micro_batch_size} "
+        f"x dp {layout.dp}",
+        "tokens per step": f"{tokens:,}",
+        "tokens of the run": f"{tokens * train.num_steps:,}",
+        "parameters": parameters,
+        "FLOPs per token": f"{flops:.4e}",
+        "FLOPs per step": f"{flops * tokens:.4e}",
+    }
+
+
+def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:
+    """One row for each pipeline rank."""
+    table = Table(title="Memory of a rank, GiB (activations are rough)", title_justify="left", pad_edge=False)
+    if plain:
+        table.box = None
+    for name in ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(name, justify="right")
+    num_layers = config.model.num_layers
+    for pp_rank in range(layout.pp):
+        memory = plan.memory_per_rank(config, layout, pp_rank)
+        bytes_of = (
+            memory.weights_bytes,
+            memory.gradients_bytes,
+            memory.optimizer_bytes,
+            memory.activations_bytes,
+            memory.total_bytes,
+        )
+        table.add_row(
+            str(pp_rank),
+            str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
+            f"{plan.parameters_on_rank(config.model, layout, pp_rank).total:,}",
+            *(f"{count / _GIB:.3f}" for count in bytes_of),
+        )
+    return table

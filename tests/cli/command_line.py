@@ -1,0 +1,42 @@
+"""Calls the program within the test's process, and shows what its verbs take."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from mtrain.cli.main import app
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """Exit code and all that was printed."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def command(*names: str) -> Any:
+    """The verb of this name, as typer has built it."""
+    found: Any = typer.main.get_command(app)
+    for name in names:
+        found = found.commands[name]
+    return found
+
+
+def options(verb: Any) -> Mapping[str, Any]:
+    """Longest name of each option and argument -> its default."""
+    return {max(each.opts, key=len): each.default for each in verb.params if each.name != "help"}
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """Arguments of a command line, without `mtrain`, as its verb would get them; a wrong one raises."""
+    verb: Any = typer.main.get_command(app)
+    words = shlex.split(line)
+    while hasattr(verb, "commands"):
+        verb = verb.commands[words.pop(0)]
+    with verb.make_context("mtrain", words) as context:
+        found: dict[str, Any] = context.params
+    return found
