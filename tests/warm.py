@@ -105,6 +105,10 @@ class Command:
             raise subprocess.TimeoutExpired("mtrain", timeout or 0.0)
         return self._process.exitcode
 
+    def output(self) -> str:
+        """Standard output so far."""
+        return self._outputs[0].read_text(errors="replace")
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Standard output and standard error, once it has ended."""
         self.wait(timeout)

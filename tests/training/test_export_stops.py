@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.export import Exporter, clean_staging, due_steps
 from tests.fault_table import Notice
 from tests.training.test_export import finished, run
-from tests.training.test_trainer import command, start_cold, wait_for_step
+from tests.training.test_trainer import command, start, wait_for_step
 from tests.training.test_trainer import finished as ended
 
-__all__ = ["command", "finished", "run", "start_cold"]
+__all__ = ["command", "finished", "run", "start"]
 
 SAVES = ("checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=2", "checkpoint.keep_last=1")
 
@@ -38,11 +39,11 @@ def exported(run: RunFolder) -> list[int]:
     exit_code=0,
 )
 def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
-    command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
     monkeypatch.setenv(fault_points.VARIABLE, "hang rank=0 step=2 phase=export.piece")
-    process = start_cold(command(*SAVES, "train.num_steps=100000"))
+    process = start(command(*SAVES, "train.num_steps=100000"))
     wait_for_step(run.path, 7)
     with notice:
         process.send_signal(signal.SIGTERM)
@@ -56,7 +57,7 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
 
     monkeypatch.delenv(fault_points.VARIABLE)
     last = published_steps(run.checkpoints)[-1]
-    code, output, errors = ended(start_cold(command(*SAVES, f"train.num_steps={last}", "checkpoint.async_save=false")))
+    code, output, errors = ended(start(command(*SAVES, f"train.num_steps={last}", "checkpoint.async_save=false")))
     assert code == 0, errors
     assert exported(run) == due
     assert not run.requeue_marker.exists()
@@ -70,14 +71,14 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     exit_code=0,
 )
 def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
-    command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
     monkeypatch.setenv(fault_points.VARIABLE, "hang rank=0 step=2 phase=export.piece")
-    process = start_cold(command(*SAVES, "train.num_steps=4"))
-    lines: list[str] = []
-    while "step_00000004 in " not in "".join(lines):
-        lines.append(process.stdout.readline())
+    process = start(command(*SAVES, "train.num_steps=4"))
+    while "step_00000004 in " not in process.output():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
     with notice:
         process.send_signal(signal.SIGTERM)
         code, _, errors = ended(process)
@@ -85,7 +86,7 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     assert run.requeue_marker.read_text() == "stopped by a signal before all checkpoints were exported\n"
 
     monkeypatch.delenv(fault_points.VARIABLE)
-    code, _, errors = ended(start_cold(command(*SAVES, "train.num_steps=4")))
+    code, _, errors = ended(start(command(*SAVES, "train.num_steps=4")))
     assert code == 0, errors
     assert exported(run) == [2, 4]
     assert not run.requeue_marker.exists()
@@ -98,12 +99,12 @@ def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     exit_code=0,
 )
 def test_a_failed_export_does_not_change_how_a_stop_ends(
-    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
+    command: Any, start: Any, tmp_path: Path, notice: Notice
 ) -> None:
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.exports.write_text("a file in the way\n")
-    process = start_cold(command(*SAVES, "train.num_steps=100000"))
+    process = start(command(*SAVES, "train.num_steps=100000"))
     wait_for_step(run.path, 6)
     with notice:
         process.send_signal(signal.SIGTERM)
@@ -122,11 +123,11 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
     exit_code=7,
 )
 def test_a_failed_export_at_the_end_is_an_error(
-    command: Any, start_cold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     monkeypatch.setenv(fault_points.VARIABLE, "full rank=0 step=2 phase=export.piece")
     with notice:
-        code, _, errors = ended(start_cold(command(*SAVES, "train.num_steps=2")))
+        code, _, errors = ended(start(command(*SAVES, "train.num_steps=2")))
     assert code == notice.exit_code, errors
     assert errors.count("error: step 2 is not exported: ") == 1
     assert "Traceback" not in errors

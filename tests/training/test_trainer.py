@@ -102,6 +102,13 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+def running_ranks(run: Path, count: int) -> list[psutil.Process]:
+    """By rank: the processes whose heartbeats are there."""
+    beats = [read_beat(run / "heartbeats", rank) for rank in range(count)]
+    assert None not in beats
+    return [psutil.Process(beat.pid) for beat in beats if beat is not None]
+
+
 def numbers(run: Path) -> list[tuple[Any, ...]]:
     """What must not change, of every step."""
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["denominator"]) for r in records(run)]
@@ -136,11 +143,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(command: Any, start: Any, tmp_path: P
 )
 @pytest.mark.usefixtures("hangup")
 def test_a_signal_to_one_rank_stops_all_in_the_same_step(
-    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
+    command: Any, start: Any, tmp_path: Path, notice: Notice
 ) -> None:
-    process = start_cold(command("train.num_steps=2000", "layout.tp=2", ranks=2))
+    process = start(command("train.num_steps=2000", "layout.tp=2", ranks=2))
     wait_for_step(tmp_path / "run", 2)
-    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    ranks = running_ranks(tmp_path / "run", 2)
     with notice:
         ranks[1].send_signal(signal.SIGHUP)
         code, _, errors = finished(process)
@@ -260,12 +267,10 @@ def test_the_resolved_configuration_repeats_the_run(command: Any, start: Any, tm
     happens="the launcher names rank, signal, phase and step; the others end",
     exit_code=5,
 )
-def test_a_killed_rank_ends_the_run_with_its_name(
-    command: Any, start_cold: Any, tmp_path: Path, notice: Notice
-) -> None:
-    process = start_cold(command("train.num_steps=2000", "train.process_group_timeout_s=20", "layout.tp=2", ranks=2))
+def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
+    process = start(command("train.num_steps=2000", "train.process_group_timeout_s=20", "layout.tp=2", ranks=2))
     wait_for_step(tmp_path / "run", 1)
-    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    ranks = running_ranks(tmp_path / "run", 2)
     while (beat := read_beat(tmp_path / "run" / "heartbeats", 1)) is None or beat.step == 0:
         time.sleep(0.02)
     with notice:
@@ -275,4 +280,4 @@ def test_a_killed_rank_ends_the_run_with_its_name(
     assert re.search(r"rank 1 was killed by SIGKILL \(last seen in \w+ of step \d+\)", errors), errors
     assert re.search(r"rank 0 lost the connection to another rank; rank 1: silent for .* of step \d+ ", errors), errors
     assert "Traceback" not in output + errors
-    assert not any(child.is_running() for child in ranks.values())
+    assert not any(child.is_running() for child in ranks)
