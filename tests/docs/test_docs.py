@@ -53,6 +53,17 @@ def test_a_missing_file_and_a_dead_link_would_be_found() -> None:
     assert LINK.findall("[a](docs/a.md#b) [c](https://c.d) [e](#f)") == ["docs/a.md"]
 
 
+def test_every_section_of_the_configuration_is_on_its_page() -> None:
+    sources = [path.read_text() for path in (ROOT / "mtrain" / "config" / "schema").glob("*.py")]
+    classes = {name for source in sources for name in re.findall(r"^class (\w+)\(\w+\):", source, re.MULTILINE)}
+    sections = {name for name in classes if name.endswith(("Section", "Constants"))} - {"Section"}
+    assert len(sections) > 20
+    page = (ROOT / "docs" / "api" / "config.md").read_text()
+    assert {
+        name for name in sections if not re.search(rf"^::: mtrain\.config\..*\.{name}$", page, re.MULTILINE)
+    } == set()
+
+
 def words(picture: Path) -> list[str]:
     """The texts of an SVG, in the order in which they are drawn."""
     return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
