@@ -1,11 +1,46 @@
-"""What the loader hands to the training step."""
+"""What the loader hands to the training step.
+
+The fields of a batch are listed here and nowhere else: what all of them go through (to a device, cut for context
+parallelism, packed for a broadcast) goes through `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+FieldPath = tuple[str, ...]
+"""Where a tensor of a batch lies: a field, and inside it the loss term, or the depth and its field."""
+DOCUMENT_STARTS: FieldPath = ("document_starts",)
+_OF_DEPTH = ("tokens", "labels", "is_padding")
+
+
+def field_dtypes(
+    terms: Sequence[str], with_documents: bool, with_padding: bool, mtp_depths: int
+) -> dict[FieldPath, torch.dtype]:
+    """The tensors that the batches of a run have, each [batch, seq].
+
+    Args:
+        terms: Names of the loss terms that are computed from logits.
+        with_documents: Whether rows are isolated documents.
+        with_padding: Whether somebody asks which positions hold no text.
+        mtp_depths: How many further tokens are predicted.
+    """
+    dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
+    if with_documents:
+        dtypes[DOCUMENT_STARTS] = torch.int32
+    if with_padding:
+        dtypes["is_padding",] = torch.bool
+    for depth in map(str, range(mtp_depths)):
+        dtypes |= {("mtp", depth, "tokens"): torch.int64, ("mtp", depth, "labels"): torch.int64}
+        if with_padding:
+            dtypes["mtp", depth, "is_padding"] = torch.bool
+    for term in terms:
+        dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
+    return dtypes
 
 
 @dataclass(frozen=True)
@@ -19,11 +54,6 @@ class MtpTargets:
     is_padding: Tensor | None
     """[batch, seq] bool: positions without a token so far ahead; routers of experts do not count them. None where
     nobody asks."""
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> MtpTargets:
-        """The same change to every field."""
-        is_padding = None if self.is_padding is None else change(self.is_padding)
-        return MtpTargets(change(self.tokens), change(self.labels), is_padding)
 
 
 @dataclass(frozen=True)
@@ -52,3 +82,47 @@ class Microbatch:
     """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
     num_loss_tokens: int = 0
     """Positions that the main term counts; likewise."""
+
+    def tensors(self) -> dict[FieldPath, Tensor]:
+        """Every tensor that is there."""
+        alone = ("tokens", "labels", "positions", "document_starts", "is_padding")
+        found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in alone}
+        found |= {("weights", term): weights for term, weights in self.weights.items()}
+        found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
+        for depth, targets in enumerate(self.mtp):
+            found |= {("mtp", str(depth), name): getattr(targets, name) for name in _OF_DEPTH}
+        return {path: tensor for path, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def of(cls, tensors: Mapping[FieldPath, Tensor]) -> Microbatch:
+        """The batch with these tensors, as `tensors` gives them; its positions are not counted."""
+        num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
+        depths = [[("mtp", str(depth), name) for name in _OF_DEPTH] for depth in range(num_depths)]
+        return cls(
+            tokens=tensors["tokens",],
+            labels=tensors["labels",],
+            positions=tensors["positions",],
+            weights={path[1]: tensor for path, tensor in tensors.items() if path[0] == "weights"},
+            denominator_weights={path[1]: each for path, each in tensors.items() if path[0] == "denominator_weights"},
+            document_starts=tensors.get(DOCUMENT_STARTS),
+            is_padding=tensors.get(("is_padding",)),
+            mtp=tuple(MtpTargets(tensors[ids], tensors[labels], tensors.get(pad)) for ids, labels, pad in depths),
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
+        """The same change to every tensor but `document_starts`, which stays whole and on the CPU."""
+        changed = {path: each if path == DOCUMENT_STARTS else change(each) for path, each in self.tensors().items()}
+        return self._with(changed)
+
+    def with_vocabulary(self, size: int) -> Microbatch:
+        """Token ids modulo `size`, for a model of a smaller vocabulary."""
+
+        def folded(path: FieldPath, rows: Tensor) -> Tensor:
+            name = path[2] if path[0] == "mtp" else path[0]
+            return rows % size if name in ("tokens", "labels") else rows
+
+        return self._with({path: folded(path, rows) for path, rows in self.tensors().items()})
+
+    def _with(self, tensors: Mapping[FieldPath, Tensor]) -> Microbatch:
+        padding, loss = self.num_padding_tokens, self.num_loss_tokens
+        return replace(Microbatch.of(tensors), num_padding_tokens=padding, num_loss_tokens=loss)

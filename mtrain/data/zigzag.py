@@ -6,8 +6,6 @@ index, after labels were shifted and weights computed on whole rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -27,13 +25,4 @@ def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: in
     if cp_size == 1:
         return microbatch
     index = zigzag_index(microbatch.tokens.shape[1], cp_size, cp_rank).to(microbatch.tokens.device)
-    return replace(
-        microbatch,
-        tokens=microbatch.tokens[:, index],
-        labels=microbatch.labels[:, index],
-        positions=microbatch.positions[:, index],
-        weights={term: weights[:, index] for term, weights in microbatch.weights.items()},
-        denominator_weights={term: shares[:, index] for term, shares in microbatch.denominator_weights.items()},
-        is_padding=None if microbatch.is_padding is None else microbatch.is_padding[:, index],
-        mtp=tuple(depth.each(lambda field: field[:, index]) for depth in microbatch.mtp),
-    )
+    return microbatch.map(lambda rows: rows[:, index])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch, MtpTargets
+from mtrain.data.batch import DOCUMENT_STARTS, FieldPath, Microbatch, field_dtypes
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.mcore.distributed.groups import Groups
 
@@ -29,24 +28,24 @@ def broadcast_batches(
         config: Gives the shapes.
         groups: The process groups.
     """
-    model = config.model
-    num_integers = 3 + config.data.isolate_documents + (model.experts is not None) * (1 + model.mtp_depths)
-    num_integers += 2 * model.mtp_depths
     if groups.layout.tp == 1:
         assert batches is not None
-        return [_on_device(batch, groups.device) for batch in batches]
+        return [batch.map(lambda rows: rows.to(groups.device)) for batch in batches]
+    model = config.model
+    fields = field_dtypes(terms, config.data.isolate_documents, model.experts is not None, model.mtp_depths)
+    reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
+    integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, config.data.seq_length)
-    if groups.tp_rank == 0:
-        assert batches is not None
-        integers = torch.stack([_integers(batch) for batch in batches]).to(groups.device)
-        reals = torch.stack([_reals(batch, terms) for batch in batches]).to(groups.device)
-    else:
-        integers = torch.empty(count, num_integers, *shape, dtype=torch.int64, device=groups.device)
-        reals = torch.empty(count, 2 * len(terms), *shape, dtype=torch.float64, device=groups.device)
-    source = dist.get_process_group_ranks(groups.tp)[0]
-    dist.broadcast(integers, source, group=groups.tp)
-    dist.broadcast(reals, source, group=groups.tp)
-    return [_unpacked(whole, real, terms, config) for whole, real in zip(integers, reals)]
+    # one vector of each kind: int64 and float64 hold every value of the narrower types
+    packed = [
+        _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
+        _broadcast(batches, reals, torch.float64, (count, len(reals), *shape), groups),
+    ]
+    paths = [*integers, *reals]
+    return [
+        Microbatch.of({path: _as_given(path, rows, fields[path]) for path, rows in zip(paths, [*whole, *real])})
+        for whole, real in zip(*packed)
+    ]
 
 
 def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
@@ -54,43 +53,23 @@ def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microb
     return [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in batches]
 
 
-def _integers(batch: Microbatch) -> Tensor:
-    fields = (batch.tokens, batch.labels, batch.positions, batch.document_starts, batch.is_padding)
-    ahead = (field for depth in batch.mtp for field in (depth.tokens, depth.labels, depth.is_padding))
-    return torch.stack([field.to(torch.int64) for field in (*fields, *ahead) if field is not None])
+def _broadcast(
+    batches: Sequence[Microbatch] | None,
+    paths: Sequence[FieldPath],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    groups: Groups,
+) -> Tensor:
+    """[microbatches, paths, batch, seq] on every rank of the tensor-parallel group. One broadcast."""
+    if groups.tp_rank == 0:
+        assert batches is not None
+        given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
+        packed = torch.stack([torch.stack(rows) for rows in given]).to(groups.device)
+    else:
+        packed = torch.empty(shape, dtype=dtype, device=groups.device)
+    dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
+    return packed
 
 
-def _reals(batch: Microbatch, terms: Sequence[str]) -> Tensor:
-    return torch.stack([field[term].double() for term in terms for field in (batch.weights, batch.denominator_weights)])
-
-
-def _unpacked(integers: Tensor, reals: Tensor, terms: Sequence[str], config: Config) -> Microbatch:
-    more = iter(integers[3:])
-    starts = next(more).to("cpu", torch.int32) if config.data.isolate_documents else None
-
-    def padding() -> Tensor | None:
-        return None if config.model.experts is None else next(more).bool()
-
-    return Microbatch(
-        tokens=integers[0],
-        labels=integers[1],
-        positions=integers[2],
-        weights={term: reals[2 * index].float() for index, term in enumerate(terms)},
-        denominator_weights={term: reals[2 * index + 1] for index, term in enumerate(terms)},
-        document_starts=starts,
-        is_padding=padding(),
-        mtp=tuple(MtpTargets(next(more), next(more), padding()) for _ in range(config.model.mtp_depths)),
-    )
-
-
-def _on_device(batch: Microbatch, device: torch.device) -> Microbatch:
-    return replace(
-        batch,
-        tokens=batch.tokens.to(device),
-        labels=batch.labels.to(device),
-        positions=batch.positions.to(device),
-        weights={term: weights.to(device) for term, weights in batch.weights.items()},
-        denominator_weights={term: shares.to(device) for term, shares in batch.denominator_weights.items()},
-        is_padding=None if batch.is_padding is None else batch.is_padding.to(device),
-        mtp=tuple(depth.each(lambda field: field.to(device)) for depth in batch.mtp),
-    )
+def _as_given(path: FieldPath, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.to("cpu" if path == DOCUMENT_STARTS else rows.device, dtype)

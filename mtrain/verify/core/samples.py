@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,16 +65,11 @@ class Batches:
         """Microbatches of a step, counted from 0."""
         if step < self._plan.own_steps:
             assert self._loader is not None
-            return [self._folded(batch) for batch in self._loader.batches(step)]
+            return [batch.with_vocabulary(self._config.model.vocab_size) for batch in self._loader.batches(step)]
         samples = hard_samples(self._config, step - self._plan.own_steps)
         size = self._config.train.micro_batch_size
         count = len(samples) // (self._dp_size * size)
         return [self._microbatch(samples, slots(number, self._dp_rank, self._dp_size, size)) for number in range(count)]
-
-    def _folded(self, batch: Microbatch) -> Microbatch:
-        size = self._config.model.vocab_size
-        ahead = tuple(replace(each, tokens=each.tokens % size, labels=each.labels % size) for each in batch.mtp)
-        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size, mtp=ahead)
 
     def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
         rows = list(own)

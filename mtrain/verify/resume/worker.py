@@ -227,7 +227,7 @@ class WatchedStep(TrainingStep):
         size = self._run.config.model.vocab_size
         if self._start.own_vocab_size <= size:
             return batch
-        return replace(batch, tokens=batch.tokens % size, labels=batch.labels % size)
+        return batch.with_vocabulary(size)
 
     def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
         """Slot -> digest of the row's tokens, labels and weights."""

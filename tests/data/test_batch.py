@@ -1,0 +1,53 @@
+"""A batch's fields are listed once: what goes through all of them forgets none."""
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets, field_dtypes
+
+TERMS = ("main", "tokens")
+"""A term may be called as a field."""
+
+
+def rows(dtype: torch.dtype) -> Tensor:
+    return (torch.arange(8).view(2, 4) % (2 if dtype == torch.bool else 8)).to(dtype)
+
+
+def full() -> Microbatch:
+    """Every field filled."""
+    return replace(
+        Microbatch.of({path: rows(dtype) for path, dtype in field_dtypes(TERMS, True, True, 2).items()}),
+        num_padding_tokens=3,
+        num_loss_tokens=5,
+    )
+
+
+def test_the_table_names_every_field() -> None:
+    tensors = full().tensors()
+    counted = {"num_padding_tokens", "num_loss_tokens"}
+    assert {path[0] for path in tensors} == {field.name for field in fields(Microbatch)} - counted
+    assert {path[2] for path in tensors if path[0] == "mtp"} == {field.name for field in fields(MtpTargets)}
+    assert {path: each.dtype for path, each in tensors.items()} == field_dtypes(TERMS, True, True, 2)
+
+
+def test_taking_apart_and_putting_together_changes_nothing() -> None:
+    for batch in (full(), replace(full(), document_starts=None, is_padding=None, mtp=())):
+        again = Microbatch.of(batch.tensors())
+        assert again.tensors().keys() == batch.tensors().keys()
+        assert all(torch.equal(each, batch.tensors()[path]) for path, each in again.tensors().items())
+
+
+def test_a_change_reaches_all_but_the_edges_of_documents() -> None:
+    batch = full().map(lambda each: each[:, 1:])
+    assert {path for path, each in batch.tensors().items() if each.shape == (2, 4)} == {DOCUMENT_STARTS}
+    assert (batch.num_padding_tokens, batch.num_loss_tokens) == (3, 5)
+
+
+def test_a_smaller_vocabulary_folds_ids_and_nothing_else() -> None:
+    before, after = full().tensors(), full().with_vocabulary(5).tensors()
+    changed = {path for path in before if not torch.equal(before[path], after[path])}
+    ids = {(name,) for name in ("tokens", "labels")} | {("mtp", d, n) for d in "01" for n in ("tokens", "labels")}
+    assert changed == ids
+    assert all(int(after[path].max()) == 4 for path in ids)
