@@ -1,9 +1,9 @@
 """What a run costs, known before it starts: parameters, arithmetic and memory."""
 
+from mtrain.plan.counts import Parameters
 from mtrain.plan.flops import flops_per_token, mfu, num_attended_pairs, peak_flops
 from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.parameters import (
-    Parameters,
     layer_parameters,
     matrices_on_rank,
     num_active_parameters,

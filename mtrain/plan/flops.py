@@ -6,6 +6,7 @@ H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V
 from __future__ import annotations
 
 from mtrain.config.schema.model import ModelSection
+from mtrain.plan.features import LAYER_PARTS
 
 _PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -39,48 +40,21 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     Recomputation, padding, norms, sinks, softmax and the optimizer do not count; documents isolated inside a sequence
     count as if they were not.
     """
-    layers = range(model.num_layers + model.mtp_depths)
+    layers = [*range(model.num_layers), *[model.num_layers - 1] * model.mtp_depths]
     forward: float = sum(
-        2 * _layer_weights(model, layer) + 2 * _attention_width(model) * _pairs(model, layer, seq_length) / seq_length
+        2 * part.matrix_elements(model) + 2 * part.pair_products(model) * _pairs(model, layer, seq_length) / seq_length
         for layer in layers
+        for part in LAYER_PARTS
+        if part.is_in(model, layer)
     )
     forward += 2 * (1 + model.mtp_depths) * model.hidden_size * model.vocab_size
     forward += 2 * model.mtp_depths * 2 * model.hidden_size**2
     return 3 * forward
 
 
-def _layer_weights(model: ModelSection, layer: int) -> int:
-    """Elements of the matrices of one layer that a token is multiplied by."""
-    hidden, num_ffn_matrices = model.hidden_size, 3 if model.is_gated else 2
-    experts = model.experts if model.has_experts(min(layer, model.num_layers - 1)) else None
-    if experts is None:
-        return _attention_weights(model) + num_ffn_matrices * hidden * model.ffn_hidden_size
-    ffn = experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-    return _attention_weights(model) + num_ffn_matrices * hidden * ffn + hidden * experts.num_experts
-
-
-def _attention_weights(model: ModelSection) -> int:
-    hidden, heads, mla = model.hidden_size, model.num_attention_heads, model.mla
-    if mla is None:
-        return 2 * hidden * (heads + model.query_groups) * model.head_size
-    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    queries = hidden * query if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + query)
-    key_value = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-    key_value += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return queries + key_value + heads * mla.v_head_dim * hidden
-
-
-def _attention_width(model: ModelSection) -> int:
-    """Multiply-adds of each pair of tokens: dimensions of all query heads, and of all value heads."""
-    if model.mla is None:
-        return 2 * model.num_attention_heads * model.head_size
-    mla = model.mla
-    return model.num_attention_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
-
-
 def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
     every = model.global_attention_every
-    sees_everything = every is not None and (min(layer, model.num_layers - 1) + 1) % every == 0
+    sees_everything = every is not None and (layer + 1) % every == 0
     return num_attended_pairs(seq_length, None if sees_everything else model.sliding_window)
 
 

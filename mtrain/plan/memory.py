@@ -8,12 +8,13 @@ from typing import assert_never
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection, MuonSection
+from mtrain.plan.counts import RankParameters
+from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import RankParameters, matrices_on_rank, padded_vocab_size, parameters_on_rank
+from mtrain.plan.parameters import matrices_on_rank, padded_vocab_size, parameters_on_rank
 
 _FP32_BYTES = 4
-_SINK_WIDTH = 8
-"""Dimensions that attention sinks add to a head (mtrain/mcore/model/attention/sinks.py)."""
 
 
 @dataclass(frozen=True)
@@ -92,46 +93,13 @@ def _chunk_elements(config: Config, layout: Layout, pp_rank: int, chunk: int) ->
     if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
         layers += [model.num_layers - 1] * model.mtp_depths
     if config.train.recompute == "full":
-        return len(layers) * _hidden(model, layout)
+        return len(layers) * hidden_local(model, layout)
     return sum(_layer_elements(model, layout, layer) for layer in layers)
 
 
-def _hidden(model: ModelSection, layout: Layout) -> int:
-    return model.hidden_size // layout.tp if layout.sp else model.hidden_size
-
-
 def _layer_elements(model: ModelSection, layout: Layout, layer: int) -> int:
-    """Elements a token that backward needs of a whole layer with fused attention.
-
-    Inputs and outputs of the norms and the residual (5 h, 7 h with norms behind both parts; divided by tp under
-    sequence parallelism), what attention and the feed-forward part keep.
-    """
-    outside = (7 if model.sandwich_norm else 5) * _hidden(model, layout)
-    return outside + _attention_elements(model, layout) + _feed_forward_elements(model, layout, layer)
-
-
-def _attention_elements(model: ModelSection, layout: Layout) -> int:
-    """Queries, keys, values and the attention's output (divided by tp); of latent attention, the latents as well."""
-    heads, mla = model.num_attention_heads, model.mla
-    if mla is None:
-        dim = model.head_size + (_SINK_WIDTH if model.attention_sinks else 0)
-        return 2 * (heads + model.query_groups) * dim // layout.tp
-    latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
-    keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    return 2 * latents + 2 * heads * (keys + mla.v_head_dim) // layout.tp
-
-
-def _feed_forward_elements(model: ModelSection, layout: Layout, layer: int) -> int:
-    """Hidden values before and after the activation (divided by tp).
-
-    A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed.
-    """
-    num_ffn = 3 if model.is_gated else 2
-    experts = model.experts if model.has_experts(layer) else None
-    if experts is None:
-        return num_ffn * model.ffn_hidden_size // layout.tp
-    routed = experts.top_k * (2 * layout.etp * model.hidden_size + num_ffn * experts.ffn_hidden_size)
-    return (routed + num_ffn * experts.shared_ffn_hidden_size) // layout.tp
+    """Elements a token that backward needs of a whole layer with fused attention."""
+    return sum(part.kept_elements(model, layout) for part in LAYER_PARTS if part.is_in(model, layer))
 
 
 def _chunks_in_flight(config: Config, layout: Layout, pp_rank: int) -> int:

@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.mcore.model.layer_spec import layer_spec
+from mtrain.mcore.model.layer_parts import layer_spec
 from mtrain.mcore.model.norm import Norm
 
 

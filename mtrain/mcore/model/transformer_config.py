@@ -17,7 +17,7 @@ from torch.nn import functional
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.mcore.model.moe.layer_spec import experts_fields
+from mtrain.mcore.model.layer_parts import transformer_fields
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.plan.layout import Layout
 
@@ -63,7 +63,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
     """
     fields = {
         **_architecture(config.model),
-        **experts_fields(config.model),
+        **transformer_fields(config.model),
         **_parallelism(config, layout),
         **_execution(config, device),
         **_passed_through(config.model.megatron, layout),
@@ -106,9 +106,7 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         **(_CLAMPED if model.activation == "swiglu_clamped" else {}),
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,
-        "qk_layernorm": model.qk_norm,
         "softmax_scale": softmax_scale(model),
-        "softmax_type": "learnable" if model.attention_sinks else "vanilla",
         "window_size": window,
         "window_attn_skip_freq": model.global_attention_every,
         "attention_dropout": model.attention_dropout,

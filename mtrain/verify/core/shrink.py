@@ -16,12 +16,11 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, JsonlSection, MockSection
-from mtrain.config.schema.experts import ExpertsSection
-from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.plan.features import FEATURES, SmallRun
+from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
 from mtrain.verify.core.layouts import Trial, common_multiple
 
-HEAD_DIM = 8
 VOCAB_SIZE = 97
 """Of random tokens: prime, so that the table is padded under every layout."""
 FOLDED_VOCAB_SIZE = 997
@@ -32,7 +31,6 @@ _MAX_VOCAB = 16384
 """Up to here the user's vocabulary is kept where the user's data are read."""
 _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
-_MAX_DEPTHS = 2
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
         also: Section -> key -> value, of what else is changed.
     """
     reads_files = has_files(config.data)
-    length = _multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
-    batch = _multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
+    length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
+    batch = multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
     content = config.model_dump()
     content["model"] |= _model(config, trials, length, reads_files)
     content["layout"] = {}
@@ -131,63 +129,29 @@ def _refuse_layout_dependent(config: Config) -> None:
 def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files: bool) -> dict[str, Any]:
     model = config.model
     groups, heads = _heads(model, trials)
-    tp = common_multiple([trial.tp for trial in trials])
-    hidden = max(_MIN_HIDDEN, heads * HEAD_DIM)
+    tp, ep, etp = (common_multiple([getattr(trial, axis) for trial in trials]) for axis in ("tp", "ep", "etp"))
+    hidden = max(_MIN_HIDDEN, heads * SMALL_HEAD_DIM)
     is_own_width = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
+    needs_head_dim = model.mla is None and (is_own_width or heads * SMALL_HEAD_DIM != hidden)
     width = max(1.0, min(4.0, model.ffn_hidden_size / model.hidden_size))
     num_layers = _num_layers(model, trials)
     return {
         "hf": None,
         "num_layers": num_layers,
-        "megatron": {**model.megatron, **_unturned_layers(model, num_layers)},
         "num_attention_heads": heads,
         "num_query_groups": None if model.num_query_groups is None or model.mla is not None else groups,
-        "head_dim": HEAD_DIM if model.mla is None and (is_own_width or heads * HEAD_DIM != hidden) else None,
-        "hidden_size": hidden + 2 * HEAD_DIM if is_own_width else hidden,
-        "ffn_hidden_size": _multiple_from(round(hidden * width), [tp, HEAD_DIM]),
+        "head_dim": SMALL_HEAD_DIM if needs_head_dim else None,
+        "hidden_size": hidden + 2 * SMALL_HEAD_DIM if is_own_width else hidden,
+        "ffn_hidden_size": multiple_from(round(hidden * width), [tp, SMALL_HEAD_DIM]),
         "vocab_size": _vocab_size(model, reads_files),
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
-        "sliding_window": _window(model, config.data.seq_length, seq_length),
-        "mla": None if model.mla is None else _latents(model.mla),
-        "experts": None if model.experts is None else _experts(model.experts, trials, tp),
-        "mtp_depths": min(model.mtp_depths, _MAX_DEPTHS),
+        **_of_features(model, SmallRun(tp, ep, etp, config.data.seq_length, seq_length, num_layers)),
     }
 
 
-def _experts(experts: ExpertsSection, trials: Sequence[Trial], tp: int) -> dict[str, Any]:
-    """Few and small, over the user's kind of choice; every trial divides them."""
-    kind = {"top_k": min(experts.top_k, 2), "num_experts": 4} | _expert_groups(experts)
-    parts = [trial.ep for trial in trials] + [kind.get("num_groups", 1)]
-    columns = [trial.etp for trial in trials]
-    return {
-        **experts.model_dump(),
-        **kind,
-        "num_experts": _multiple_from(max(kind["num_experts"], 2 * kind["top_k"]), parts),
-        "ffn_hidden_size": _multiple_from(2 * HEAD_DIM, columns),
-        "shared_ffn_hidden_size": _multiple_from(3 * HEAD_DIM, [tp]) if experts.shared_ffn_hidden_size else 0,
-        "first_dense_layers": min(experts.first_dense_layers, 1),
-        "every": min(experts.every, 2),
-    }
-
-
-def _expert_groups(experts: ExpertsSection) -> dict[str, int]:
-    """Few groups, ranked as the user's are, of enough experts; empty where there are none."""
-    if experts.num_groups is None or experts.group_top_k is None:
-        return {}
-    num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
-    score = {} if experts.group_score_top_k is None else {"group_score_top_k": min(2, experts.group_score_top_k)}
-    # up to 3, so that a score of 2 does not become the default, top_k / group_top_k, by accident
-    of_each = min(3 if score else 2, experts.top_k // experts.group_top_k)
-    size = max(2, of_each)
-    sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * of_each}
-    return sizes | score | {"num_experts": num_groups * size}
-
-
-def _latents(latents: LatentAttentionSection) -> dict[str, Any]:
-    """Ranks and heads so small, and all different."""
-    q_lora_rank = None if latents.q_lora_rank is None else 3 * HEAD_DIM
-    heads = {"qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM // 2, "v_head_dim": HEAD_DIM + 2}
-    return {"q_lora_rank": q_lora_rank, "kv_lora_rank": 2 * HEAD_DIM, "norm_epsilon": latents.norm_epsilon, **heads}
+def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
+    """What the features of the model change."""
+    return {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
 
 
 def _vocab_size(model: ModelSection, reads_files: bool) -> int:
@@ -203,8 +167,8 @@ def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
         ratio = next(each for each in range(ratio // 2, 0, -1) if ratio % each == 0)
     shared = [trial.tp * trial.cp for trial in trials if trial.cp_comm == "ulysses" and trial.cp > 1]
     if model.query_groups == 1:
-        return 1, _multiple_from(ratio, shared)
-    groups = _multiple_from(2, [trial.tp for trial in trials])
+        return 1, multiple_from(ratio, shared)
+    groups = multiple_from(2, [trial.tp for trial in trials])
     step = groups
     while any(groups * ratio % divisor for divisor in shared):
         groups += step
@@ -214,25 +178,8 @@ def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
 def _num_layers(model: ModelSection, trials: Sequence[Trial]) -> int:
     even = [trial.num_stages for trial in trials if trial.stage_shares is None]
     uneven = [2 * trial.num_stages for trial in trials if trial.stage_shares is not None]
-    return _multiple_from(max([min(2, model.num_layers), model.global_attention_every or 1, *uneven]), even)
-
-
-def _unturned_layers(model: ModelSection, num_layers: int) -> dict[str, list[int]]:
-    """Which of the few layers have no rotary embedding; one at least where the user's model has any."""
-    given = model.megatron.get("no_rope_freq")
-    if given is None:
-        return {}
-    if isinstance(given, int):
-        given = [int((layer + 1) % given == 0) for layer in range(model.num_layers)]
-    kept = given[:num_layers]
-    return {"no_rope_freq": [*kept[:-1], max(kept[-1], max(given) - max(kept))]}
-
-
-def _window(model: ModelSection, old: int, new: int) -> int | None:
-    """The same share of the row, but never the whole of a row that it did not cover."""
-    if model.sliding_window is None:
-        return None
-    return max(2, min(round(new * model.sliding_window / old), new - 1 if model.sliding_window < old else new))
+    patterns = [feature.num_layers_at_least(model) for feature in FEATURES]
+    return multiple_from(max([min(2, model.num_layers), *patterns, *uneven]), even)
 
 
 def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
@@ -251,12 +198,6 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
 
 def _training_only(data: FilesSection) -> dict[str, Any]:
     return {"valid": (), "test": ()} if data.split is None else {}
-
-
-def _multiple_from(least: int, divisors: Sequence[int]) -> int:
-    """The smallest number from `least` on that all divisors divide."""
-    multiple = common_multiple(divisors)
-    return -(-least // multiple) * multiple
 
 
 def _changes(before: Config, after: Config) -> Iterator[str]:

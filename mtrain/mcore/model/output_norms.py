@@ -1,4 +1,4 @@
-"""A layer with a norm behind attention and behind the feed-forward part as well, as Gemma has them."""
+"""A layer with a norm behind attention and one behind the feed-forward part, as Gemma and OLMo-2 have them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CHECKPOINT_NAMES = {
 """Checkpoints carry Megatron-Bridge's names, where these norms belong to the projections in front of them."""
 
 
-class SandwichLayer(TransformerLayer):
-    """residual + norm(attention(norm(residual))), and the same of the feed-forward part."""
+class OutputNormLayer(TransformerLayer):
+    """residual + norm(attention(x)), x the residual or its norm, and the same of the feed-forward part."""
 
     def __init__(
         self,

@@ -1,0 +1,164 @@
+"""The modules of each part of a layer: the half of `mtrain/plan/features` that needs megatron-core.
+
+Every part has one function, which puts its modules into a draft of the layer. `layer_spec` calls those of the parts
+that a layer has, in the order of LAYER_PARTS, so later parts may change what earlier ones put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.mcore.model import output_norms
+from mtrain.mcore.model.attention.context_parallel import CoreAttention
+from mtrain.mcore.model.attention.mla import LatentAttention
+from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
+from mtrain.mcore.model.norm import Norm
+from mtrain.plan import features
+from mtrain.plan.features import LAYER_PARTS, LayerPart
+
+
+@dataclass
+class LayerDraft:
+    """A layer while its parts are put together."""
+
+    module: type[TransformerLayer] = TransformerLayer
+    input_norm: type[Norm | IdentityOp] = IdentityOp
+    feed_forward_norm: type[Norm | IdentityOp] = IdentityOp
+    attention: ModuleSpec | None = None
+    feed_forward: ModuleSpec | None = None
+    checkpoint_names: dict[str, str] = field(default_factory=dict)
+    """Beginning of a name inside the layer -> what a checkpoint has in its place."""
+
+    def spec(self) -> ModuleSpec:
+        """The layer, which has all its parts."""
+        assert self.attention is not None
+        assert self.feed_forward is not None
+        return ModuleSpec(
+            module=self.module,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=self.input_norm,
+                self_attention=self.attention,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=self.feed_forward_norm,
+                mlp=self.feed_forward,
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=self.checkpoint_names,
+            ),
+        )
+
+
+def _nothing(draft: LayerDraft, model: ModelSection) -> None:
+    """Of a part that other modules build."""
+
+
+def _input_norms(draft: LayerDraft, model: ModelSection) -> None:
+    draft.input_norm = draft.feed_forward_norm = Norm
+    draft.checkpoint_names |= _INPUT_NORM_NAMES
+
+
+def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
+    draft.module = output_norms.OutputNormLayer
+    draft.checkpoint_names |= output_norms.CHECKPOINT_NAMES
+
+
+def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
+            k_layernorm=IdentityOp,
+        ),
+    )
+
+
+def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    draft.attention.submodules.q_layernorm = draft.attention.submodules.k_layernorm = Norm
+
+
+def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
+    latent = {"latent": model.mla, "rope": model.rope}
+    draft.attention = ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal, **latent})
+    # TransformerEngine has nothing to fuse the input norm into: two projections read it
+    draft.checkpoint_names.pop("input_layernorm.", None)
+    draft.checkpoint_names |= _LATENT_NORM_NAMES
+
+
+def _dense(draft: LayerDraft, model: ModelSection) -> None:
+    projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    draft.feed_forward = ModuleSpec(module=MLP, submodules=projections)
+
+
+def _experts(draft: LayerDraft, model: ModelSection) -> None:
+    assert model.experts is not None
+    draft.feed_forward = experts_spec(model.experts)
+    draft.checkpoint_names.pop("pre_mlp_layernorm.", None)  # the router and the experts read it: not fused either
+
+
+def _no_fields(model: ModelSection) -> dict[str, Any]:
+    return {}
+
+
+class Modules(NamedTuple):
+    """What megatron-core builds for one part of a layer."""
+
+    put_into: Callable[[LayerDraft, ModelSection], None] = _nothing
+    fields: Callable[[ModelSection], dict[str, Any]] = _no_fields
+    """Fields of TransformerConfig, of a model in which some layer has the part."""
+
+
+_INPUT_NORM_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+_LATENT_NORM_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **output_norms.CHECKPOINT_NAMES, **_LATENT_NORM_NAMES}
+"""Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection behind them,
+and Megatron-Bridge's, where they belong to the one in front of them."""
+
+MODULES: Mapping[type[LayerPart], Modules] = {
+    features.Residual: Modules(),  # TransformerLayer adds it
+    features.InputNorms: Modules(_input_norms),
+    features.OutputNorms: Modules(_output_norms),
+    features.GroupedQueryAttention: Modules(_grouped_query_attention),
+    features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
+    # core attention builds them where this asks for them
+    features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
+    features.MultiHeadLatentAttention: Modules(_latent_attention),
+    features.DenseFeedForward: Modules(_dense),
+    features.ExpertFeedForward: Modules(_experts, experts_fields),
+}
+"""One entry for each of LAYER_PARTS; a test keeps the two alike."""
+
+
+def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
+    """Layer `layer`, counted from 0, on torch operations alone: our modules and megatron-core's parallel linears."""
+    draft = LayerDraft()
+    for part in LAYER_PARTS:
+        if part.is_in(model, layer):
+            MODULES[type(part)].put_into(draft, model)
+    return draft.spec()
+
+
+def transformer_fields(model: ModelSection) -> dict[str, Any]:
+    """Fields of TransformerConfig that the parts of the model's layers ask for."""
+    present = [part for part in LAYER_PARTS if any(part.is_in(model, layer) for layer in range(model.num_layers))]
+    return {name: value for part in present for name, value in MODULES[type(part)].fields(model).items()}

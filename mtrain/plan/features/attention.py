@@ -1,0 +1,106 @@
+"""Grouped-query attention and what may stand beside it: norms of heads, sinks, windows."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.counts import Parameters
+from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, norm_elements
+from mtrain.plan.layout import Layout
+
+_SINK_WIDTH = 8
+"""Dimensions that attention sinks add to a head (mtrain/mcore/model/attention/sinks.py)."""
+
+
+@final
+class GroupedQueryAttention(LayerPart):
+    """Projections of queries, keys and values, and of the output, with their biases."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.mla is None
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        biases = Parameters(
+            divided=_qkv_width(model) if model.qkv_bias or model.linear_bias else 0,
+            replicated=model.hidden_size if model.linear_bias else 0,  # of a row-parallel output: after the sum over TP
+        )
+        return self.matrices(model) + biases
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=self.matrix_elements(model))
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        return model.hidden_size * (_qkv_width(model) + model.num_attention_heads * model.head_size)
+
+    def pair_products(self, model: ModelSection) -> int:
+        return 2 * model.num_attention_heads * model.head_size
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Queries, keys, values and the attention's output."""
+        return 2 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
+
+
+def _qkv_width(model: ModelSection) -> int:
+    return (model.num_attention_heads + 2 * model.query_groups) * model.head_size
+
+
+@final
+class QkNorm(LayerPart):
+    """A norm of each query head and one of each key head, which all heads share."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.qk_norm
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=2 * norm_elements(model, model.head_size))
+
+
+@final
+class AttentionSinks(LayerPart):
+    """A logit for each head."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention_sinks
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.attention_sinks=true" if model.attention_sinks else None
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=model.num_attention_heads)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """A sink is one more key, in dimensions that the heads get in addition."""
+        return 2 * (model.num_attention_heads + model.query_groups) * _SINK_WIDTH // layout.tp
+
+
+@final
+class SlidingWindow(Feature):
+    """A window in all layers, or in all but every n-th."""
+
+    def num_layers_at_least(self, model: ModelSection) -> int:
+        return model.global_attention_every or 1
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """The same share of the row, but never the whole of a row that it did not cover."""
+        window, old, new = model.sliding_window, small.user_seq_length, small.seq_length
+        if window is None:
+            return {}
+        most = new - 1 if window < old else new
+        return {"sliding_window": max(2, min(round(new * window / old), most))}
+
+
+@final
+class UnturnedLayers(Feature):
+    """Layers without a rotary embedding."""
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Which of the few layers have none; one at least where the user's model has any."""
+        given = model.megatron.get("no_rope_freq")
+        if given is None:
+            return {}
+        if isinstance(given, int):
+            given = [int((layer + 1) % given == 0) for layer in range(model.num_layers)]
+        kept = given[: small.num_layers]
+        pattern = [*kept[:-1], max(kept[-1], max(given) - max(kept))]
+        return {"megatron": {**model.megatron, "no_rope_freq": pattern}}

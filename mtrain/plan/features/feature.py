@@ -1,0 +1,95 @@
+"""What a feature of a model is, wherever no torch is needed.
+
+A feature is one object: what it adds to the parameters, to the arithmetic and to the memory of a layer, and how it is
+made small for verification. Whoever needs a sum asks every feature, so a new one is a new object and not a new case in
+each of these. Its other half, the modules that compute it, has an entry in `mtrain/mcore/model/layer_parts.py`. Its
+keys and the rules between them stand in `mtrain/config/schema/model.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.counts import Parameters
+from mtrain.plan.layout import Layout
+
+SMALL_HEAD_DIM = 8
+"""Dimensions of a head in models that are made small."""
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """What a model is made small for."""
+
+    tp: int
+    """Every size that TP divides must be a multiple of this; likewise for `ep` and `etp`."""
+    ep: int
+    etp: int
+    user_seq_length: int
+    seq_length: int
+    num_layers: int
+
+
+class Feature:
+    """One feature of a model; what it does not say costs nothing."""
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        """The keys that TransformerEngine's layers cannot follow, as a user writes them; None where there are none."""
+        return None
+
+    def num_layers_at_least(self, model: ModelSection) -> int:
+        """Layers below which a part of its pattern would be missing."""
+        return 1
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Keys of `model.*` that change so that the feature stays and its sizes become small."""
+        return {}
+
+
+class LayerPart(Feature, ABC):
+    """A feature that all layers have, or some."""
+
+    @abstractmethod
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has it."""
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        """What it adds to a layer that has it."""
+        return self.matrices(model)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        """Of its parameters, the matrices of projections: without biases, norms and the rows of a router."""
+        return Parameters()
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        """Elements of matrices that each token is multiplied by."""
+        return 0
+
+    def pair_products(self, model: ModelSection) -> int:
+        """Multiply-adds for each pair of tokens of which one attends to the other."""
+        return 0
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Elements a token and rank that the backward pass needs."""
+        return 0
+
+
+def norm_elements(model: ModelSection, size: int) -> int:
+    """Parameters of a norm over so many elements."""
+    return size if model.norm == "rmsnorm" else 2 * size
+
+
+def hidden_local(model: ModelSection, layout: Layout) -> int:
+    """Elements a token and rank of what stands between the parts of a layer."""
+    return model.hidden_size // layout.tp if layout.sp else model.hidden_size
+
+
+def multiple_from(least: int, divisors: Sequence[int]) -> int:
+    """The smallest number from `least` on that all divisors divide."""
+    multiple = math.lcm(*divisors)
+    return -(-least // multiple) * multiple

@@ -1,0 +1,123 @@
+"""Feed-forward parts: dense, and a router with experts."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.counts import Parameters
+from mtrain.plan.features.feature import SMALL_HEAD_DIM, LayerPart, SmallRun, multiple_from
+from mtrain.plan.layout import Layout
+
+
+@final
+class DenseFeedForward(LayerPart):
+    """Two projections, three where one is a gate."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return not model.has_experts(layer)
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return _network(model, model.ffn_hidden_size)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=self.matrix_elements(model))
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        return _num_matrices(model) * model.hidden_size * model.ffn_hidden_size
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Hidden values before and after the activation."""
+        return _num_matrices(model) * model.ffn_hidden_size // layout.tp
+
+
+@final
+class ExpertFeedForward(LayerPart):
+    """Router, experts and shared experts."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.has_experts(layer)
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return None if model.experts is None else "model.experts"
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        experts = _section(model)
+        one = _network(model, experts.ffn_hidden_size)
+        all_experts = Parameters(
+            experts=experts.num_experts * one.divided, whole_experts=experts.num_experts * one.replicated
+        )
+        shared = _network(model, experts.shared_ffn_hidden_size) if experts.shared_ffn_hidden_size else Parameters()
+        return router_parameters(model) + all_experts + shared
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        experts, of_column = _section(model), _num_matrices(model) * model.hidden_size
+        return Parameters(
+            divided=of_column * experts.shared_ffn_hidden_size,
+            experts=of_column * experts.num_experts * experts.ffn_hidden_size,
+        )
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        experts = _section(model)
+        width = experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+        return model.hidden_size * (_num_matrices(model) * width + experts.num_experts)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed."""
+        experts, num = _section(model), _num_matrices(model)
+        routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
+        return (routed + num * experts.shared_ffn_hidden_size) // layout.tp
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Few and small, over the user's kind of choice; every layout divides them."""
+        if model.experts is None:
+            return {}
+        experts = model.experts
+        kind = {"top_k": min(experts.top_k, 2), "num_experts": 4} | _few_groups(experts)
+        least, parts = max(kind["num_experts"], 2 * kind["top_k"]), [small.ep, kind.get("num_groups", 1)]
+        changed = {
+            **kind,
+            "num_experts": multiple_from(least, parts),
+            "ffn_hidden_size": multiple_from(2 * SMALL_HEAD_DIM, [small.etp]),
+            "shared_ffn_hidden_size": (
+                multiple_from(3 * SMALL_HEAD_DIM, [small.tp]) if experts.shared_ffn_hidden_size else 0
+            ),
+            "first_dense_layers": min(experts.first_dense_layers, 1),
+            "every": min(experts.every, 2),
+        }
+        return {"experts": experts.model_dump() | changed}
+
+
+def router_parameters(model: ModelSection) -> Parameters:
+    """A row for each expert."""
+    experts = _section(model)
+    return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
+
+
+def _few_groups(experts: ExpertsSection) -> dict[str, int]:
+    """Few groups, ranked as the user's are, of enough experts; empty where there are none."""
+    if experts.num_groups is None or experts.group_top_k is None:
+        return {}
+    num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
+    score = {} if experts.group_score_top_k is None else {"group_score_top_k": min(2, experts.group_score_top_k)}
+    # up to 3, so that a score of 2 does not become the default, top_k / group_top_k, by accident
+    of_each = min(3 if score else 2, experts.top_k // experts.group_top_k)
+    sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * of_each}
+    return sizes | score | {"num_experts": num_groups * max(2, of_each)}
+
+
+def _section(model: ModelSection) -> ExpertsSection:
+    assert model.experts is not None, "asked only where a layer has it"
+    return model.experts
+
+
+def _network(model: ModelSection, width: int) -> Parameters:
+    """Two projections over `width` columns, and their biases."""
+    first = width * (2 if model.is_gated else 1)
+    biases = Parameters(divided=first, replicated=model.hidden_size) if model.linear_bias else Parameters()
+    return Parameters(divided=model.hidden_size * (first + width)) + biases
+
+
+def _num_matrices(model: ModelSection) -> int:
+    return 3 if model.is_gated else 2

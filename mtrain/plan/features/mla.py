@@ -1,0 +1,73 @@
+"""Multi-head latent attention."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mtrain.config.schema.mla import LatentAttentionSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.counts import Parameters
+from mtrain.plan.features.feature import SMALL_HEAD_DIM, LayerPart, SmallRun, norm_elements
+from mtrain.plan.layout import Layout
+
+
+@final
+class MultiHeadLatentAttention(LayerPart):
+    """Projections down to the ranks of queries and of keys and values, their norms, and the projections up."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.mla is not None
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return None if model.mla is None else "model.mla"
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        mla = _section(model)
+        norms = norm_elements(model, mla.kv_lora_rank)
+        norms += 0 if mla.q_lora_rank is None else norm_elements(model, mla.q_lora_rank)
+        return self.matrices(model) + Parameters(replicated=norms)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        down = _down(model)
+        return Parameters(divided=self.matrix_elements(model) - down, replicated=down)
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        mla, heads = _section(model), model.num_attention_heads
+        up = heads * mla.query_head_dim * (model.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank)
+        up += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
+
+    def pair_products(self, model: ModelSection) -> int:
+        return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """The latents, whole on every rank of TP, and what grouped-query attention keeps."""
+        mla = _section(model)
+        latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+        return 2 * latents + 2 * model.num_attention_heads * (mla.query_head_dim + mla.v_head_dim) // layout.tp
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Ranks and heads so small, and all different."""
+        if model.mla is None:
+            return {}
+        ranks = {
+            "q_lora_rank": None if model.mla.q_lora_rank is None else 3 * SMALL_HEAD_DIM,
+            "kv_lora_rank": 2 * SMALL_HEAD_DIM,
+        }
+        heads = {
+            "qk_nope_head_dim": SMALL_HEAD_DIM,
+            "qk_rope_head_dim": SMALL_HEAD_DIM // 2,
+            "v_head_dim": SMALL_HEAD_DIM + 2,
+        }
+        return {"mla": ranks | heads | {"norm_epsilon": model.mla.norm_epsilon}}
+
+
+def _section(model: ModelSection) -> LatentAttentionSection:
+    assert model.mla is not None, "asked only where a layer has it"
+    return model.mla
+
+
+def _down(model: ModelSection) -> int:
+    """Elements of the projections to the latents, which every rank of TP holds whole."""
+    mla = _section(model)
+    return model.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -1,0 +1,52 @@
+"""Norms of the residual stream, and the residual stream itself."""
+
+from __future__ import annotations
+
+from typing import final
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.counts import Parameters
+from mtrain.plan.features.feature import LayerPart, hidden_local, norm_elements
+from mtrain.plan.layout import Layout
+
+
+@final
+class Residual(LayerPart):
+    """The residual stream before and behind attention, and behind the feed-forward part."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return True
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        return 3 * hidden_local(model, layout)
+
+
+@final
+class InputNorms(LayerPart):
+    """A norm in front of attention and one in front of the feed-forward part."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return True
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=2 * norm_elements(model, model.hidden_size))
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        return 2 * hidden_local(model, layout)
+
+
+@final
+class OutputNorms(LayerPart):
+    """A norm behind attention and one behind the feed-forward part, before the residual is added."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.sandwich_norm
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.sandwich_norm=true" if model.sandwich_norm else None
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=2 * norm_elements(model, model.hidden_size))
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        return 2 * hidden_local(model, layout)
