@@ -25,6 +25,10 @@ _UNCHANGED = {
     "mlp.c_fc": "mlp.linear_fc1",
     "mlp.c_proj": "mlp.linear_fc2",
 }
+_POST_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 _SANDWICH = {
     "post_attention_layernorm": "post_self_attn_layernorm",
     "pre_feedforward_layernorm": "pre_mlp_layernorm",
@@ -48,7 +52,8 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
     for i in range(model.num_layers):
         theirs, ours = f"model.layers.{i}", f"decoder.layers.{i}"
         for kind in ("weight", "bias"):
-            for their_name, our_name in {**_UNCHANGED, **(_SANDWICH if model.sandwich_norm else {})}.items():
+            further = _SANDWICH if model.sandwich_norm else _POST_NORMS if model.post_norm else {}
+            for their_name, our_name in {**_UNCHANGED, **further}.items():
                 if f"{theirs}.{their_name}.{kind}" in state:
                     parameters[f"{ours}.{our_name}.{kind}"] = state[f"{theirs}.{their_name}.{kind}"]
             if f"{theirs}.self_attn.k_proj.{kind}" in state:

@@ -31,13 +31,15 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
     depths = [f"mtp.layers.{k}" for k in range(model.mtp_depths)]
     for layer, i in (layers | {f"{depth}.transformer_layer": model.num_layers - 1 for depth in depths}).items():
         fc1 = model.ffn_hidden_size * (2 if model.activation in GATED else 1)
-        shapes |= _norm_shapes(f"{layer}.input_layernorm", hidden, model)
+        if not model.post_norm:
+            shapes |= _norm_shapes(f"{layer}.input_layernorm", hidden, model)
         any_bias = model.linear_bias
         shapes |= _attention_shapes(f"{layer}.self_attention", model)
-        if model.sandwich_norm:
+        if model.sandwich_norm or model.post_norm:
             shapes |= _norm_shapes(f"{layer}.post_self_attn_layernorm", hidden, model)
             shapes |= _norm_shapes(f"{layer}.post_mlp_layernorm", hidden, model)
-        shapes |= _norm_shapes(f"{layer}.pre_mlp_layernorm", hidden, model)
+        if not model.post_norm:
+            shapes |= _norm_shapes(f"{layer}.pre_mlp_layernorm", hidden, model)
         if has_experts(model, i):
             shapes |= expert_shapes(f"{layer}.mlp", model)
             continue
@@ -103,10 +105,10 @@ def head(parameters: Parameters, model: ModelSection, hidden: Tensor) -> Tensor:
 
 def transformer_layer(parameters: Parameters, name: str, model: ModelSection, i: int, hidden: Tensor) -> Tensor:
     """A layer of the kind of layer i, counted from 0: [documents, length, hidden] -> the same."""
-    x = norm(parameters, f"{name}.input_layernorm", model, hidden)
+    x = hidden if model.post_norm else norm(parameters, f"{name}.input_layernorm", model, hidden)
     attended = _attention(parameters, f"{name}.self_attention", model, i, x)
     hidden = hidden + _behind(parameters, f"{name}.post_self_attn_layernorm", model, attended)
-    x = norm(parameters, f"{name}.pre_mlp_layernorm", model, hidden)
+    x = hidden if model.post_norm else norm(parameters, f"{name}.pre_mlp_layernorm", model, hidden)
     transformed = (experts if has_experts(model, i) else _mlp)(parameters, f"{name}.mlp", model, x)
     return hidden + _behind(parameters, f"{name}.post_mlp_layernorm", model, transformed)
 
@@ -118,7 +120,9 @@ def _attention_shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ..
     rows, columns = (model.num_attention_heads + 2 * model.query_groups) * head, model.num_attention_heads * head
     shapes = _linear_shapes(f"{name}.linear_qkv", rows, hidden, model.linear_bias or model.qkv_bias)
     if model.qk_norm:
-        shapes |= _norm_shapes(f"{name}.q_layernorm", head, model) | _norm_shapes(f"{name}.k_layernorm", head, model)
+        widths = (columns, model.query_groups * head) if model.qk_norm_width == "full" else (head, head)
+        for kind, width in zip("qk", widths, strict=True):
+            shapes |= _norm_shapes(f"{name}.{kind}_layernorm", width, model)
     if model.attention_sinks:
         shapes[f"{name}.core_attention.softmax_offset"] = (model.num_attention_heads,)
     return shapes | _linear_shapes(f"{name}.linear_proj", hidden, columns, model.linear_bias)
@@ -150,7 +154,7 @@ def _neutral(model: ModelSection) -> float:
 
 def _behind(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
     """The norm behind a part of a layer, where the model has one."""
-    return norm(parameters, name, model, x) if model.sandwich_norm else x
+    return norm(parameters, name, model, x) if model.sandwich_norm or model.post_norm else x
 
 
 def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
@@ -168,8 +172,8 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     qkv = _linear(parameters, f"{name}.linear_qkv", x).view(documents, length, groups, queries_per_group + 2, head)
     query, key, value = qkv[..., :-2, :], qkv[..., -2, :].unsqueeze(3), qkv[..., -1, :].unsqueeze(3)
     if model.qk_norm:
-        query = norm(parameters, f"{name}.q_layernorm", model, query)
-        key = norm(parameters, f"{name}.k_layernorm", model, key)
+        query = _head_norm(parameters, f"{name}.q_layernorm", model, query)
+        key = _head_norm(parameters, f"{name}.k_layernorm", model, key)
     window = None if _sees_everything(model, layer_index) else model.sliding_window
     rope = model.rope
     if window is not None and rope.local_base is not None:
@@ -184,6 +188,13 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     probabilities = scores.softmax(-1)[..., :length]
     context = torch.einsum("dghqk,dkgoe->dqghe", probabilities, value)
     return _linear(parameters, f"{name}.linear_proj", context.reshape(documents, length, -1))
+
+
+def _head_norm(parameters: Parameters, name: str, model: ModelSection, heads: Tensor) -> Tensor:
+    """The norm of [documents, length, groups, heads, size]: of each head, or of all as one vector."""
+    if model.qk_norm_width == "full":
+        return norm(parameters, name, model, heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
+    return norm(parameters, name, model, heads)
 
 
 def _turned(part: Tensor, model: ModelSection) -> Tensor:

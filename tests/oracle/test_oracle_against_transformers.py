@@ -179,6 +179,38 @@ def gemma3() -> tuple[ModelSection, Any]:
     )
 
 
+def olmo2() -> tuple[ModelSection, Any]:
+    """Grouped heads, and heads whose sizes do not add up to the hidden size."""
+    rope = RopeSection(base=500.0)
+    model = ModelSection(**SMALL, post_norm=True, qk_norm=True, qk_norm_width="full", head_dim=16, rope=rope)
+    rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    own = {"head_dim": 16, "pad_token_id": None}  # the gradient of a padding token's row would be left out
+    return model, transformers.Olmo2Config(**common(model), **own, rope_parameters=rope_parameters)
+
+
+def olmo3() -> tuple[ModelSection, Any]:
+    rope = RopeSection(base=500.0, local_base=100.0, scaling="linear", factor=2.5)
+    model = ModelSection(
+        **SMALL,
+        post_norm=True,
+        qk_norm=True,
+        qk_norm_width="full",
+        sliding_window=5,
+        global_attention_every=3,
+        rope=rope,
+    )
+    return model, transformers.Olmo3Config(
+        **common(model),
+        pad_token_id=None,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    )
+
+
 def gpt_oss() -> tuple[ModelSection, Any]:
     rope = RopeSection(base=300.0, scaling="yarn", factor=4.0, beta_fast=4.0, original_max_positions=16, truncate=False)
     model = ModelSection(
@@ -286,6 +318,8 @@ FAMILIES = [
     starcoder2,
     starcoder2_exact_gelu,
     gemma3,
+    olmo2,
+    olmo3,
     gpt_oss,
 ]
 

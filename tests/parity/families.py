@@ -20,6 +20,22 @@ GEMMA: dict[str, Any] = {
 }
 """Gemma-3's text model, with every third layer global."""
 
+OLMO2: dict[str, Any] = {
+    "model__norm_epsilon": 1e-6,
+    "model__post_norm": True,
+    "model__qk_norm": True,
+    "model__qk_norm_width": "full",
+    "model__head_dim": 6,
+    "model__rope": {"base": 500.0},
+}
+"""OLMo-2 with grouped heads, whose sizes do not add up to the hidden size."""
+
+OLMO3: dict[str, Any] = OLMO2 | {
+    "model__sliding_window": 7,
+    "model__global_attention_every": 4,
+    "model__rope": {"base": 500.0, "local_base": 100.0},
+}
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

@@ -13,10 +13,12 @@ from tests.oracle.experts import is_buffer
 from tests.oracle.model import parameter_shapes
 from tests.parity.cases import case
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN
-from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, OLMO2, OLMO3
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
+    "olmo2": OLMO2,
+    "olmo3_ahead": OLMO3 | {"model__mtp_depths": 1},
     "gpt_oss": GPT_OSS,
     "mixtral": MIXTRAL,
     "qwen": QWEN,
@@ -103,6 +105,7 @@ def test_activations_grow_with_what_backward_keeps() -> None:
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 128}
     plain = activations()
     assert plain < activations(attention_sinks=True)
-    assert plain < activations(sandwich_norm=True)
+    assert plain == activations(post_norm=True) < activations(sandwich_norm=True)
+    assert plain < activations(qk_norm=True, qk_norm_width="full")
     assert plain < activations(experts=experts) < activations(experts=experts | {"top_k": 4})
     assert plain < activations(mtp_depths=1) < activations(mtp_depths=2)

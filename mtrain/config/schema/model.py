@@ -113,12 +113,19 @@ class ModelSection(Section):
     """Norms multiply by 1 + weight, and weights start at 0."""
     sandwich_norm: bool = False
     """A norm behind attention and behind the feed-forward part as well, before the residual is added."""
+    post_norm: bool = False
+    """Norms behind attention and the feed-forward part, before the residual is added, in the place of those in front
+    of them, as OLMo-2 has them."""
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
     """swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and up within -7 and 7."""
     qkv_bias: bool = False
     linear_bias: bool = False
     """Bias of the output projection and of both MLP projections (and of qkv)."""
     qk_norm: bool = False
+    """Queries and keys are normalised before they are rotated."""
+    qk_norm_width: Literal["head", "full"] = "head"
+    """What a norm of queries or keys runs over: each head with one weight for all of them, or the whole projection, as
+    OLMo-2 has it."""
     tied_embeddings: bool = False
     scale_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
@@ -203,6 +210,22 @@ class ModelSection(Section):
         if self.mla is None:
             return "rope.interleaved=true needs model.mla; remove it" if self.rope.interleaved else None
         return "\n".join(_refused_beside_latents(self)) or None
+
+    @rule
+    def norms_stand_in_one_way(self) -> str | None:
+        if not (self.post_norm and self.sandwich_norm):
+            return None
+        return "post_norm=true leaves norms out that sandwich_norm=true asks for; turn one of them off"
+
+    @rule
+    def a_full_width_is_one_of_rmsnorms(self) -> str | None:
+        if self.qk_norm_width == "head":
+            return None
+        if not self.qk_norm:
+            return "qk_norm_width=full has no effect without a norm; set qk_norm=true or remove it"
+        if self.norm != "rmsnorm":
+            return f"qk_norm_width=full needs norm=rmsnorm, but norm={self.norm}; change one of them"
+        return None
 
     @rule
     def global_layers_need_a_window(self) -> str | None:

@@ -20,7 +20,9 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model import output_norms
+from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
+from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
 from mtrain.mcore.model.norm import Norm
@@ -91,6 +93,12 @@ def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention.submodules.q_layernorm = draft.attention.submodules.k_layernorm = Norm
 
 
+def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    draft.attention.module = FullWidthNormAttention
+    draft.checkpoint_names |= full_width_norm.CHECKPOINT_NAMES
+
+
 def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
     latent = {"latent": model.mla, "rope": model.rope}
     draft.attention = ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal, **latent})
@@ -140,6 +148,7 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.OutputNorms: Modules(_output_norms),
     features.GroupedQueryAttention: Modules(_grouped_query_attention),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
+    features.FullWidthQkNorm: Modules(_full_width_qk_norm),
     # core attention builds them where this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention),

@@ -2,6 +2,7 @@
 
 from mtrain.plan.features.attention import (
     AttentionSinks,
+    FullWidthQkNorm,
     GroupedQueryAttention,
     QkNorm,
     SlidingWindow,
@@ -19,6 +20,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     OutputNorms(),
     GroupedQueryAttention(),
     QkNorm(),
+    FullWidthQkNorm(),
     AttentionSinks(),
     MultiHeadLatentAttention(),
     DenseFeedForward(),
@@ -35,6 +37,7 @@ __all__ = [
     "DenseFeedForward",
     "ExpertFeedForward",
     "Feature",
+    "FullWidthQkNorm",
     "GroupedQueryAttention",
     "InputNorms",
     "MultiHeadLatentAttention",

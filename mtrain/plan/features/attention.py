@@ -50,10 +50,28 @@ class QkNorm(LayerPart):
     """A norm of each query head and one of each key head, which all heads share."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.qk_norm
+        return model.qk_norm and model.qk_norm_width == "head"
 
     def parameters(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.head_size))
+
+
+@final
+class FullWidthQkNorm(LayerPart):
+    """A norm over all query heads at once and one over all key heads, each element with a weight of its own."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.qk_norm and model.qk_norm_width == "full"
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.qk_norm_width=full" if self.is_in(model, 0) else None
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=(model.num_attention_heads + model.query_groups) * model.head_size)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Queries and keys as they were before."""
+        return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
 
 @final

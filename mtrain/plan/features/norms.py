@@ -26,7 +26,7 @@ class InputNorms(LayerPart):
     """A norm in front of attention and one in front of the feed-forward part."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return True
+        return not model.post_norm
 
     def parameters(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.hidden_size))
@@ -40,9 +40,11 @@ class OutputNorms(LayerPart):
     """A norm behind attention and one behind the feed-forward part, before the residual is added."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.sandwich_norm
+        return model.sandwich_norm or model.post_norm
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
+        if model.post_norm:
+            return "model.post_norm=true"
         return "model.sandwich_norm=true" if model.sandwich_norm else None
 
     def parameters(self, model: ModelSection) -> Parameters:

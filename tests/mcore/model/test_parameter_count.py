@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "gpt": {"norm": "layernorm", "activation": "gelu", "linear_bias": True, "qk_norm": True},
     "gemma": {"sandwich_norm": True, "tied_embeddings": True, "activation": "geglu_tanh", "qk_norm": True},
+    "olmo2": {"post_norm": True, "qk_norm": True, "qk_norm_width": "full", "head_dim": 6},
     "gpt_oss": {"attention_sinks": True, "linear_bias": True, "activation": "swiglu_clamped"},
     "mla": {"mla": MLA, "num_query_groups": None},
     "mla_without_query_rank": {"mla": {**MLA, "q_lora_rank": None}, "num_query_groups": None},

@@ -1,4 +1,4 @@
-"""Gemma-3, GPT-OSS and DeepSeek-V3 under every kind of parallelism, against the oracle."""
+"""Gemma-3, OLMo-2, OLMo-3, GPT-OSS and DeepSeek-V3 under every kind of parallelism, against the oracle."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ from tests.parity.batches import GlobalBatch, documents_steps, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, deviation, initial_parameters, run_case, run_oracle, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
-from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, OLMO2, OLMO3
 from tests.pool import Pool
 
 FULL = {"train__recompute": "full"}
 SELECTIVE = {"train__recompute": "selective"}
 ISOLATED = {"data__isolate_documents": True}
 
+EXPERTS: dict[str, Any] = {"model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}
 DEEPSEEK = DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | {"model__mtp_depths": 1}
 
 CASES: list[tuple[dict[str, Any], Case]] = [
@@ -29,6 +30,15 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (GEMMA | ISOLATED | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2)),
     (GEMMA, case(4, tp=2, sp=True, dp=2)),
     (GEMMA | SELECTIVE, case(4, pp=3, stage_layers=(2, 1, 1))),
+    (OLMO2, case(8)),
+    (OLMO2, case(4, tp=2)),
+    (OLMO2 | ISOLATED | {"model__mtp_depths": 1}, case(4, tp=2, sp=True, pp=2, cp=2)),
+    (OLMO2 | FULL, case(4, tp=4, sp=True, dp=2)),
+    (OLMO2 | SELECTIVE, case(4, tp=4, cp=2, cp_comm="ulysses")),
+    (OLMO2 | FULL | {"model__zero_centered_norm": True}, case(2, tp=2, pp=2, vpp=2, dp=2)),
+    (OLMO2 | EXPERTS, case(4, tp=2, sp=True, ep=2, dp=2)),
+    (OLMO3 | ISOLATED, case(2, tp=2, sp=True, cp=2, cp_comm="ulysses", dp=2)),
+    (OLMO3, case(4, tp=4, pp=2)),
     (GPT_OSS, case(8)),
     (GPT_OSS | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     (GPT_OSS | ISOLATED | FULL, case(2, tp=2, sp=True, cp=2, cp_comm="ulysses", pp=2, ep=2)),
@@ -44,6 +54,8 @@ CASES: list[tuple[dict[str, Any], Case]] = [
 
 def family(changes: dict[str, Any]) -> str:
     """Which one a case is of."""
+    if changes.keys() >= OLMO2.keys():
+        return "olmo3" if "model__sliding_window" in changes else "olmo2"
     return "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
 
 

@@ -65,6 +65,14 @@ CASES: dict[str, dict[str, Any]] = {
         "model__query_scalar": 5.0,
         "data__isolate_documents": True,
     },
+    "norms behind, full-width norms of queries and keys": {
+        "model__post_norm": True,
+        "model__qk_norm": True,
+        "model__qk_norm_width": "full",
+        "model__zero_centered_norm": True,
+        "model__head_dim": 6,
+        "model__mtp_depths": 1,
+    },
     "every second layer without positions": {"model__megatron": {"no_rope_freq": 2}},
     "marked layers without positions": {"model__megatron": {"no_rope_freq": [1, 0]}, "model__sliding_window": 6},
     "llama3, clamped": {

@@ -64,7 +64,7 @@ def _grouped(part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
     joined = linear(part, "linear_qkv", x).view(*x.shape[:2], groups, shared + 2, size)
     query, key, value = joined[..., :shared, :], joined[..., shared : shared + 1, :], joined[..., shared + 1 :, :]
     if model.qk_norm:
-        query, key = norm(part.inner("q_layernorm"), query), norm(part.inner("k_layernorm"), key)
+        query, key = _normed(part.inner("q_layernorm"), query), _normed(part.inner("k_layernorm"), key)
     window = window_of(model, layer)
     rope = model.rope
     if window is not None and rope.local_base is not None:
@@ -78,6 +78,13 @@ def _grouped(part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
     sinks = part.get("core_attention.softmax_offset")
     weights = _softmax(scores, visible(rows, window), None if sinks is None else sinks.view(groups, shared))
     return torch.einsum("bghqk,bkgd->bqghd", weights, value.squeeze(3)).flatten(2)
+
+
+def _normed(part: Module, heads: Tensor) -> Tensor:
+    """[batch, seq, groups, heads, size] with every head normalised, or all of them together."""
+    if part.model.qk_norm_width == "head":
+        return norm(part, heads)
+    return norm(part, heads.flatten(2)).view(heads.shape)
 
 
 def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:

@@ -52,17 +52,19 @@ def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
 
 def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
     hidden = model.hidden_size
-    yield from _norm(f"{name}.input_layernorm", hidden, model)
+    if not model.post_norm:
+        yield from _norm(f"{name}.input_layernorm", hidden, model)
     attention = _grouped_attention if model.mla is None else _latent_attention
     yield from attention(f"{name}.self_attention", model)
-    if model.sandwich_norm:
+    if model.sandwich_norm or model.post_norm:
         yield from _norm(f"{name}.post_self_attn_layernorm", hidden, model)
-    yield from _norm(f"{name}.pre_mlp_layernorm", hidden, model)
+    if not model.post_norm:
+        yield from _norm(f"{name}.pre_mlp_layernorm", hidden, model)
     if has_experts(model, number):
         yield from _experts(f"{name}.mlp", model)
     else:
         yield from _network(f"{name}.mlp", model.ffn_hidden_size, model)
-    if model.sandwich_norm:
+    if model.sandwich_norm or model.post_norm:
         yield from _norm(f"{name}.post_mlp_layernorm", hidden, model)
 
 
@@ -94,8 +96,9 @@ def _grouped_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Sh
     rows = (heads + 2 * model.query_groups) * size
     yield from _linear(f"{name}.linear_qkv", rows, model.hidden_size, model.linear_bias or model.qkv_bias)
     if model.qk_norm:
-        yield from _norm(f"{name}.q_layernorm", size, model)
-        yield from _norm(f"{name}.k_layernorm", size, model)
+        whole = model.qk_norm_width == "full"
+        yield from _norm(f"{name}.q_layernorm", heads * size if whole else size, model)
+        yield from _norm(f"{name}.k_layernorm", model.query_groups * size if whole else size, model)
     if model.attention_sinks:
         yield f"{name}.core_attention.softmax_offset", (heads,)
     yield from _linear(f"{name}.linear_proj", model.hidden_size, heads * size, model.linear_bias)

@@ -77,15 +77,15 @@ class Transformer:
     ) -> Tensor:
         """A layer of the kind of layer `number`; `place` is its name among the outputs."""
         part = self._module(name)
-        normed = norm(part.inner("input_layernorm"), hidden)
+        normed = self._before(part, "input_layernorm", hidden)
         attended = attention(part.inner("self_attention"), number, normed, rows)
-        between = hidden + self._sandwiched(part, "post_self_attn_layernorm", attended.output)
-        inner = norm(part.inner("pre_mlp_layernorm"), between)
+        between = hidden + self._behind(part, "post_self_attn_layernorm", attended.output)
+        inner = self._before(part, "pre_mlp_layernorm", between)
         if has_experts(self._model, number):
             shown = output = experts(part.inner("mlp"), inner, is_text, found.seen)
         else:
             shown, output = network(part.inner("mlp"), inner)
-        after = between + self._sandwiched(part, "post_mlp_layernorm", output)
+        after = between + self._behind(part, "post_mlp_layernorm", output)
         if place is not None:
             found.outputs |= {
                 f"{place} input_layernorm": normed,
@@ -97,9 +97,13 @@ class Transformer:
             }
         return after
 
-    def _sandwiched(self, part: Module, name: str, x: Tensor) -> Tensor:
+    def _before(self, part: Module, name: str, x: Tensor) -> Tensor:
+        """The norm in front of a part of a layer, where the model has one."""
+        return x if self._model.post_norm else norm(part.inner(name), x)
+
+    def _behind(self, part: Module, name: str, x: Tensor) -> Tensor:
         """The norm behind a part of a layer, where the model has one."""
-        return norm(part.inner(name), x) if self._model.sandwich_norm else x
+        return norm(part.inner(name), x) if self._model.sandwich_norm or self._model.post_norm else x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         hidden = self._tensors[EMBEDDING][tokens]
