@@ -46,8 +46,13 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "model.rope.local_base=100.0 has no effect without a window",
     ),
     (
-        {"model__sliding_window": 4, "model__rope": {"local_base": 100.0, "scaling": "yarn"}},
-        "model.rope.local_base=100.0 cannot be combined with scaling=yarn",
+        {"model__post_norm": True, "model__sandwich_norm": True},
+        "model.post_norm=true leaves norms out that sandwich_norm=true asks for; turn one of them off",
+    ),
+    ({"model__qk_norm_width": "full"}, "model.qk_norm_width=full has no effect without a norm; set qk_norm=true"),
+    (
+        {"model__qk_norm": True, "model__qk_norm_width": "full", "model__norm": "layernorm"},
+        "model.qk_norm_width=full needs norm=rmsnorm, but norm=layernorm; change one of them",
     ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (

@@ -189,7 +189,9 @@ def olmo2() -> tuple[ModelSection, Any]:
 
 
 def olmo3() -> tuple[ModelSection, Any]:
-    rope = RopeSection(base=500.0, local_base=100.0, scaling="linear", factor=2.5)
+    rope = RopeSection(
+        base=500.0, local_base=100.0, scaling="yarn", factor=4.0, beta_fast=4.0, original_max_positions=16
+    )
     model = ModelSection(
         **SMALL,
         post_norm=True,
@@ -205,7 +207,14 @@ def olmo3() -> tuple[ModelSection, Any]:
         sliding_window=5,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={
-            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     )

@@ -51,12 +51,14 @@ def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str
         "linear_bias": kind.linear_bias,
         "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
         "zero_centered_norm": draw(st.booleans()),
-        "sandwich_norm": draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"sandwich_norm": True}, {"post_norm": True}])),
         "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh", "geglu_tanh", "swiglu_clamped"])),
         "mtp_depths": kind.mtp_depths,
         **draw((latent_attention if kind.is_latent else grouped_attention)(degrees)),
         "experts": draw(experts(degrees, kind, num_layers)) if kind.has_experts else None,
     }
+    if shape.get("qk_norm") and shape["norm"] == "rmsnorm":
+        shape["qk_norm_width"] = draw(st.sampled_from(["head", "full"]))
     return {f"model__{name}": value for name, value in shape.items()}
 
 
@@ -79,8 +81,7 @@ def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
     }
     if window is not None:
         attention["global_attention_every"] = draw(st.sampled_from([None, 2]))
-        if attention["rope"].get("scaling") != "yarn":
-            attention["rope"]["local_base"] = draw(st.sampled_from([None, 20.0]))
+        attention["rope"]["local_base"] = draw(st.sampled_from([None, 20.0]))
     return attention
 
 

@@ -33,8 +33,16 @@ OLMO2: dict[str, Any] = {
 OLMO3: dict[str, Any] = OLMO2 | {
     "model__sliding_window": 7,
     "model__global_attention_every": 4,
-    "model__rope": {"base": 500.0, "local_base": 100.0},
+    "model__rope": {
+        "base": 500.0,
+        "local_base": 100.0,
+        "scaling": "yarn",
+        "factor": 4.0,
+        "original_max_positions": 16,
+        "beta_fast": 4.0,
+    },
 }
+"""yarn in layers without a window alone, which multiplies their scores too."""
 
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,

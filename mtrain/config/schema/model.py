@@ -43,15 +43,6 @@ class RopeSection(Section):
     """Base of layers with a sliding window, without scaling; by default they rotate as all others."""
 
     @rule
-    def a_local_base_has_no_factor_of_its_own(self) -> str | None:
-        if self.local_base is None or self.scaling != "yarn":
-            return None
-        return (
-            f"local_base={self.local_base} cannot be combined with scaling=yarn, whose attention factor is one for all "
-            "layers; choose another scaling or remove local_base"
-        )
-
-    @rule
     def a_factor_needs_a_scaling(self) -> str | None:
         if self.factor == 1 or self.scaling != "none":
             return None

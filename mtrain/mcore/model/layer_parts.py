@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -24,6 +25,7 @@ from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
+from mtrain.mcore.model.attention.softmax_scale import windowed_softmax_scale
 from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan import features
@@ -80,7 +82,7 @@ def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
+            core_attention=partial(CoreAttention, windowed_scale=windowed_softmax_scale(model)),
             linear_proj=RowParallelLinear,
             q_layernorm=IdentityOp,
             k_layernorm=IdentityOp,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.nn import functional
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
+from mtrain.mcore.model.attention.softmax_scale import softmax_scale
 from mtrain.mcore.model.layer_parts import transformer_fields
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.plan.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,18 +113,6 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         "init_method_std": model.init_std,
         "mtp_num_layers": model.mtp_depths or None,
     }
-
-
-def softmax_scale(model: ModelSection) -> float:
-    """query_scalar ** -0.5, by default 1/sqrt(head_dim), times the square of yarn's attention factor.
-
-    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product carries it
-    twice. Latent attention has a scale of its own.
-    """
-    if model.mla is not None:
-        return latent_softmax_scale(model.mla, model.rope)
-    scalar = model.head_size if model.query_scalar is None else model.query_scalar
-    return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / math.sqrt(scalar)
 
 
 def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:

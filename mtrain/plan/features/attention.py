@@ -96,6 +96,12 @@ class AttentionSinks(LayerPart):
 class SlidingWindow(Feature):
     """A window in all layers, or in all but every n-th."""
 
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        """Scores of both kinds of layer are multiplied by different numbers."""
+        if model.rope.local_base is None or model.rope.scaling != "yarn":
+            return None
+        return "model.rope.local_base with model.rope.scaling=yarn"
+
     def num_layers_at_least(self, model: ModelSection) -> int:
         return model.global_attention_every or 1
 

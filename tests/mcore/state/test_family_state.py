@@ -1,4 +1,4 @@
-"""The state of Gemma-3 and GPT-OSS: checkpoints, the same on every layout, under Megatron-Bridge's names."""
+"""The state of Gemma-3, OLMo-2 and GPT-OSS: checkpoints, the same on every layout, under Megatron-Bridge's names."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome
 from tests.mcore.state.test_save_and_load import assert_same_model, configured
-from tests.parity.families import GEMMA, GPT_OSS
+from tests.parity.families import GEMMA, GPT_OSS, OLMO2
 from tests.pool import Pool
 
 FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
@@ -21,6 +21,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
         Layout(tp=2, sp=True, pp=2, dp=2),
         Layout(pp=2, vpp=2, cp=2),
         {"self_attention.linear_proj.post_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight"},
+    ),
+    "olmo2": (
+        OLMO2,
+        Layout(tp=2, sp=True, pp=2, dp=2),
+        Layout(tp=4, cp=2),
+        {
+            "self_attention.q_layernorm.weight",
+            "self_attention.k_layernorm.weight",
+            "self_attention.linear_proj.post_layernorm.weight",
+            "mlp.linear_fc2.post_layernorm.weight",
+        },
     ),
     "gpt_oss": (
         GPT_OSS | {"model__qk_norm": False},

@@ -17,7 +17,7 @@ from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, tensor_deviation, worst
-from tests.parity.families import GEMMA
+from tests.parity.families import GEMMA, OLMO2, OLMO3
 from tests.pool import Pool
 
 CASES = [
@@ -84,6 +84,22 @@ def gemma3() -> tuple[dict[str, Any], Any]:
     )
 
 
+def olmo2() -> tuple[dict[str, Any], Any]:
+    own = {"rms_norm_eps": 1e-6, "head_dim": 6, "pad_token_id": None}
+    theirs = {"rope_type": "default", "rope_theta": 500.0}
+    return OLMO2, transformers.Olmo2Config(**common() | own, rope_parameters=theirs)
+
+
+def olmo3() -> tuple[dict[str, Any], Any]:
+    own = {"rms_norm_eps": 1e-6, "head_dim": 6, "pad_token_id": None, "sliding_window": 7}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0}
+    theirs = {
+        "full_attention": {**yarn, "rope_theta": 500.0, "original_max_position_embeddings": 16},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    return OLMO3, transformers.Olmo3Config(**common() | own, rope_parameters=theirs)
+
+
 def common() -> dict[str, Any]:
     return {
         "num_hidden_layers": 4,
@@ -100,7 +116,7 @@ def common() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[llama, qwen2, qwen3, gemma3])
+@pytest.fixture(scope="module", params=[llama, qwen2, qwen3, gemma3, olmo2, olmo3])
 def reference(request: pytest.FixtureRequest) -> Reference:
     return computed(request.param)
 

@@ -73,6 +73,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model__head_dim": 6,
         "model__mtp_depths": 1,
     },
+    "windows by a base of their own beside yarn": {
+        "model__sliding_window": 5,
+        "model__global_attention_every": 2,
+        "model__rope": {**YARN, "base": 500.0, "local_base": 100.0},
+    },
     "every second layer without positions": {"model__megatron": {"no_rope_freq": 2}},
     "marked layers without positions": {"model__megatron": {"no_rope_freq": [1, 0]}, "model__sliding_window": 6},
     "llama3, clamped": {

@@ -228,9 +228,13 @@ class CoreAttention(RowAttention):
         cp_comm_type: str | None,
         softmax_scale: float | None,
         pg_collection: ProcessGroupCollection,
+        windowed_scale: float | None = None,
     ) -> None:
+        """As megatron-core calls it, and `windowed_scale` in the place of `softmax_scale` in layers with a window."""
         assert attn_mask_type == AttnMaskType.causal
         assert attention_type == "self"
+        if windowed_scale is not None and has_window(config, layer_number):
+            softmax_scale = windowed_scale
         super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
 
     def forward(
