@@ -106,6 +106,23 @@ CONFIGS: dict[str, Any] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "olmo2": lambda: transformers.Olmo2Config(**AWKWARD),
+    "olmo2-grouped": lambda: transformers.Olmo2Config(
+        **{**AWKWARD, "num_key_value_heads": 2, "tie_word_embeddings": True}, rope_parameters=LLAMA3
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **{**AWKWARD, "num_hidden_layers": 5, "num_key_value_heads": 2},
+        sliding_window=5,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "gpt-oss": lambda: transformers.GptOssConfig(
         **AWKWARD, num_local_experts=3, num_experts_per_tok=2, sliding_window=6
     ),

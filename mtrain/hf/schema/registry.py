@@ -12,13 +12,14 @@ from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
+from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.known import refuse_foreign, unknown_fields
 from mtrain.hf.schema.values import shown
 
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS)
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS, OLMO2, OLMO3)
 }
 _TOLD_KEYS = 2
 """Of each family, where none fits."""

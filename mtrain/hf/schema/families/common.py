@@ -34,8 +34,13 @@ def has_linear_bias(model: ModelSection, layer: int) -> bool:
 
 
 def has_qk_norm(model: ModelSection, layer: int) -> bool:
-    """Whether queries and keys are normalised."""
-    return model.qk_norm
+    """Whether heads of queries and of keys are normalised."""
+    return model.qk_norm and model.qk_norm_width == "head"
+
+
+def has_full_qk_norm(model: ModelSection, layer: int) -> bool:
+    """Whether queries and keys are normalised over all heads."""
+    return model.qk_norm and model.qk_norm_width == "full"
 
 
 def is_dense(model: ModelSection, layer: int) -> bool:
@@ -114,6 +119,8 @@ ATTENTION = (
     Rule(f"{KEY}self_attention.linear_qkv.bias", "(G s d)", by_group("bias", ""), has_qkv_bias),
     in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "d").only(has_qk_norm),
     in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "d").only(has_qk_norm),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "(H d)").only(has_full_qk_norm),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "(G d)").only(has_full_qk_norm),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H d)"),
     in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h").only(has_linear_bias),
 )
@@ -172,6 +179,28 @@ class LayerWindows(Entry):
             "max_window_layers": first,
             "layer_types": kinds,
         }
+
+
+@final
+@dataclass(frozen=True)
+class ListedWindows(Entry):
+    """Which layers have a sliding window: one word for each layer, or a pattern that the family has."""
+
+    every: int
+    """By default every so manieth layer has none."""
+    window: int
+    """By default so many tokens."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("sliding_window", "layer_types")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        kinds = layer_kinds(config, lambda layer: layer % self.every == 0)
+        return windows(kinds, value_of(config, "sliding_window", int, self.window))
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
 
 
 def kinds_of(model: ModelSection) -> list[str]:

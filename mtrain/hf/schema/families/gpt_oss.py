@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
-
-from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads
+from mtrain.hf.schema.config import Constant, Field, Required, Rope, heads
 from mtrain.hf.schema.families.common import (
     ATTENTION,
     KEY,
     NORMS,
     THEIRS,
     VOCABULARY,
+    ListedWindows,
     common,
     has_experts,
     in_layer,
-    kinds_of,
-    layer_kinds,
     router,
-    windows,
 )
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule, TensorPattern
-from mtrain.hf.schema.values import value_of
-
-
-@final
-@dataclass(frozen=True)
-class _GptOssWindows(Entry):
-    """One word for each layer; by default the first, the third and so on have a window."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("sliding_window", "layer_types")
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        kinds = layer_kinds(config, lambda layer: layer % 2 == 0)
-        return windows(kinds, value_of(config, "sliding_window", int, 128))
-
-    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
-
 
 _YARN = {
     "rope_type": "yarn",
@@ -85,7 +60,7 @@ GPT_OSS = Family(
         Constant("attention_sinks", True),
         Constant("experts.router_bias", True),
         Constant("experts.pre_softmax", False),
-        _GptOssWindows(),
+        ListedWindows(every=2, window=128),
         Rope(150000.0, _YARN),
     ),
     (
