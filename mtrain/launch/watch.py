@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,14 @@ class Failure:
 class Heartbeats:
     """Signs of life of one launch's ranks: a heartbeat, or time of a processor where the disk takes no heartbeat."""
 
-    def __init__(self, folder: Path, limit_s: float) -> None:
+    def __init__(self, folder: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             folder: The run's `heartbeats`.
             limit_s: A rank that gives no sign of life for so long is lost.
+            clock: Gives the time in seconds.
         """
-        self._folder, self.limit_s = folder, limit_s
+        self._folder, self.limit_s, self._clock = folder, limit_s, clock
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
         """Rank -> its latest sign of life, and when it was seen."""
 
@@ -70,7 +71,7 @@ class Heartbeats:
 
     def is_lost(self, rank: Rank) -> bool:
         """Whether a running rank is silent for too long; to be asked often."""
-        now, sign = time.monotonic(), (self._beat(rank), _processor_seconds(rank))
+        now, sign = self._clock(), (self._beat(rank), _processor_seconds(rank))
         latest = self._latest.get(rank.number)
         if latest is None or latest[0] != sign:
             self._latest[rank.number] = sign, now

@@ -26,7 +26,8 @@ from mtrain.base.errors import MtrainError
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import Patience
 try:
-    with RunFolder(Path(sys.argv[1])).locked(Patience(beat_s=0.1, watch_s=5.0, settle_s=float(sys.argv[2]))) as lock:
+    patience = Patience(beat_s=0.1, settle_s=float(sys.argv[2]), watch_s=float(sys.argv[3]))
+    with RunFolder(Path(sys.argv[1])).locked(patience) as lock:
         print("locked", flush=True)
         sys.stdin.readline()
         lock.check()
@@ -37,10 +38,13 @@ except MtrainError as error:
 
 
 @contextmanager
-def holding(folder: Path, error: str = "ENOLCK", settle_s: float = 0.1) -> Iterator[subprocess.Popen[str]]:
+def holding(
+    folder: Path, error: str = "ENOLCK", settle_s: float = 0.1, watch_s: float = 5.0
+) -> Iterator[subprocess.Popen[str]]:
     """A process that takes the folder and keeps it until it reads a line."""
+    hold = [sys.executable, "-c", HOLD, str(folder), str(settle_s), str(watch_s)]
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.runs.no_flock", error, sys.executable, "-c", HOLD, str(folder), str(settle_s)],
+        [sys.executable, "-m", "tests.runs.no_flock", error, *hold],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
@@ -86,7 +90,7 @@ def test_a_folder_without_locks_is_taken_with_a_warning_and_given_back(tmp_path:
 def test_a_second_run_is_refused_while_the_first_marks_its_folder(tmp_path: Path, notice: Notice) -> None:
     with holding(tmp_path) as first:
         assert line(first) == "locked\n"
-        with notice, holding(tmp_path) as second:
+        with notice, holding(tmp_path, watch_s=50.0) as second:  # a first that marks is seen at its first mark
             said = let_go(second).splitlines()
         assert said[-1].startswith(f"{notice.exit_code} run folder {tmp_path} is in use by process ")
         assert let_go(first) == "still ours\n"
