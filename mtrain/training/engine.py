@@ -159,7 +159,8 @@ class Engine:
         Raises:
             ConfigError: The loss function breaks its contract or needs a teacher that is not there; or this is a
                 second call, and terms with denominators of their own need the whole batch in the first one.
-            DataError: A sample does not fit the configuration.
+            DataError: A sample does not fit the configuration; what earlier calls have added is still there. After
+                any other error it is gone.
         """
         training = self._built().training
         batches, count = self._microbatches(batch, has_first=self._open is None)

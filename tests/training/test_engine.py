@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mtrain import Datum, read_weights
+from mtrain import DataError, Datum, read_weights
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples.sample import Sample
@@ -19,6 +19,7 @@ from mtrain.launch.local import free_port
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
+from tests.fault_table import Notice
 from tests.oracle.loss import Sequence
 from tests.oracle.model import Parameters, logits_of
 from tests.oracle.run import oracle_steps
@@ -96,6 +97,13 @@ def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -
         assert three.steps == one.steps
         assert three.evaluation == one.evaluation
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(three.log_probs, one.log_probs, strict=True))
+
+
+def test_a_denominator_of_one_for_the_step_is_counted_once_in_three_calls(pool: Pool) -> None:
+    config, batches = case(dp=2).config(loss__aggregation="sum"), data_of(three_steps())[:1]
+    three, one = (pool.run(engine_ranks.train, Layout(dp=2), config, batches, size)[0] for size in (6, 16))
+    assert one.steps[0].denominator == 1
+    assert three.steps == one.steps
 
 
 def test_biases_of_experts_move_by_the_counts_of_all_calls(pool: Pool) -> None:
@@ -199,11 +207,6 @@ def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path
     ("name", "message"),
     [
         ("empty", "ValueError: a batch needs at least one sample"),
-        ("no tokens", r"DataError: sample 1 has input_ids of shape \[0\], but needs one row of 1 to 33 tokens"),
-        ("too long", r"DataError: sample 0 has input_ids of shape \[34\], but needs one row of 1 to 33 tokens"),
-        ("unknown id", "DataError: sample 0 has token ids from 1 to 97, but model.vocab_size=61"),
-        ("weights", r"DataError: sample 0 has 3 input_ids, but weights of shape \[2\]; give one weight a token"),
-        ("negative", "DataError: sample 0 has a weight that is negative or not finite"),
         ("not a pair", "ConfigError: loss.function='_mean' returned a Tensor, but has to return a"),
         ("nothing to step", "RuntimeError: optim_step needs a forward_backward before it"),
         ("second engine", "ConfigError: this process already has megatron-core's process groups"),
@@ -214,6 +217,30 @@ def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path
 def test_a_mistake_is_named_and_leaves_nothing_behind(pool: Pool, name: str, message: str) -> None:
     for found in pool.run(engine_ranks.message_of, Layout(tp=2), small(layout__tp=2), name):
         assert re.match(message, found), found
+
+
+@pytest.mark.fault(
+    "input",
+    "a sample given to Engine that is empty, too long, of unknown ids or of impossible weights",
+    happens="a DataError names the sample and what is allowed, on every rank; the engine can go on",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no tokens", r"DataError: sample 1 has input_ids of shape \[0\], but needs one row of 1 to 33 tokens"),
+        ("too long", r"DataError: sample 0 has input_ids of shape \[34\], but needs one row of 1 to 33 tokens"),
+        ("unknown id", "DataError: sample 0 has token ids from 1 to 97, but model.vocab_size=61"),
+        ("weights", r"DataError: sample 0 has 3 input_ids, but weights of shape \[2\]; give one weight a token"),
+        ("negative", "DataError: sample 0 has a weight that is negative or not finite"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_named(pool: Pool, name: str, message: str, notice: Notice) -> None:
+    with notice:
+        answers = pool.run(engine_ranks.message_of, Layout(tp=2), small(layout__tp=2), name)
+    for found in answers:
+        assert re.match(message, found), found
+    assert DataError.exit_code == notice.exit_code
 
 
 def test_terms_of_other_denominators_need_the_whole_batch_in_one_call(pool: Pool) -> None:
