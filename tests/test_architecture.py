@@ -343,6 +343,35 @@ def test_functions_are_short() -> None:
     assert wrong == []
 
 
+OPEN_SUBJECTS = {
+    "mtrain.config.messages": "pydantic has a hundred types of errors, and more with each version",
+    "mtrain.metrics.record": "any plain value stands as it is",
+    "mtrain.verify.core.result": "any plain value stands as it is",
+}
+"""Modules whose `match` meets what no list of choices can name."""
+
+
+def wildcards_that_mean_something(tree: ast.Module) -> list[int]:
+    """Lines of a `case _` that does not only say that there is nothing left, which mypy then proves."""
+    return [
+        case.pattern.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Match)
+        for case in node.cases
+        if isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
+        if not ast.unparse(case.body[0]).startswith("assert_never(")
+    ]
+
+
+def test_a_forgotten_choice_does_not_mean_another() -> None:
+    found = {module.name: lines for module in modules() if (lines := wildcards_that_mean_something(module.tree))}
+    assert found.keys() == OPEN_SUBJECTS.keys(), found
+    choice = "match x:\n  case 1:\n    pass\n  case {0}:\n    {1}\n"
+    assert wildcards_that_mean_something(ast.parse(choice.format("_", "f(x)"))) == [4]
+    assert wildcards_that_mean_something(ast.parse(choice.format("other", "f(other)"))) == [4]
+    assert wildcards_that_mean_something(ast.parse(choice.format("_", "assert_never(x)"))) == []
+
+
 FORBIDDEN = {
     # Written so that this file does not hold them itself.
     "a path of one machine": r"(?<![\w.])/wor[k]/|/tmp/la[b]|/far[m]/",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, assert_never, get_args
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.compare.expectations import Allowed, allowed, expected_difference
@@ -14,7 +15,8 @@ from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import MAIN_TERM, StepRecord
 from mtrain.runs.folder import Change, RunFolder, changes, flat_keys
 
-KINDS = ("denominator", "loss", "grad_norm", "lr")
+Kind = Literal["denominator", "loss", "grad_norm", "lr"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order in which a step computes them: the first that differs is nearest to the cause."""
 
 DENOMINATOR_RTOL = 1e-12
@@ -25,8 +27,7 @@ DENOMINATOR_RTOL = 1e-12
 class Quantity:
     """One number a step, in both runs, over the steps that both have."""
 
-    kind: str
-    """One of KINDS."""
+    kind: Kind
     name: str
     """The kind, with the term where there are several, such as `loss of z`."""
     steps: tuple[int, ...]
@@ -199,7 +200,7 @@ def _environment_changes(a: Mapping[str, str] | None, b: Mapping[str, str] | Non
 
 def _quantities(pairs: list[tuple[StepRecord, StepRecord]], allowed: Allowed) -> list[Quantity]:
     side_terms = sorted({term for pair in pairs for record in pair for term in record.terms} - {MAIN_TERM})
-    names = {
+    names: dict[str, tuple[Kind, str, float]] = {
         "denominator": ("denominator", "", DENOMINATOR_RTOL),
         **{f"denominator of {term}": ("denominator", term, DENOMINATOR_RTOL) for term in side_terms},
         "loss": ("loss", "", allowed.loss),
@@ -221,7 +222,7 @@ def _quantities(pairs: list[tuple[StepRecord, StepRecord]], allowed: Allowed) ->
     ]
 
 
-def _value(record: StepRecord, kind: str, term: str) -> float:
+def _value(record: StepRecord, kind: Kind, term: str) -> float:
     """A record's number; nan for a term it does not have and for the loss of a step without loss tokens."""
     match kind:
         case "denominator" | "loss" if term:
@@ -233,5 +234,7 @@ def _value(record: StepRecord, kind: str, term: str) -> float:
             return math.nan if record.empty else record.loss
         case "grad_norm":
             return record.grad_norm
-        case _:
+        case "lr":
             return record.lr
+        case _:
+            assert_never(kind)

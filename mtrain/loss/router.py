@@ -15,19 +15,23 @@ the top k of the unbiased scores among all experts. ST-MoE (Zoph et al. 2022), s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal, assert_never, get_args
 
 import torch
 from torch import Tensor
 
-Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
-MICROBATCH_BALANCE, GLOBAL_BALANCE = "router_microbatch_balance", "router_global_balance"
-ROUTER_TERMS = frozenset({Z, SEQUENCE_BALANCE, MICROBATCH_BALANCE, GLOBAL_BALANCE})
+RouterTerm = Literal["router_z", "router_sequence_balance", "router_microbatch_balance", "router_global_balance"]
+Z: Final = "router_z"
+SEQUENCE_BALANCE: Final = "router_sequence_balance"
+MICROBATCH_BALANCE: Final = "router_microbatch_balance"
+GLOBAL_BALANCE: Final = "router_global_balance"
+ROUTER_TERMS: dict[str, RouterTerm] = {term: term for term in get_args(RouterTerm)}
+"""By name, for names that the configuration gives."""
 _TINY = 1e-20
 """Keeps the sum of sigmoid scores above 0; far below any of them."""
 
 
-def router_denominator(term: str, padding: Sequence[Tensor]) -> float:
+def router_denominator(term: RouterTerm, padding: Sequence[Tensor]) -> float:
     """What a term is divided by: the sequences that hold text, or their tokens.
 
     Args:
@@ -35,9 +39,13 @@ def router_denominator(term: str, padding: Sequence[Tensor]) -> float:
         padding: [batch, seq] bool of each microbatch, full rows on the CPU: positions that hold no text.
     """
     is_text = [~each.numpy() for each in padding]
-    if term == SEQUENCE_BALANCE:
-        return float(sum(each.any(1).sum() for each in is_text))
-    return float(sum(each.sum() for each in is_text))
+    match term:
+        case "router_sequence_balance":
+            return float(sum(each.any(1).sum() for each in is_text))
+        case "router_z" | "router_microbatch_balance" | "router_global_balance":
+            return float(sum(each.sum() for each in is_text))
+        case _:
+            assert_never(term)
 
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
@@ -57,11 +65,14 @@ def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
 def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_text: Tensor) -> Tensor:
     """[seq, batch, experts] that add up to 1 for each token of text and are 0 elsewhere."""
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)
-    if score == "softmax":
-        scores = kept.softmax(-1)
-    else:
-        scores = kept.sigmoid()
-        scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+    match score:
+        case "softmax":
+            scores = kept.softmax(-1)
+        case "sigmoid":
+            scores = kept.sigmoid()
+            scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+        case _:
+            assert_never(score)
     return torch.where(is_text.unsqueeze(-1), scores, 0.0)
 
 

@@ -20,7 +20,7 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
     """Each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
     padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
     return {
-        term: router_denominator(term, padding)
+        term: router_denominator(ROUTER_TERMS[term], padding)
         if term in ROUTER_TERMS
         else math.fsum(batch.denominator_weights[term].numpy().sum() for batch in batches)
         for term in terms

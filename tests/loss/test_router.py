@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtrain.config.schema.loss import RouterLossSection
 from mtrain.loss.router import (
     GLOBAL_BALANCE,
     MICROBATCH_BALANCE,
+    ROUTER_TERMS,
     SEQUENCE_BALANCE,
     Z,
     balance_losses,
@@ -83,3 +85,12 @@ def test_denominators_count_text() -> None:
     for term in (Z, MICROBATCH_BALANCE, GLOBAL_BALANCE):
         assert router_denominator(term, padding) == 11 + 14
         assert router_denominator(term, []) == 0
+
+
+def test_every_coefficient_has_a_term_and_no_other_name_is_taken_for_one() -> None:
+    section = RouterLossSection(**dict.fromkeys(RouterLossSection.model_fields, 0.5))
+    assert section.coefficients.keys() == ROUTER_TERMS.keys()
+    with pytest.raises(AssertionError):
+        router_denominator("router_new", [])  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        normalised_scores(torch.zeros(1, 1, 2), "tanh", torch.ones(1, 1, dtype=torch.bool))  # type: ignore[arg-type]

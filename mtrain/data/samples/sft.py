@@ -21,7 +21,7 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,9 +127,15 @@ class SFTDataset:
         self._lines, self._tokenizer, self._seq_length = lines, tokenizer, seq_length
         self._form = form
         self._kept = np.arange(numbers.start, numbers.stop)
-        if too_long != "truncate":
-            fits = np.array([self._fits(number, too_long) for number in numbers], bool)
-            self._kept = self._kept[fits]
+        match too_long:
+            case "truncate":
+                pass
+            case "drop":
+                self._kept = self._kept[np.array([self._excess(number) <= 0 for number in numbers], bool)]
+            case "refuse":
+                self._refuse_excess(numbers)
+            case _:
+                assert_never(too_long)
         self.num_dropped = len(numbers) - len(self._kept)
         if not len(self._kept):
             raise DataError(
@@ -159,14 +165,19 @@ class SFTDataset:
             weight=float(found.get("weight", 1.0)),
         )
 
-    def _fits(self, number: int, too_long: str) -> bool:
-        length = len(tokenised(pieces(self._lines[number]), self._tokenizer)[0])
-        if length > self._seq_length + 1 and too_long == "refuse":
-            raise DataError(
-                f"{self._lines.path} line {number + 1}: has {length} tokens, but data.seq_length={self._seq_length} "
-                f"takes {self._seq_length + 1}; raise it, shorten the sample, or set data.too_long to truncate or drop"
-            )
-        return length <= self._seq_length + 1
+    def _excess(self, number: int) -> int:
+        """Tokens of a line beyond those of a row; 0 or less where it fits."""
+        return len(tokenised(pieces(self._lines[number]), self._tokenizer)[0]) - (self._seq_length + 1)
+
+    def _refuse_excess(self, numbers: range) -> None:
+        for number in numbers:
+            if (excess := self._excess(number)) > 0:
+                takes = self._seq_length + 1
+                raise DataError(
+                    f"{self._lines.path} line {number + 1}: has {takes + excess} tokens, but "
+                    f"data.seq_length={self._seq_length} takes {takes}; raise it, shorten the sample, or set "
+                    "data.too_long to truncate or drop"
+                )
 
 
 def tokenised(parts: list[TextSpan], tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

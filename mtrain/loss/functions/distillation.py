@@ -1,6 +1,6 @@
 """Divergence from a frozen teacher, to learn from its whole distribution or to stay near a reference."""
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from mtrain.loss.pair import LossPair, TermInputs, needs_teacher, weigh
 
@@ -25,5 +25,10 @@ def distillation_loss(
     teacher = inputs.teacher
     assert teacher is not None, "the objective is refused without a teacher"
     logits = inputs.logits
-    divergence = logits.kl_divergence if direction == "forward" else logits.reverse_kl_divergence
-    return weigh(divergence(teacher, temperature), inputs)
+    match direction:
+        case "forward":
+            return weigh(logits.kl_divergence(teacher, temperature), inputs)
+        case "reverse":
+            return weigh(logits.reverse_kl_divergence(teacher, temperature), inputs)
+        case _:
+            assert_never(direction)

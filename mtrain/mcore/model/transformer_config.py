@@ -50,6 +50,7 @@ _ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
 }
+_NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 _CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 """GPT-OSS: bounds of both projections, and what is added to the one without a gate."""
 
@@ -97,7 +98,7 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.query_groups,
         "kv_channels": model.head_size,
-        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "normalization": _NORMALIZATIONS[model.norm],
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.zero_centered_norm,
         "gated_linear_unit": model.is_gated,

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
@@ -81,7 +81,13 @@ class LayerPart(Feature, ABC):
 
 def norm_elements(model: ModelSection, size: int) -> int:
     """Parameters of a norm over so many elements."""
-    return size if model.norm == "rmsnorm" else 2 * size
+    match model.norm:
+        case "rmsnorm":
+            return size
+        case "layernorm":
+            return 2 * size
+        case _:
+            assert_never(model.norm)
 
 
 def hidden_local(model: ModelSection, layout: Layout) -> int:

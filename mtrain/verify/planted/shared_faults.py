@@ -168,7 +168,7 @@ def _norm_epsilon() -> contextlib.AbstractContextManager[None]:
 def _balance_times_top_k() -> contextlib.AbstractContextManager[None]:
     original = balance.RouterStats._term
 
-    def faulty(self: balance.RouterStats, term: str, *arguments: Any) -> Any:
+    def faulty(self: balance.RouterStats, term: losses.RouterTerm, *arguments: Any) -> Any:
         found = original(self, term, *arguments)
         return found if term == losses.Z else found._replace(losses=found.losses * self._section.top_k)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class RouterBalance:
             groups: The process groups.
             chunks: This rank's model chunks.
         """
-        self.terms = tuple(config.loss.router.coefficients)
+        self.terms = tuple(losses.ROUTER_TERMS[name] for name in config.loss.router.coefficients)
         self._groups = groups
         self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
         self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
@@ -199,19 +199,23 @@ class RouterStats:
         _sum_over(self._sharers, choices)
         return _Load(scores, choices)
 
-    def _term(self, term: str, logits: Tensor, is_text: Tensor, load: _Load | None, step: _Step) -> _Weighted:
+    def _term(
+        self, term: losses.RouterTerm, logits: Tensor, is_text: Tensor, load: _Load | None, step: _Step
+    ) -> _Weighted:
         weights, shares = is_text.double(), is_text
         if load is None or term == losses.Z:
             return _Weighted(losses.squared_logsumexp(logits, is_text), weights, is_text)
         match term:
-            case losses.SEQUENCE_BALANCE:
+            case "router_sequence_balance":
                 num_tokens = load.choices.sum(-1) // self._section.top_k
                 weights, choices = weights / num_tokens.double().clamp(min=1), load.choices
                 shares = is_text[: 1 if self._has_first_token else 0]  # a row of text has it in its first position
-            case losses.MICROBATCH_BALANCE:
+            case "router_microbatch_balance":
                 choices = load.choices.sum(0)
-            case _:
+            case "router_global_balance":
                 choices = self._so_far(load.choices.sum(0), step)
+            case _:
+                assert_never(term)
         return _Weighted(losses.balance_losses(load.scores, choices), weights, shares)
 
     def _so_far(self, choices: Tensor, step: _Step) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -46,16 +46,20 @@ def chosen_product(
         ConfigError: The grouped one was asked for where it is not there.
     """
     is_aligned = all(size * weight.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
-    if implementation == "sequential":
-        return sequential
-    if is_aligned and has_grouped(weight.device.type, weight.dtype):
-        return grouped
-    if implementation == "grouped":
-        raise ConfigError(
-            f"model.experts.implementation=grouped cannot be used with {weight.dtype} on {weight.device.type} and rows "
-            f"of {', '.join(map(str, sizes))} numbers: torch has no grouped product for it; use auto"
-        )
-    return sequential
+    match implementation:
+        case "sequential":
+            return sequential
+        case "auto" | "grouped" if is_aligned and has_grouped(weight.device.type, weight.dtype):
+            return grouped
+        case "auto":
+            return sequential
+        case "grouped":
+            raise ConfigError(
+                f"model.experts.implementation=grouped cannot be used with {weight.dtype} on {weight.device.type} and "
+                f"rows of {', '.join(map(str, sizes))} numbers: torch has no grouped product for it; use auto"
+            )
+        case _:
+            assert_never(implementation)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -42,9 +42,13 @@ def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) 
 
 def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
     """What experts are ranked by: sigmoid, softmax over all of them, or the logits where the softmax comes after."""
-    if section.score == "sigmoid":
-        return logits.sigmoid()
-    return logits.softmax(-1) if section.pre_softmax else logits
+    match section.score:
+        case "sigmoid":
+            return logits.sigmoid()
+        case "softmax":
+            return logits.softmax(-1) if section.pre_softmax else logits
+        case _:
+            assert_never(section.score)
 
 
 def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
@@ -65,6 +69,10 @@ def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
 
 def _normalised(scores: Tensor, section: ExpertsSection) -> Tensor:
     """Weights of the chosen experts from their scores, [tokens, top_k]."""
-    if section.score == "softmax":
-        return scores if section.pre_softmax else scores.softmax(-1)
-    return scores / (scores.sum(-1, keepdim=True) + _EPSILON) if section.top_k > 1 else scores
+    match section.score:
+        case "softmax":
+            return scores if section.pre_softmax else scores.softmax(-1)
+        case "sigmoid":
+            return scores / (scores.sum(-1, keepdim=True) + _EPSILON) if section.top_k > 1 else scores
+        case _:
+            assert_never(section.score)
