@@ -13,6 +13,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.cli.main import app
 from mtrain.config import Config
 from mtrain.config.load import load_config
+from mtrain.config.schema.train import AdamWSection
 from mtrain.verify.core.result import HfReport
 from mtrain.verify.hf.run import comparable, verify_hf
 from mtrain.verify.parity.run import Request
@@ -112,3 +113,14 @@ def test_what_transformers_does_not_compute_is_refused(tmp_path: Path, override:
     save("mixtral", tmp_path / "hf")
     with pytest.raises(ConfigError, match=told):
         comparable(configured(tmp_path, override))
+
+
+def test_muon_is_compared_under_adamw_and_that_is_said(tmp_path: Path) -> None:
+    save("mixtral", tmp_path / "hf")
+    given = configured(tmp_path, "optimizer.kind=muon", "optimizer.beta2=0.9")
+    found, lines = comparable(given)
+    assert found.optimizer == AdamWSection.model_validate(
+        {name: getattr(given.optimizer, name) for name in AdamWSection.model_fields} | {"kind": "adamw"}
+    )
+    assert found.optimizer.beta2 == 0.9
+    assert "optimizer.kind: muon -> adamw" in lines
