@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 
 from mtrain.base.errors import DataError
@@ -87,3 +88,28 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, read: Any
         (Path.mkdir if kind == "folder" else os.mkfifo)(tmp_path / "file")
     with pytest.raises(DataError, match="file cannot be read"):
         read(tmp_path / "file")
+
+
+ONE = json.dumps(ENTRY).encode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a": ' + ONE + b', "a": ' + ONE + b"}",
+        b'{"": ' + ONE + b"}",
+        b'{"a\\u0000b": ' + ONE + b"}",
+        b'{"a\\u001b[31m": ' + ONE + b"}",
+        b'{"' + b"a" * 100_000 + b'": ' + ONE + b"}",
+        json.dumps({"a": {**ENTRY, "shape": [2] + [1] * 99}}).encode(),
+    ],
+    ids=["a name twice", "no name", "NUL", "escape", "long name", "100 axes"],
+)
+def test_what_the_library_lets_through_is_refused(tmp_path: Path, header: bytes) -> None:
+    """Why there is a reader of our own: docs/adr/0025; when the library refuses one of these, look at it again."""
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(joined(header))
+    with safe_open(str(path), "numpy") as library:
+        assert len(library.keys()) == 1
+    with pytest.raises(DataError, match="is damaged"):
+        SafetensorsFile(path)
