@@ -44,11 +44,15 @@ def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection
         term: The aggregation and its options.
         is_first_in_step: Whether the sequence has slot 0 of the global batch (or of the validation set).
     """
+    # float64: the plan and the measured D are sums of these shares and are compared with each other
     counted = sample_weight * mask.astype(np.float64)
     if term.aggregation == "token-mean":
+        # here each token carries its own share of the denominator, so a row may be cut anywhere
         return TokenTerms(counted.astype(np.float32), counted)
+    # rounded once, so it does not depend on an order of adding
     total = math.fsum(mask)
     shares = np.zeros(mask.shape, np.float64)
+    # a row always has a first token, masked or not, so the share has one owner on every layout
     shares[0] = _share(total, sample_weight, term, is_first_in_step)
     return TokenTerms((counted / _divisor(total, term)).astype(np.float32), shares)
 
@@ -58,6 +62,7 @@ def _divisor(total: float, term: TermSection) -> float:
     match term.aggregation:
         case "token-mean" | "seq-mean-token-sum" | "sum":
             return 1.0
+        # Where total is 0 every weight is 0 too: the divisor 1.0 only keeps 0 / 0 (nan) out of the weights.
         case "seq-mean-token-mean":
             return total if total > 0 else 1.0
         case "seq-mean-token-sqrt":
@@ -76,10 +81,13 @@ def _share(total: float, sample_weight: float, term: TermSection, is_first_in_st
     assert term.aggregation != "token-mean", "its denominator belongs to tokens, not to sequences"
     match term.aggregation:
         case "sum" | "token-sum-norm":
+            # a constant divisor has no sequence of its own: the row of slot 0 carries it for the whole batch
             return 1.0 if is_first_in_step else 0.0
         case "seq-mean-token-sqrt":
+            # n / sqrt(n): the denominator is the sum of the token weights, 0 for an empty sequence
             return sample_weight * math.sqrt(total)
         case "seq-mean-token-power":
+            # 1 - p > 0 by a rule of the section, so an empty sequence adds 0 (0 ** 0 would be 1)
             return sample_weight * math.pow(total, 1 - _power(term))
         case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
             return sample_weight if total > 0 or term.empty_sequences == "include" else 0.0

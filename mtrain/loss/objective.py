@@ -46,15 +46,20 @@ class Objective:
             ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
+        # the coefficients of all depths add up to mtp_coefficient, whatever their number
         share = section.mtp_coefficient / max(mtp_depths, 1)
         depths = [depth_term(depth) for depth in range(1, mtp_depths + 1)]
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
         sides = {name: side.coefficient for name, side in section.side_terms.items()}
+        # by the options, not by the values: whether a plan is needed has to be known before any batch
         apart = [name for name, term in terms.items() if _divisor(term) != _divisor(section)]
         objective = cls(
+            # The main term is first and routers are last: PairAccumulator.terms has the same order, and vectors of
+            # planned denominators are matched with `coefficients` by place.
             functions=loaded | dict.fromkeys(depths, next_token_loss),
             coefficients={MAIN_TERM: 1.0} | sides | dict.fromkeys(depths, share) | section.router.coefficients,
             names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
+            # a depth loses the tokens at each row's end, a router counts text: never the main denominator
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
         )
         objective._check_teacher(section)
@@ -89,6 +94,7 @@ class Objective:
                 f"loss.teacher is not given, but {', '.join(askers)} compares with one; set loss.teacher.checkpoint to "
                 "a run folder"
             )
+        # refused, not ignored: a teacher costs a forward pass of every microbatch and the memory of its weights
         if section.teacher is not None and not askers:
             raise ConfigError(
                 f"loss.teacher.checkpoint={section.teacher.checkpoint!r} is given, but no loss function asks for a "
@@ -121,7 +127,10 @@ class Objective:
         total = pairs[MAIN_TERM].numerator
         for term in self.functions:
             if term != MAIN_TERM:
+                # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to
+                # float32, since the main numerator, alone or not, is differentiated in one dtype.
                 total = total + (pairs[term].numerator * factors[term]).to(total.dtype)
+        # a power of two moves exponents only, so the division takes it out without rounding; 1.0 outside fp16
         return total * numerator_scale
 
 
@@ -135,8 +144,11 @@ def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dic
     Returns:
         One factor a side term, float64 scalar on the device of `planned`; 0 where D_k is 0.
     """
+    # scalars stay on the device: reading D_k on the host would wait for all work queued there
     terms = list(zip(coefficients.items(), planned))
     return {
+        # where, not a clamp: nan and inf of the other branch are dropped, and no graph exists to carry them. The same
+        # order of operations as `check_factors`, so the number that is checked is the one that was used.
         term: torch.where(denominator == 0, 0.0, coefficient * (planned[0] / denominator))
         for (term, coefficient), denominator in terms[1:]
     }
@@ -157,6 +169,7 @@ def power_of_two_near(x: float) -> float:
 
 def _divisor(term: TermSection) -> dict[str, object]:
     """What decides a term's denominator, beside the batch: all that a term has but its function."""
+    # every other field, so that a field added later makes terms differ until it is proved not to matter
     return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 
@@ -167,10 +180,14 @@ def _checked(pair: object, name: str, inputs: TermInputs) -> LossPair:
             f"loss.function={name!r} returned a {type(pair).__name__}, but has to return a "
             "mtrain.loss.pair.LossPair(numerator, denominator)"
         )
+    # one dtype each, so that pairs of any functions can be added; denominators are float64 as the plan is
     _check_part(pair.numerator, "numerator", torch.float32, name)
     _check_part(pair.denominator, "denominator", torch.float64, name)
+    # D divides after backward, so the gradient that such a function expects through it would never flow
     if pair.denominator.requires_grad:
         raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
+    # megatron-core's backward_step (pipeline_parallel/schedules.py) passes over an output without a graph: the
+    # microbatch would add nothing to the gradient, and nothing would say so.
     if torch.is_grad_enabled() and inputs.logits.local.requires_grad and not pair.numerator.requires_grad:
         raise ConfigError(
             f"loss.function={name!r} returned a numerator without a graph; compute it from inputs.logits even where "

@@ -71,6 +71,8 @@ class TermInputs:
         A sequence is a row, as in every aggregation: what one sample holds, several documents of running text too.
         """
         batch, seq = self.labels.shape
+        # a row is a sequence, on every context-parallel rank at the same index: no communication; expand takes no
+        # memory
         return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
@@ -85,7 +87,9 @@ class TermInputs:
         Returns:
             [batch] float64, the same on all ranks of the sequence. `[sequence_ids]` spreads it over the tokens.
         """
+        # where, not values * (weights != 0): a masked value may be inf or nan, and 0 x inf is nan
         kept = torch.where(self.weights != 0, values, 0.0)
+        # float64: which tokens are added on which rank depends on cp, and float32 would show it in the last digits
         return sum_over_ranks(kept.sum(dim=1, dtype=torch.float64), self.context)
 
 
@@ -99,6 +103,7 @@ def needs_teacher(function: Function) -> Function:
 
     The teacher runs for marked functions; an unmarked one finds it only where another term needs it.
     """
+    # on the function itself, so that it holds under any name; `asks_for_teacher` looks through functools.partial
     function.__dict__["needs_teacher"] = True
     return function
 
@@ -114,6 +119,7 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
         token_losses: [batch, seq], of float32 or wider, one loss a token.
         inputs: The microbatch whose weights and shares count.
     """
+    # where, not a selection by index: the host would have to wait for the number of selected tokens
     kept = torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0)
     return LossPair(kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64))
 

@@ -38,9 +38,11 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor]) -> float:
         term: One of the four names.
         padding: [batch, seq] bool of each microbatch, full rows on the CPU: positions that hold no text.
     """
+    # numpy: the plan is made before the first forward pass, while batches are still on the host
     is_text = [~each.numpy() for each in padding]
     match term:
         case "router_sequence_balance":
+            # a row of padding alone has no counts and no loss, so it must not be in the denominator either
             return float(sum(each.any(1).sum() for each in is_text))
         case "router_z" | "router_microbatch_balance" | "router_global_balance":
             return float(sum(each.sum() for each in is_text))
@@ -59,6 +61,7 @@ def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
         [seq, batch] nats squared; loss and gradient are 0 where there is no text, whatever the logits are.
     """
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)  # where before the log: its gradient at inf is nan
+    # a second where: the logits that were set to 0 would add (log of the number of experts)^2
     return torch.where(is_text, kept.logsumexp(-1), 0.0).square()
 
 
@@ -67,19 +70,23 @@ def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_t
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)
     match score:
         case "softmax":
+            # over all experts, not the chosen ones: every expert's logit gets a gradient
             scores = kept.softmax(-1)
         case "sigmoid":
             scores = kept.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
         case _:
             assert_never(score)
+    # rows without text came out uniform above; as 0 they pull on no expert
     return torch.where(is_text.unsqueeze(-1), scores, 0.0)
 
 
 def choices_by_row(scores: Tensor, top_k: int, is_text: Tensor) -> Tensor:
     """How often each expert is among the top k: [seq, batch, experts] -> [batch, experts] int64."""
+    # counted from the unbiased scores and without groups, unlike where the tokens are sent (docs/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+    # integers, so that sums over ranks and microbatches are exact in any order
     return (chosen & is_text.unsqueeze(-1)).sum(0)
 
 
@@ -93,5 +100,7 @@ def balance_losses(scores: Tensor, choices: Tensor) -> Tensor:
     Returns:
         [seq, batch]; its mean over that set is the loss.
     """
+    # clamp: a set without text has no choices, and 0 / 0 would be nan; all its scores are 0
     shares = choices.to(scores.dtype) / choices.sum(-1, keepdim=True).clamp(min=1)
+    # [seq, batch, experts] x [experts] or [batch, experts]: the counts are the same for every token of a set
     return (scores * shares).sum(-1) * scores.shape[-1]

@@ -25,6 +25,7 @@ def check_denominator(term: str, denominator: float) -> None:
     Raises:
         NumericError: The denominator lies outside of what float32 carries.
     """
+    # not (a <= D <= b): comparisons with nan are false, so nan and negative values are refused as well
     if denominator != 0 and not SMALLEST_DENOMINATOR <= denominator <= LARGEST:
         raise NumericError(
             f"the denominator of loss term {term!r} is {denominator}, but must lie between {SMALLEST_DENOMINATOR:.2g} "
@@ -45,6 +46,7 @@ def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, 
     """
     main = denominators[MAIN_TERM]
     for term, coefficient in coefficients.items():
+        # on the host in float64, after the step's one collective: all ranks hold the same bits and refuse together
         factor = 0.0 if denominators[term] == 0 else coefficient * (main / denominators[term])
         if factor != 0 and not 1 / LARGEST <= abs(factor) <= LARGEST:
             raise NumericError(

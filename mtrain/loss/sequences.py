@@ -19,6 +19,7 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         values: Any shape, the same on all ranks.
         group: None where there is one rank.
     """
+    # no node in the graph and no collective at cp = 1
     if group is None:
         return values
     result: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
@@ -36,6 +37,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # all_reduce works in place, and autograd must not see its input change
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -43,6 +45,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
+        # the gradient of a sum is expanded (stride 0), which no collective can write to
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None

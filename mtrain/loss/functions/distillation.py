@@ -22,6 +22,7 @@ def distillation_loss(
 
     Source: Hinton et al. 2015; the reverse direction as in Gu et al. 2023 (MiniLLM).
     """
+    # no mask is needed here: `weigh` drops what masked tokens give, and their gradient is cleared in the node
     teacher = inputs.teacher
     assert teacher is not None, "the objective is refused without a teacher"
     logits = inputs.logits

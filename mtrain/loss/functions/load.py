@@ -29,6 +29,7 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     """
     path = LOSS_FUNCTIONS.get(name, name)
     module_name, colon, attribute = path.partition(":")
+    # no dotted attribute: what is imported is one name of one module
     if not (module_name and colon and attribute.isidentifier()):
         raise ConfigError(
             f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function "
@@ -41,6 +42,7 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     if not callable(function):
         raise ConfigError(f"loss.function={path!r} is a {type(function).__name__}, but has to be a function")
     _check_options(function, path, options)
+    # bound once here, not at each microbatch; options are constants of the run
     return functools.partial(function, **options)
 
 
@@ -56,12 +58,14 @@ def _import(module_name: str, path: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name
+        # the module itself or a package above it; any other name is an import inside the user's module that failed
         if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"loss.function={path!r}: there is no module {missing!r} on the import path; correct the name, install "
                 "the package, or add the folder that holds it to PYTHONPATH"
             ) from error
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
+    # what else a module raises while it is imported is the user's own error, and keeps its traceback
     except (ImportError, SyntaxError) as error:
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
 
@@ -78,6 +82,7 @@ def _nearest(name: str, module: ModuleType) -> str:
 def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:
     """Refuses options that the signature does not take, and missing ones that it needs."""
     try:
+        # signature and bind, not a trial call: a call needs logits, and would fail on the last stage alone
         signature = inspect.signature(function)
     except ValueError as error:
         raise ConfigError(f"loss.function={path!r} has no Python signature to call it by; wrap it in a def") from error

@@ -36,25 +36,35 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: TargetLogits) -> tuple[Tensor, Tensor]:
+        # not the logits: softmax follows from the exponentials, which other terms of the microbatch save as the same
+        # tensor
         ctx.save_for_backward(exponentials.values, exponentials.total, target.column, target.is_local)
         ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
         ctx.label_share, ctx.uniform_share = target.label_share, target.uniform_share
         log_total = exponentials.total.log()
+        # The maximum cancels in the first, since target probabilities add up to 1: no large numbers are subtracted
+        # there.
         return log_total - target.shifted_logit, log_total + exponentials.maximum
 
     @staticmethod
+    # a second derivative would leave out what is saved without a graph: it raises instead of being wrong
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
         values, total, column, is_local = ctx.saved_tensors
+        # Both losses have the softmax as gradient, so one pass over [seq, batch, vocab_local] serves them. What no term
+        # used arrives here as zeros, since autograd materialises gradients.
         scale, column = grad_entropy + grad_logsumexp, column.unsqueeze(-1)
         is_masked = (grad_entropy == 0) & (grad_logsumexp == 0)
         exponentials = Exponentials(values, total, total, ctx.num_real)
+        # None skips a read: without smoothing the gradient is softmax x scale alone
         shift = grad_entropy * ctx.uniform_share if ctx.uniform_share > 0 else None
         gradient = softmax_times(exponentials, scale, is_masked, ctx.dtype, shift)
         # softmax x scale minus the label's share, formed in full precision: near 1 the two almost cancel
         at_label = values.gather(-1, column).squeeze(-1) / total * scale
         at_label = at_label - grad_entropy * (ctx.label_share + ctx.uniform_share)
         is_set = is_local & ~is_masked
+        # Where another rank holds the label, column 0 gets back what it had: a scatter without a boolean index, for
+        # which the host would have to wait.
         kept = torch.where(is_set, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))
         return gradient.scatter_(-1, column, kept.unsqueeze(-1)), None, None
 
@@ -91,5 +101,7 @@ class Entropy(torch.autograd.Function):
         values, total, mean = ctx.saved_tensors
         # exp(s) s from exp(s) alone: what underflowed has no weight, and the logits need not be kept
         gradient = torch.xlogy(values, values).addcmul_(values, mean.unsqueeze(-1), value=-1)
+        # in place in full precision and rounded once at the end, as the two products almost cancel for a flat
+        # distribution
         gradient.mul_((-grad_entropy / total).unsqueeze(-1))
         return cleared(gradient, grad_entropy == 0, ctx.num_real).to(ctx.dtype), None, None

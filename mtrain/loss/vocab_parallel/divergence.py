@@ -30,6 +30,7 @@ class Tempered:
 
     def scores(self, rows: slice) -> Tensor:
         """(logit - maximum) / temperature of some positions; -inf at padding."""
+        # the maximum of logits / T is maximum / T, so one maximum serves every temperature without a further all-reduce
         return shifted_logits(self.local[rows], self.maximum[rows], self.num_real).div_(self.temperature)
 
 
@@ -38,13 +39,15 @@ def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
 
     A token of the vocabulary whose exp(a) is 0 adds nothing to the middle one, whatever b is.
     """
+    # [3, seq, batch]: stacked, so that one all-reduce carries all three
     sums = torch.empty(3, *weighting.maximum.shape, dtype=weighting.maximum.dtype, device=weighting.local.device)
     for rows in row_slices(weighting.local):
         first, second = weighting.scores(rows), other.scores(rows)
+        # before `second` is overwritten: at most three temporaries of _ELEMENTS_AT_A_TIME elements live at once
         sums[2, rows] = second.exp().sum(-1)
         gap = torch.sub(first, second, out=second)
         weights = first.exp_()
-        gap.masked_fill_(weights == 0, 0.0)
+        gap.masked_fill_(weights == 0, 0.0)  # at padding and underflow -inf - (-inf) is nan, and 0 x inf as well
         sums[0, rows] = weights.sum(-1)
         sums[1, rows] = gap.mul_(weights).sum(-1)
     return sums
@@ -72,6 +75,7 @@ class Divergence(torch.autograd.Function):
         value: Tensor,
         is_reverse: bool,
     ) -> Tensor:
+        # no exponentials: for two distributions they would be two more full-precision copies of the logits
         ctx.save_for_backward(local, student.maximum, teacher.local, teacher.maximum, log_totals, value)
         ctx.num_real, ctx.temperature, ctx.is_reverse = student.num_real, student.temperature, is_reverse
         return value.clone()
@@ -84,13 +88,16 @@ class Divergence(torch.autograd.Function):
         teacher = Tempered(teacher_local, teacher_maximum, ctx.num_real, ctx.temperature)
         gradient = torch.empty_like(local)
         for rows in row_slices(local):
+            # log softmax from the logits, not log(p): what underflows in p keeps its logarithm
             log_p = student.scores(rows).sub_(log_totals[0, rows].unsqueeze(-1))
             log_q = teacher.scores(rows).sub_(log_totals[1, rows].unsqueeze(-1))
             if ctx.is_reverse:
                 part = _reverse_gradient(log_p, log_q, value[rows])
             else:
+                # p - q in full precision: in half precision the difference of similar distributions would be rounding
                 part = log_p.exp_().sub_(log_q.exp_())
             part.mul_((grad_value[rows] / ctx.temperature).unsqueeze(-1))
+            # the copy rounds to the dtype of the logits, once
             gradient[rows] = cleared(part, grad_value[rows] == 0, ctx.num_real)
         return gradient, None, None, None, None, None
 

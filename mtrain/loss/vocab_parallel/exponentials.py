@@ -40,7 +40,9 @@ def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
         maximum: [...].
         num_real: Local columns that are not padding.
     """
+    # bf16 - float32 is float32, on GPUs in one kernel; local.float() first would be one more copy of the logits
     shifted = torch.sub(local.detach(), maximum.unsqueeze(-1))
+    # exp(-inf) is exactly 0, so padding is in no sum, whatever its logits hold
     shifted[..., num_real:] = float("-inf")
     return shifted
 
@@ -49,8 +51,10 @@ def local_maximum(local: Tensor, num_real: int) -> Tensor:
     """[seq, batch] each token's largest real logit on this rank; -inf where the rank holds padding alone."""
     real = local.detach()[..., :num_real]
     dtype = compute_dtype(local)
+    # a tensor-parallel rank can hold padding alone, and amax of no column raises
     if num_real == 0:
         return torch.full(real.shape[:-1], float("-inf"), dtype=dtype, device=real.device)
+    # the maximum of bf16 numbers is one of them: exact, so the cast is of [seq, batch] numbers only
     return real.amax(-1).to(dtype)
 
 
@@ -70,6 +74,7 @@ def softmax_times(
         [seq, batch, vocab_local]; every padding column is exactly 0.
     """
     values, factor = exponentials.values, (scale / exponentials.total).unsqueeze(-1)
+    # out= of a smaller dtype: formed in full precision and rounded as it is stored (CPUs use a temporary)
     gradient = torch.empty_like(values, dtype=dtype)
     if shift is None:
         torch.mul(values, factor, out=gradient)
@@ -80,6 +85,7 @@ def softmax_times(
 
 def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
     """The gradient with exact zeros at masked tokens and at padding, in place."""
+    # filled, not multiplied by 0: at a masked token with inf logits the softmax is nan
     gradient.masked_fill_(is_masked.unsqueeze(-1), 0.0)
     gradient[..., num_real:] = 0.0
     return gradient
@@ -87,6 +93,7 @@ def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
 
 def row_slices(local: Tensor) -> Iterator[slice]:
     """Yields runs of positions whose logits are few enough for a temporary."""
+    # along positions, the outermost axis, so that each part is one contiguous stretch of the logits
     step = max(1, _ELEMENTS_AT_A_TIME // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0], step):
         yield slice(start, start + step)
@@ -94,10 +101,12 @@ def row_slices(local: Tensor) -> Iterator[slice]:
 
 def compute_dtype(local: Tensor) -> torch.dtype:
     """float32, or float64 for float64 logits."""
+    # float64 stays float64: the references of `mtrain verify` go through the same code
     return torch.promote_types(local.dtype, torch.float32)
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     """In place; nothing where the group is this rank alone."""
+    # one rank makes no call: a collective over itself still costs a launch
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

@@ -63,6 +63,7 @@ class VocabParallelLogits:
         Source: label smoothing as in Szegedy et al. 2016, section 7, and in torch's own cross entropy.
         """
         known = self._losses
+        # identity, not equality: comparing values would make the host wait for the device
         if known is None or known.labels is not labels or known.label_smoothing != label_smoothing:
             known = self._losses = self._token_losses(labels, label_smoothing)
         return known.cross_entropy
@@ -75,6 +76,7 @@ class VocabParallelLogits:
         Returns:
             [batch, seq] nats.
         """
+        # the second output of the cross entropy's node: both losses share one backward pass over the vocabulary
         if self._losses is not None:
             return self._losses.logsumexp
         if self._logsumexp is None:
@@ -92,7 +94,10 @@ class VocabParallelLogits:
             [batch, seq] nats, from 0 to log(vocab_size).
         """
         if self._entropy is None:
+            # exp(s) s with 0 log 0 = 0: at padding s is -inf, and 0 x -inf would be nan
             products = torch.xlogy(self._values(), self._values()).sum(-1)
+            # The left operand is evaluated first and brings the total along; the other way round would be one more
+            # all-reduce.
             mean = self._sum_with_total(products) / self._known_exponentials().total
             result: Tensor = Entropy.apply(self.local, self._known_exponentials(), mean)  # type: ignore[no-untyped-call]
             self._entropy = result.t()
@@ -118,11 +123,14 @@ class VocabParallelLogits:
 
     def _divergence(self, teacher: VocabParallelLogits, temperature: float, is_reverse: bool) -> Tensor:
         assert teacher.local.shape == self.local.shape, "student and teacher are split in different ways"
+        # both at once, before anything asks for one alone: one all-reduce instead of two
         _find_maxima([self, teacher])
         own, other = self._tempered(temperature), teacher._tempered(temperature)
         sums = local_sums(own, other) if is_reverse else local_sums(other, own)
         all_reduce(sums, dist.ReduceOp.SUM, self.group)
         value = divergence_of_sums(sums).to(own.maximum.dtype)
+        # local_sums lists the weighting one first: that is the teacher in the forward direction; here always (own,
+        # other)
         log_totals = (sums[0::2] if is_reverse else sums[0::2].flip(0)).log()
         result: Tensor = Divergence.apply(self.local, own, other, log_totals, value, is_reverse)  # type: ignore[no-untyped-call]
         return result.t()
@@ -131,10 +139,13 @@ class VocabParallelLogits:
         """Cross entropy, and log-sum-exp as a second output of the same node: one backward serves both."""
         assert 0 <= label_smoothing < 1
         column, is_local = self._locate(labels)
+        # over the whole real vocabulary: megatron-core's _VocabParallelCrossEntropy (tensor_parallel/cross_entropy.py)
+        # smooths over each rank's own part, so its loss differs from rank to rank
         label_share, uniform_share = 1.0 - label_smoothing, label_smoothing / self.vocab_size
         logits = self._shifted_logits(column, is_local) * label_share
         if label_smoothing > 0:
             logits = logits + self._sum_of_shifted_logits() * uniform_share
+        # one sum over ranks for both parts of the target, stacked with the exponentials' total
         target = TargetLogits(column, is_local, self._sum_with_total(logits), label_share, uniform_share)
         entropy, logsumexp = CrossEntropy.apply(self.local, self._known_exponentials(), target)  # type: ignore[no-untyped-call]
         return _TokenLosses(labels, label_smoothing, entropy.t(), logsumexp.t())
@@ -146,19 +157,25 @@ class VocabParallelLogits:
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Each label's local column, 0 where another rank holds it, and whether this rank does; both [seq, batch]."""
+        # [seq, batch], as the logits lie
         index = labels.t().contiguous()
+        # else no rank would hold such a label, and its loss would be relative to the token's maximum, not to a logit
         index = torch.where((index >= 0) & (index < self.vocab_size), index, 0) - self.first_index
         is_local = (index >= 0) & (index < self._num_real)
         return torch.where(is_local, index, 0), is_local
 
     def _shifted_logits(self, column: Tensor, is_local: Tensor) -> Tensor:
         """[seq, batch] the label's logit minus the token's maximum, 0 where another rank holds it."""
+        # detached: the node's backward has this part, so a graph here would only keep memory
         logits = self.local.detach().gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        # each label has one owner, so the sum over ranks is its logit
         return torch.where(is_local, logits - self._known_maximum(), 0.0)
 
     def _sum_of_shifted_logits(self) -> Tensor:
         """[seq, batch] the sum over this rank's real columns of logit minus maximum."""
         maximum, real = self._known_maximum(), self._num_real
+        # From the logits, not as log of the exponentials: what underflowed there counts in this sum. By rows, since
+        # this full-precision copy is used once.
         parts = [
             shifted_logits(self.local[rows, :, :real], maximum[rows], real).sum(-1) for rows in row_slices(self.local)
         ]
@@ -173,6 +190,7 @@ class VocabParallelLogits:
 
     def _values(self) -> Tensor:
         """[seq, batch, vocab_local] exponentials relative to each token's maximum; 0 at padding."""
+        # kept: the only full-precision copy of the logits, which all losses of this distribution share
         if self._local_values is None:
             self._local_values = shifted_logits(self.local, self._known_maximum(), self._num_real).exp_()
         return self._local_values
@@ -181,6 +199,8 @@ class VocabParallelLogits:
         """The exponentials and their sum; one all-reduce where that is not known yet."""
         if self._exponentials is None:
             total = self._values().sum(-1)
+            # in the order of these calls on every rank of the group: which terms a run has decides it, and no rank's
+            # data
             all_reduce(total, dist.ReduceOp.SUM, self.group)
             self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
         return self._exponentials
@@ -191,6 +211,7 @@ class VocabParallelLogits:
         if self._exponentials is not None:
             all_reduce(part, dist.ReduceOp.SUM, self.group)
             return part
+        # [2, seq, batch]: latency counts for numbers of one token each, so two sums travel as one
         stacked = torch.stack([self._values().sum(-1), part])
         all_reduce(stacked, dist.ReduceOp.SUM, self.group)
         total, summed = stacked.unbind()
@@ -219,7 +240,9 @@ def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
     unknown = [each for each in of if each._maximum is None]
     if not unknown:
         return
+    # [unknown, seq, batch]
     stacked = torch.stack([local_maximum(each.local, each._num_real) for each in unknown])
     all_reduce(stacked, dist.ReduceOp.MAX, unknown[0].group)
+    # -inf - (-inf) would be nan in every score of such a token
     for each, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
         each._maximum = maximum
