@@ -30,10 +30,10 @@ class AsyncAllReduce:
             return
         if vector.device.type != "cpu":
             self._work = dist.all_reduce(vector, group=group, async_op=True)
-        elif size & (size - 1) == 0:
-            self._swap = _Swap(vector, 1, group)
+        elif size & (size - 1) == 0:  # only then every rank has a partner at every distance
+            self._swap = _Swap(vector, 1, group)  # the first round runs beside what follows; the others wait for it
         else:
-            self._rows = vector.new_empty(size, len(vector))
+            self._rows = vector.new_empty(size, len(vector))  # [ranks, n]: row r comes from rank r, on every rank alike
             self._work = dist.all_to_all_single(self._rows, vector.repeat(size, 1), group=group, async_op=True)
 
     def get(self) -> Tensor:
@@ -45,11 +45,13 @@ class AsyncAllReduce:
     def _awaited(self) -> Tensor:
         assert self._work is not None
         self._work.wait()
+        # On GPUs there is one row, which the all-reduce has filled in place.
         return self._rows.sum(0)
 
     def _swapped(self, swap: _Swap) -> Tensor:
         """Both partners add the same two numbers, so sums agree to the bit whatever the order."""
         vector, distance = swap.added(), 2
+        # Here the host waits in each further round, which sends what the round before has added.
         while distance < dist.get_world_size(self._group):
             vector = _Swap(vector, distance, self._group).added()
             distance *= 2
@@ -65,8 +67,9 @@ class _Swap:
         distance: A power of two: the bit in which the partners' ranks in the group differ.
         group: The ranks; None for all.
         """
-        partner = dist.get_rank(group) ^ distance
+        partner = dist.get_rank(group) ^ distance  # the rank in the group, hence group_dst and group_src below
         self._own, self._other = vector, torch.empty_like(vector)
+        # Both are posted before either is awaited: two partners that each wait for their send first could deadlock.
         self._works = [
             dist.isend(vector, group=group, group_dst=partner),
             dist.irecv(self._other, group=group, group_src=partner),

@@ -28,14 +28,16 @@ def broadcast_batches(
         config: Gives the shapes.
         groups: The process groups.
     """
+    # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing travels between those.
     if groups.layout.tp == 1:
         assert batches is not None
         return [batch.map(lambda rows: rows.to(groups.device)) for batch in batches]
     model = config.model
+    # Both sides derive fields and shapes from the configuration, so no header travels in front of the tensors.
     fields = field_dtypes(terms, config.data.isolate_documents, model.experts is not None, model.mtp_depths)
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
-    shape = (config.train.micro_batch_size, config.data.seq_length)
+    shape = (config.train.micro_batch_size, config.data.seq_length)  # whole rows; they are cut for CP afterwards
     # one vector of each kind: int64 and float64 hold every value of the narrower types
     packed = [
         _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
@@ -66,10 +68,12 @@ def _broadcast(
         given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
         packed = torch.stack([torch.stack(rows) for rows in given]).to(groups.device)
     else:
-        packed = torch.empty(shape, dtype=dtype, device=groups.device)
+        packed = torch.empty(shape, dtype=dtype, device=groups.device)  # never read before the broadcast has filled it
+    # `src` is a rank of the world: the first one of this TP group.
     dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
     return packed
 
 
 def _as_given(path: FieldPath, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    # Attention cuts rows by document on the host; on a GPU this one copy replaces a synchronisation in every layer.
     return rows.to("cpu" if path == DOCUMENT_STARTS else rows.device, dtype)

@@ -58,6 +58,7 @@ class _Stream:
 _STREAM = _Stream()
 
 
+# A bare number is a device index, which torch takes for CUDA; megatron-core passes torch.cuda.current_device().
 def _names_cuda(device: object) -> bool:
     kind = type(device)
     if kind is str:
@@ -68,10 +69,10 @@ def _names_cuda(device: object) -> bool:
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **options: Any) -> Any:
-        if options:
+        if options:  # these wrappers run at every factory call, most of which name no device
             if _names_cuda(options.get("device")):
                 options["device"] = _CPU
-            if options.get("pin_memory"):
+            if options.get("pin_memory"):  # pinning needs the CUDA runtime
                 options["pin_memory"] = False
         return factory(*args, **options)
 
@@ -91,6 +92,7 @@ def _patch_factories() -> None:
 def _patch_tensor() -> None:
     original_to, original_type = torch.Tensor.to, torch.Tensor.type
 
+    # megatron-core passes the device by position or by name, and a dtype alone in the same place.
     def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if args and _names_cuda(args[0]):
             args = (_CPU, *args[1:])
@@ -121,9 +123,12 @@ def _patch_cuda() -> None:
         setattr(cuda, name, _returning(None))
     for name in ["current_stream", "default_stream"]:
         setattr(cuda, name, _returning(_STREAM))
+    # An index, as on a GPU: factory functions above turn it into the CPU.
     cuda.current_device, cuda.device_count = _returning(0), _returning(1)
     cuda.Stream = cuda.Event = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
+    # There is one generator: dropout on the CPU draws from torch's own, which the tracker of tensor_parallel/random.py
+    # saves and restores through these names.
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **options: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
@@ -158,9 +163,11 @@ def install() -> None:
     _patch_factories()
     _patch_tensor()
     _patch_cuda()
+    # jit.py keeps what torch.compile is at its first import (jit_fuser): later imports get the plain functions as well.
     with _without_compile():
         import megatron.core.tensor_parallel.random as rng
 
+        # These two call torch.cuda.random and torch._C themselves, past the names that are replaced above.
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
         # "CPU RNG state changed within GPU RNG context" is true of every dropout here: there is one generator
@@ -169,6 +176,7 @@ def install() -> None:
         import megatron.core.optimizer  # noqa: F401
         import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
+        # Replaced where it is used: token_dispatcher.py has imported the name from moe_utils.py.
         dispatcher.maybe_move_tensor_to_cpu = _moved_to_host
     gloo.install()
 

@@ -68,6 +68,7 @@ class Groups:
 
 def is_of_experts(parameter: torch.Tensor) -> bool:
     """Whether a parameter belongs to routed experts; marked where it is made."""
+    # megatron-core's own mark, by which DistributedDataParallel takes a parameter to the buffers of experts.
     return not getattr(parameter, "allreduce", True)
 
 
@@ -91,6 +92,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
             "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
             "close that one first"
         )
+    # A program may have groups of its own beside ours; they keep their timeouts.
     others = set(dist.distributed_c10d._world.pg_map)
     try:
         parallel_state.initialize_model_parallel(
@@ -100,7 +102,8 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=timeout_s / 60,
+            distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
+            # The gloo twins serve the gathers of DistributedOptimizer's checkpoints; ranks here write their own shards.
             create_gloo_process_groups=False,
         )
         _set_timeouts(others, timedelta(seconds=timeout_s))
@@ -117,6 +120,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
         seed_generators(seed, 0, groups)
         yield groups
     finally:
+        # It forgets the groups and does not close them: mtrain/mcore/distributed/init.py closes them with the world.
         parallel_state.destroy_model_parallel()
 
 
@@ -132,7 +136,8 @@ def seed_generators(seed: int, step: int, groups: Groups) -> None:
     Ranks of a tensor-parallel group share the state that replicated activations draw from; all others differ, since
     they hold other layers, other samples or other positions.
     """
+    # Not in the digest: tp_rank. megatron-core adds it to the seed of the state for activations that TP divides.
     digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
     derived = int.from_bytes(digest[:4], "little") >> 1
-    torch.manual_seed(derived)
+    torch.manual_seed(derived)  # the CPU's generator; the next call seeds those of the device alone
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)

@@ -54,6 +54,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         MachineError: cuda was asked for and is not there, or has fewer GPUs than ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        # cpu.py emulates only where no GPU is seen; megatron-core would allocate on the GPU and meet CPU tensors.
         if torch.cuda.is_available():
             raise MachineError(
                 "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty), because "
@@ -82,9 +83,11 @@ def init_distributed(environment: RankEnvironment, wanted_device: str, timeout_s
     device = choose_device(wanted_device, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # torch starts as many threads as there are cores in every process: ranks of one machine would fight for them.
     elif "OMP_NUM_THREADS" not in os.environ and environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
     timeout = timedelta(seconds=timeout_s)
+    # With the device torch connects NCCL now, inside the `try`, and not in the first collective.
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     try:
         dist.init_process_group(
@@ -102,7 +105,7 @@ def init_distributed(environment: RankEnvironment, wanted_device: str, timeout_s
         with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
             yield device
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # after an error too, so that a second world can open in this process
 
 
 @contextlib.contextmanager
@@ -126,6 +129,7 @@ def joined_distributed(wanted_device: str, timeout_s: float) -> Iterator[torch.d
             f"torch.distributed was opened with the backend {backend}, but train.device={wanted_device} computes on "
             f"{device.type} and needs {wanted}; open it with {wanted}, or set train.device"
         )
+    # destroy_process_group() without a group would close the program's world as well.
     others = set(dist.distributed_c10d._world.pg_map)
     try:
         with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
@@ -139,9 +143,11 @@ def joined_distributed(wanted_device: str, timeout_s: float) -> Iterator[torch.d
 def _rendezvous(environment: RankEnvironment, timeout: timedelta) -> dict[str, Any]:
     """A store that every world of this process has for itself: ranks open their worlds in the same order."""
     rank, size = environment.rank, environment.world_size
+    # One rank needs no port, which another program might hold.
     if size == 1:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
     place = environment.master_addr, environment.master_port, size
+    # One store serves all worlds of the process; the prefix keeps the keys of an earlier one apart.
     if place not in _stores:
         url = f"tcp://{environment.master_addr}:{environment.master_port}"
         _stores[place], _, _ = next(rendezvous(url, rank, size, timeout=timeout))
@@ -162,6 +168,7 @@ def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
+        # The texts are the only mark: gloo and NCCL raise RuntimeError for a lost peer and for a wrong argument alike.
         is_sign = any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK)
         if not is_sign and not isinstance(error, _ERRORS_OF_THE_STORE):
             raise
@@ -196,12 +203,13 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
 
     One broadcast of a small object from rank 0.
     """
+    # Another exception than an MtrainError is a defect: it ends rank 0, and the others report the lost rank.
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except MtrainError as error:
-            error.on_every_rank = True
+            error.on_every_rank = True  # so that one rank prints the message, not each of them
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -214,6 +222,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is true on any rank. One all-reduce of one number over the world, which the host waits for."""
     flags = torch.tensor([flag], dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
+    # All ranks read the same number, so all take the same branch behind this call.
     return bool(flags.item())
 
 
@@ -228,7 +237,9 @@ def on_all_ranks(action: Callable[[], Result]) -> Result:
     except MtrainError as error:
         fault = error
     faults: list[MtrainError | None] = [None] * dist.get_world_size()
+    # A barrier as well: no rank goes on before every rank has run the action, and none is left waiting by a failure.
     dist.all_gather_object(faults, fault)
+    # The list is in the order of ranks, so every rank raises the same error.
     first = next((error for error in faults if error is not None), None)
     if first is not None:
         first.on_every_rank = True

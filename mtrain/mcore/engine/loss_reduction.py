@@ -25,14 +25,17 @@ class PairAccumulator:
         router_terms: Those that routers compute inside the layers.
         """
         self.terms = (*terms, *router_terms)
+        # float64: float32 holds whole counts of tokens to 2^24 alone, and a step may have more.
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerator, denominator."""
+        # Views, made once: a microbatch adds in place, without indexing or allocating.
         self._of_logits, self._of_routers = self.sums[: len(terms)], self.sums[len(terms) :]
         self._places = list(zip(terms, *self._of_logits.unbind(1)))
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
         """Adds one microbatch; keeps nothing that could change later."""
         for term, numerator, denominator in self._places:
+            # The sum holds a copy: megatron-core scales the loss in place afterwards (forward_step_calc_loss).
             numerator.add_(pairs[term].numerator.detach())
             denominator.add_(pairs[term].denominator)
 
@@ -46,6 +49,7 @@ class PairAccumulator:
         Pairs of logits are the same on ranks that share them (`Groups.counts_loss`). Of a router's pairs each rank has
         those of its own layers and tokens.
         """
+        # Zeros and not nothing: the vector has one length on all ranks.
         return self.sums if groups.counts_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
 
 
@@ -153,18 +157,20 @@ class GlobalTotals:
         local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
         """
         self._terms = sums.pairs.terms
+        # Host numbers first, those of the device copied over them: one transfer to the device and none back.
         pairs, count = [0.0] * (2 * len(self._terms)), len(self._terms)
         of_batch = [*sums.planned.values(), *sums.tokens] if groups.counts_plan else [0.0] * (count + len(sums.tokens))
+        # The stop request rides along: a collective of its own would cost a latency every step.
         host = [*pairs, *of_batch, float(stop_requested)]
         vector = _on_device(host if local_grad_norm_sq is None else [*host, 0.0], groups.device)
         vector[: len(pairs)].copy_(sums.pairs.owned(groups).view(-1))
         if local_grad_norm_sq is not None:
             vector[-1].copy_(local_grad_norm_sq)
-        self._sum = AsyncAllReduce(vector)
+        self._sum = AsyncAllReduce(vector)  # over the world; the host goes on
 
     def main_denominator(self) -> Tensor:
         """The first term's measured denominator: float64 scalar on the device."""
-        return self._sum.get()[1]
+        return self._sum.get()[1]  # [0, 1] are the main term's numerator and denominator: it is the first
 
     def read(self, coefficients: Mapping[str, float]) -> StepTotals:
         """Everything on the host. One device synchronisation.
@@ -172,10 +178,10 @@ class GlobalTotals:
         Args:
             coefficients: Of the terms in the objective.
         """
-        values = iter(self._sum.get().tolist())
+        values = iter(self._sum.get().tolist())  # where the host waits for the step's kernels
         pairs = [(next(values), next(values)) for _ in self._terms]
         terms = {term: TermTotals(*pair, next(values)) for term, pair in zip(self._terms, pairs)}
-        tokens = TokenCounts(int(next(values)), int(next(values)))
+        tokens = TokenCounts(int(next(values)), int(next(values)))  # exact: float64 holds whole numbers to 2^53
         return StepTotals(terms, next(values) > 0, tokens, next(values, None), coefficients)
 
 
@@ -193,6 +199,7 @@ class PlannedTotals:
         everywhere: Over the world, with the same bits on all ranks; else within each pipeline stage, whose ranks read
             the whole batch themselves.
         """
+        # Ranks of TP and CP share rows, and every stage reads them: one of all these counts.
         owns = groups.counts_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
         own = planned if owns else [0.0] * len(planned)
         self._sum = AsyncAllReduce(_on_device(own, groups.device), None if everywhere else groups.stage)
@@ -205,4 +212,5 @@ class PlannedTotals:
 def _on_device(values: Sequence[float], device: torch.device) -> Tensor:
     """A float64 vector; the host does not wait for the copy."""
     vector = torch.tensor(values, dtype=torch.float64)
+    # From pageable memory a non-blocking copy waits all the same.
     return vector if device.type == "cpu" else vector.pin_memory().to(device, non_blocking=True)

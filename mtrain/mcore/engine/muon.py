@@ -46,7 +46,7 @@ class MatrixSlice(NamedTuple):
 
     at: TensorSlice
     is_sent: bool
-    """Whether this rank speaks for them; the other ranks that hold them have replicas."""
+    """Whether this rank sends them; the other ranks that hold them have replicas."""
 
 
 class _Piece(NamedTuple):
@@ -101,14 +101,17 @@ class Muon:
         self._rank, self._num_ranks = groups.stage.rank(), groups.stage.size()
         self._pieces: dict[str, list[_Piece]] = {}
         shapes: dict[str, Sizes] = {}
+        # Pieces come in the order of the optimizer's parameters, which `_split` relies on at both ends of an exchange.
         for name, shape, piece in _pieces(inner, chunks, groups):
             self._pieces.setdefault(name, []).append(piece)
             shapes[name] = shape
         own = {name: [piece.where for piece in pieces] for name, pieces in self._pieces.items()}
         everyone: list[tuple[dict[str, Sizes], _Slices]] = [({}, {})] * self._num_ranks
+        # Once, at the start: in a step every rank knows from this who sends how much to whom, so sizes never travel.
         dist.all_gather_object(everyone, (shapes, own), group=groups.stage)
         self._slices = [slices for _, slices in everyone]
         self._shapes = {name: shape for shapes, _ in everyone for name, shape in shapes.items()}
+        # From what all have gathered, so every rank calls the same collectives in the same order.
         self._rounds = list(_rounds(self._shapes, self._slices))
 
     @torch.no_grad()
@@ -124,10 +127,11 @@ class Muon:
                 self._orthogonalize(names[self._rank], whole)
             self._apply(names, self._return(names, whole), lr)
         for piece in (piece for pieces in self._pieces.values() for piece in pieces):
-            piece.main.grad = None
+            piece.main.grad = None  # Adam skips parameters without a gradient, and leaves their momentum alone
 
     def _collect(self, names: Sequence[str]) -> Tensor | None:
         """The directions of the tensor that this rank owns in a round, [rows, columns]; None where it owns none."""
+        # Before the early return: every rank moves its momentum and takes part in the exchange, owner or not.
         sent = [self._directions(name) for name in names]
         if self._rank >= len(names):
             self._exchange(sent, [0] * self._num_ranks)
@@ -135,14 +139,17 @@ class Muon:
         name = names[self._rank]
         slices = [[each for each in held.get(name, ()) if each.is_sent] for held in self._slices]
         received = self._exchange(sent, [_num_elements(each) for each in slices])
+        # Filled completely: each element has exactly one sender, which `_rounds` asserts.
         whole = torch.empty(self._shapes[name], device=self._groups.device)
+        # The sender has laid its slices one after the other in the order that it announced.
         for held, values in zip(slices, received, strict=True):
             for each, part in zip(held, _split(values, held), strict=True):
                 each.at.of(whole).copy_(part.view(each.at.shape))
         return whole
 
     def _directions(self, name: str) -> list[Tensor]:
-        """What this rank tells the owner of a tensor; replicas keep their momentum and tell nothing."""
+        """What this rank sends to the owner of a tensor; replicas keep their momentum and send nothing."""
+        # Computed for unsent pieces too: the momentum of a replica has to move with that of the piece which is sent.
         found = [(self._direction(piece), piece.where.is_sent) for piece in self._pieces.get(name, ())]
         return [direction for direction, is_sent in found if is_sent]
 
@@ -150,15 +157,20 @@ class Muon:
         """[num_elements]: the moving mean of the gradients, moved towards the last one again where it is Nesterov's."""
         assert piece.main.grad is not None, "every matrix has a gradient"
         gradient, beta = piece.of(piece.main.grad), self._section.momentum
+        # The gradient is summed, divided and clipped already, as the one that Adam gets.
         piece.momentum.lerp_(gradient, 1 - beta)
         return gradient.lerp(piece.momentum, beta) if self._section.nesterov else piece.momentum
 
     def _orthogonalize(self, name: str, whole: Tensor) -> None:
         """Every matrix in a tensor [rows, columns], in place, scaled to the size of AdamW's updates."""
         columns, sizes = whole.shape[1], segments(name, whole.shape[0], self._model)
+        # Fused rows repeat in blocks, [blocks, rows, columns]: linear_qkv as queries, key, value of each group of
+        # heads.
         for block in torch.split(whole.view(-1, sum(sizes), columns), sizes, dim=1):
             matrix = block.reshape(-1, columns)  # the rows of one matrix, which fused tensors keep apart
+            # The elements of an orthogonal a x b matrix have a root mean square of 1 / sqrt(max(a, b)).
             scale = self._section.update_rms * math.sqrt(max(matrix.shape))
+            # Back into `whole`: the split gives views.
             block.copy_(orthogonalized(matrix, self._section.newton_schulz_steps).mul_(scale).view(block.shape))
 
     def _return(self, names: Sequence[str], whole: Tensor | None) -> list[Tensor]:
@@ -166,10 +178,12 @@ class Muon:
         sent: list[list[Tensor]] = []
         if whole is not None:
             name = names[self._rank]
+            # To replicas as well, unlike on the way there: all of them apply the update to their own main weights.
             sent = [[each.at.of(whole).reshape(-1) for each in held.get(name, ())] for held in self._slices]
         return self._exchange(sent, [_num_elements(self._slices[self._rank].get(name, ())) for name in names])
 
     def _apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
+        # Decoupled, before the update, as in AdamW.
         decay = 1 - lr * self._section.weight_decay
         for name, values in zip(names, updates):  # ranks behind the last owner have sent nothing
             pieces = self._pieces.get(name, [])
@@ -183,11 +197,13 @@ class Muon:
             sent: By rank that gets them; those behind the last get nothing.
             sizes: By rank that they come from, the number of elements; none comes from those behind the last.
         """
+        # torch.cat refuses an empty list.
         nothing, behind = torch.empty(0, device=self._groups.device), [0] * self._num_ranks
         given = [torch.cat([nothing, *values]) for values in sent]
         outgoing = [*map(Tensor.numel, given), *behind][: self._num_ranks]
         incoming = [*sizes, *behind][: self._num_ranks]
         received = torch.empty(sum(incoming), device=self._groups.device)
+        # Ranks that send and receive nothing call it too: it is collective over the stage.
         dist.all_to_all_single(received, torch.cat([nothing, *given]), incoming, outgoing, group=self._groups.stage)
         return list(torch.split(received, incoming))
 
@@ -205,8 +221,11 @@ def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
 
     Unlike the published code it adds nothing to the norm, so that the update does not depend on the size of the loss.
     """
+    # The smaller of X X^T and X^T X: three products a step with the square of the short side.
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)  # its squares may leave the range of float32
+    # The Frobenius norm bounds every singular value, so all start at 1 or below, where the iteration converges.
+    # Dividing by the 0-dimensional float64 norm leaves x float32.
     x = torch.where(norm > 0, x / norm, 0.0)
     a, b, c = COEFFICIENTS
     for _ in range(num_steps):
@@ -229,9 +248,10 @@ def segments(name: str, num_rows: int, model: ModelSection) -> list[int]:
     linear, head = name.split(".")[-2], model.head_size
     split: list[int] = []
     if linear == "linear_qkv":
+        # Rows of one group, the block that repeats.
         split = [model.num_attention_heads // model.query_groups * head, head, head]
     elif linear == "linear_fc1" and model.is_gated:
-        split = [num_rows // 2, num_rows // 2]
+        split = [num_rows // 2, num_rows // 2]  # the global tensor has all gates before all ups, whatever tp is
     elif model.mla is not None:
         split = {
             "linear_q_proj": [model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim],
@@ -249,10 +269,13 @@ def _pieces(
     places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
     for flat_slice, momentum in momenta(inner, lambda parameter: is_matrix(places[parameter])):
         place = places[flat_slice.parameter]
+        # A distributed optimizer's run has no copy over DP x CP, only over TP; without it one of all replicas speaks.
         is_sent = has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)
+        # Leading axes that stack layers and experts: a matrix is what lies behind them.
         axes = next(shards(place, place.key, place.data)).prepend_axis_num
         for shard in run_of(place, place.key, momentum.view(-1), flat_slice.start, flat_slice.end):
             where = MatrixSlice(TensorSlice(shard.at.offset[axes:], shard.at.shape[axes:]), is_sent)
+            # A shard is a view of the momentum, which lies as the main weights do.
             start = int(shard.data.storage_offset() - momentum.storage_offset())
             name, shape = global_name(shard.key, shard.at.offset[:axes]), shard.global_shape[axes:]
             yield name, shape, _Piece(where, flat_slice.main, start, shard.data)
@@ -269,6 +292,7 @@ def _rounds(shapes: Mapping[str, Sizes], everyone: Sequence[_Slices]) -> Iterato
     for name, shape in shapes.items():
         sent = _num_elements([each for slices in everyone for each in slices.get(name, ()) if each.is_sent])
         assert sent == math.prod(shape), f"{sent} of the {math.prod(shape)} elements of {name} have a rank to speak"
+    # By size, so that owners of a round work for about as long; by name where sizes agree, for one order on all ranks.
     names = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     for first in range(0, len(names), len(everyone)):
         yield names[first : first + len(everyone)]

@@ -28,9 +28,12 @@ class NumeratorFactors:
         groups: The process groups.
         """
         self._coefficients, self._router_terms = objective.coefficients, objective.router_terms
+        # fp16 needs 1 / D in advance, else sums over a batch overflow; terms with other denominators need the ratios.
         is_needed = is_fp16 or bool(objective.apart)
+        # Over the world in fp16: all stages multiply by one power of two. Else a stage has all it needs itself.
         self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
+        # The host waits here: the scale chooses a Python float that loss and division share.
         self.numerator_scale = self._power_of_two() if is_fp16 else 1.0
 
     def of_terms(self) -> Mapping[str, float | Tensor]:
@@ -38,6 +41,7 @@ class NumeratorFactors:
         if self._totals is None:
             return self._coefficients
         if self._factors is None:
+            # Awaited late, so the collective runs beside the first forward pass.
             self._factors = side_term_factors(self._totals.on_device(), self._coefficients)
         return self._factors
 
@@ -48,10 +52,13 @@ class NumeratorFactors:
 
     def wait(self) -> None:
         """Ends the collective on ranks that have asked for no factor."""
+        # On CPUs the later rounds of AsyncAllReduce start only when its sum is read: a rank that never asked would
+        # leave its partners waiting.
         if self._totals is not None:
             self._totals.on_device()
 
     def _power_of_two(self) -> float:
         assert self._totals is not None
         main = float(self._totals.on_device()[0])
+        # A power of two changes no mantissa, so the one division takes it out exactly; 1 for an empty batch.
         return power_of_two_near(1 / main) if math.isfinite(main) and main > 0 else 1.0

@@ -50,6 +50,7 @@ class Skips:
     def clear(self) -> None:
         """An update was applied."""
         self._in_a_row = self._at_smallest_scale = 0
+        # The first overflow never counts as one at the smallest scale.
         self._scale = math.inf  # at which the next gradients are computed, where that is known
 
     def count(self, loss_scale: float) -> None:
@@ -62,6 +63,7 @@ class Skips:
             NumericError: They are too many.
         """
         self._in_a_row += 1
+        # Compared is the scale of this overflow; the one given is what the next gradients are computed with.
         self._at_smallest_scale += self._scale <= SMALLEST_LOSS_SCALE
         self._scale = loss_scale
         if self._in_a_row < self._most and self._at_smallest_scale < _MOST_SKIPS_AT_SMALLEST_SCALE:
@@ -79,11 +81,13 @@ class Optimizer:
     def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self.chunks = list(chunks)
         translated = optimizer_config(config)
+        # Empty and not None, for which megatron-core would take its standard overrides: no decay of vectors and biases.
         overrides = {} if config.optimizer.decay_norms_and_biases else get_standard_config_overrides(translated)
         self.inner: MegatronOptimizer = get_megatron_optimizer(
             translated,
             self.chunks,
             config_overrides=overrides,
+            # They would serve checkpoints in megatron-core's own forms, which are not used.
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
@@ -95,6 +99,7 @@ class Optimizer:
         self._muon = self._muon_of(config, groups)
         self._overlaps_gather = config.train.overlap_param_gather
         if self._overlaps_gather:
+            # DistributedDataParallel has put its hooks in place already; they would gather weights that are complete.
             self._set_gather_hooks(False, sync=False)  # nothing to gather before the first update
 
     def _muon_of(self, config: Config, groups: Groups) -> Muon | None:
@@ -118,6 +123,7 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Clears gradients before a step."""
         for chunk in self.chunks:
+            # Backward hooks add into these float32 buffers; `.grad` of parameters and main weights is cleared next.
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
@@ -134,6 +140,7 @@ class Optimizer:
         gradients may still be scaled in place: the optimizer holds views of the same float32 memory.
         """
         assert not self._is_fp16
+        # Points `.grad` of the main weights at the reduced buffers; bf16 and fp32 have no scaler that judges them.
         self.inner.prepare_grads()
         return self._sum_of_squares()
 
@@ -151,15 +158,21 @@ class Optimizer:
             NumericError: The gradient norm is not finite, or float32 does not hold what it stands for; weights and
                 state are untouched.
         """
+        # Before anything is touched: the norm is the same number on all ranks, so all of them raise or none.
         check_norm(grad_norm, self._clip_grad)
         for group in self.inner.param_groups:
+            # Set at every step: the schedule is a function of completed updates, not megatron-core's scheduler.
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
-        self._clip(grad_norm)
+        self._clip(grad_norm)  # before Muon too: its momentum takes the clipped gradient, as Adam's moments do
         if self._muon is not None:
             self._muon.update(lr)  # takes the gradients of matrices away: AdamW steps on what has one
+        # Not `step()`, which would unscale, take the norm and clip once more. Main weights are updated, then the
+        # parameters; a distributed optimizer gathers them over DP x CP here, or in the next forward pass where that
+        # overlaps.
         self.inner.step_with_ready_grads()
         if self._overlaps_gather and not self.overlaps_param_gather:
+            # After the first update, and again where gather_parameters() took them away.
             self._set_gather_hooks(True, sync=False)
         return Update(grad_norm, overflowed=False)
 
@@ -171,9 +184,11 @@ class Optimizer:
             NumericError: As `update` and `Skips.count`.
         """
         if self._overflows():
+            # The same scale on all ranks, so a run that gives up does so everywhere.
             self._skips.count(self.loss_scale())
             return Update(math.nan, overflowed=True)
         self._skips.clear()
+        # A collective of its own: when the losses were summed, the gradients still carried the loss scale.
         return self.update(lr, math.sqrt(AsyncAllReduce(self._sum_of_squares().view(1)).get().item()))
 
     def _overflows(self) -> bool:
@@ -182,24 +197,29 @@ class Optimizer:
         megatron-core does so for dense parameters and for experts apart, with a scale each, which part when one of them
         overflows.
         """
+        # One flag for all parts, summed over the world: experts live on other ranks than dense parameters.
         found = torch.zeros(1, device=self._device)
         for part in self._optimizers():
-            if not part.is_stub_optimizer:
+            if not part.is_stub_optimizer:  # this rank has no parameter of the kind, and no gradient to look at
                 part._copy_model_grads_to_main_grads()
                 gradients = part._collect_main_grad_data_for_unscaling()
+                # One pass over the gradients both divides them by the scale and sets the flag.
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale)
         overflowed = AsyncAllReduce(found).get().item() > 0
         for part in self._optimizers():
+            # On stubs too: every scaler of every rank counts the same successes and overflows.
             part.grad_scaler.update(overflowed)
         return overflowed
 
     def _sum_of_squares(self) -> Tensor:
         """Every element counts on one rank: to be summed over the world."""
+        # megatron-core leaves out copies over TP (no tensor_model_parallel mark) and shared tables of other stages.
         own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 
     def _counts_here(self, part: Any) -> bool:
         """Whether this rank's gradients count: those of a distributed optimizer are parts, others are replicas."""
+        # Its rank holds a part of the reduced gradient that no other one has.
         if isinstance(part, DistributedOptimizer):
             return True
         is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
@@ -212,6 +232,7 @@ class Optimizer:
     def _clip(self, grad_norm: float) -> None:
         if self._clip_grad == 0:
             return
+        # One norm for dense parameters and experts alike: each part alone would clip by its own share.
         for optimizer in self._optimizers():
             parameters = optimizer.get_parameters()
             if parameters:
@@ -220,6 +241,7 @@ class Optimizer:
     @property
     def overlaps_param_gather(self) -> bool:
         """Whether updated parameters arrive during the next forward pass (overlap_param_gather after an update)."""
+        # The hooks themselves are the state: no flag beside them that could disagree.
         return self._overlaps_gather and bool(self.chunks[0].remove_forward_pre_hook_handles)
 
     def gather_parameters(self) -> None:
@@ -229,6 +251,7 @@ class Optimizer:
 
     def _set_gather_hooks(self, enabled: bool, sync: bool) -> None:
         for chunk in self.chunks:
+            # All chunks at once: a chunk without hooks would compute with weights that have not arrived.
             hooks: Any = chunk
             if enabled:
                 hooks.enable_forward_pre_hook()
@@ -250,7 +273,9 @@ def check_norm(grad_norm: float, clip_grad: float) -> None:
     """
     if not math.isfinite(grad_norm):
         raise NumericError(f"the gradient norm is {grad_norm}; the weights were not updated")
+    # The factor that clip_grad_by_total_norm_fp32 will apply, computed on the host in advance.
     clipping = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
+    # Conservative: no element exceeds the norm, so what passes cannot overflow anywhere in Adam.
     largest = torch.finfo(torch.float32).max
     if grad_norm > largest or (grad_norm * clipping) ** 2 > largest or clipping < torch.finfo(torch.float32).tiny:
         raise NumericError(
@@ -267,4 +292,5 @@ def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
+    # The third argument is the dtype in which squares are added.
     return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float64)).square().sum()

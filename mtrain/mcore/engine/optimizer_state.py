@@ -29,6 +29,7 @@ from mtrain.checkpoint.format.training_state import LossScaler
 MAIN = "param"
 """Name of the float32 main weights among a parameter's states, as megatron-core writes it."""
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+# Names of the checkpoint format: changing one would make older checkpoints unreadable.
 STATES = (MAIN, _FIRST, _SECOND)
 """What a parameter has in the optimizer, each float32 and of the parameter's shape. Where a momentum stands alone
 there are no second moments, and no count of updates."""
@@ -74,6 +75,7 @@ def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]
         for flat_slice in _flat_slices_of(part):
             if has_momentum(flat_slice.parameter):
                 momentum = torch.zeros_like(flat_slice.main, requires_grad=False)
+                # Under Adam's name: saved and loaded like any first moment. Adam itself never sees a gradient of these.
                 part.optimizer.state[flat_slice.main] = {_FIRST: momentum}
                 yield flat_slice, momentum
 
@@ -84,6 +86,7 @@ def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
         if _steps_by_parameter(part):
             for state in (part.optimizer.state[flat_slice.main] for flat_slice in _flat_slices_of(part)):
                 if not _is_momentum_alone(state):
+                    # A tensor of its own for each: a shared one would advance once for every parameter in one update.
                     state["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
         else:
             for group in part.optimizer.param_groups:
@@ -100,6 +103,7 @@ def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor
     """
     for flat_slice in flat_slices(optimizer):
         flat_slice.main.copy_(
+            # A distributed optimizer has a flat run of the parameter, with no regard to rows.
             whole[flat_slice.parameter].flatten()[flat_slice.start : flat_slice.end].view(flat_slice.main.shape)
         )
 
@@ -109,7 +113,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
     One all-reduce over the world: a rank may hold no part of any parameter.
     """
-    steps = {0}
+    steps = {0}  # of a rank that holds nothing, or before the first update
     for part in optimizer.chained_optimizers:
         if _steps_by_parameter(part):
             states = part.optimizer.state.values()
@@ -117,6 +121,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
         else:
             steps |= {int(group.get("step", 0)) for group in part.optimizer.param_groups}
     assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
+    # MAX, since such ranks report 0; all that hold something agree, as every update steps all parameters.
     most = torch.tensor([max(steps)], dtype=torch.int64, device=torch.cuda.current_device())
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
@@ -124,7 +129,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
 def loss_scaler(optimizer: MegatronOptimizer) -> LossScaler | None:
     """The loss scale and its counters; None in precisions that have none."""
-    first = optimizer.chained_optimizers[0]
+    first = optimizer.chained_optimizers[0]  # any will do: `Optimizer._overflows` moves all scales together
     if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
         return None
     state = first.grad_scaler.state_dict()
@@ -140,6 +145,7 @@ def set_loss_scaler(optimizer: MegatronOptimizer, saved: LossScaler | None) -> N
     assert (loss_scaler(optimizer) is None) == (saved is None)
     if saved is not None:
         for part in optimizer.chained_optimizers:
+            # megatron-core calls .cuda() on the scale: it has to be a tensor [1], the counters plain numbers.
             part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
 
 
@@ -150,12 +156,16 @@ def _steps_by_parameter(part: MegatronOptimizer) -> bool:
 
 def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:
     if isinstance(part, DistributedOptimizer):
+        # gbuf_ranges: a list of buffers, each {dtypes: buckets}; param_map has only what this rank updates of a bucket.
         for buckets in (ranges for buffer in part.gbuf_ranges for ranges in buffer.values()):
             for parameter, place in (item for bucket in buckets for item in bucket["param_map"].items()):
                 group, order = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][order]
+                # "param" counts elements inside the parameter; its siblings count in the padded buffer, which moves
+                # with dp.
                 yield FlatSlice(parameter, main, place["param"].start, place["param"].end, True)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
+        # Half-precision parameters have a float32 copy; those in float32 already are their own main weights.
         groups = zip(part.float16_groups, part.fp32_from_float16_groups)
         pairs = [pair for halves, mains in groups for pair in zip(halves, mains)]
         pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
@@ -169,6 +179,7 @@ def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
     state: dict[str, Any] = part.optimizer.state[main]
     if not state:
         if _steps_by_parameter(part):
+            # What torch's Adam makes itself at its first step; it takes a state that is not empty for complete.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
     return {MAIN: main} | {name: state[name] for name in STATES if name in state}

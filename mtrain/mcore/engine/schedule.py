@@ -26,17 +26,21 @@ LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPai
 
 def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, config: Config) -> None:
     """Tells megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
+    # One object for all chunks: the schedules read their callbacks from the TransformerConfig.
     translated = get_model_config(chunks[0])
     translated.grad_scale_func = optimizer.scale_loss
     # A function, so that megatron-core completes weight gradients that it has put off; the reduction is ours, because
     # it may have to wait for other passes.
     translated.finalize_model_grads_func = lambda *model, **options: None
     if config.train.overlap_grad_reduce:
+        # Without it every backward pass would reduce its bucket; with it only that of the last microbatch does.
         translated.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
+        # Lets pipelines start the reduction of a chunk as soon as its last backward pass is through.
         translated.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
 
 
 def _one_or_list(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
+    # schedules.py calls a function without interleaving, and indexes a list by chunk with it.
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -65,7 +69,7 @@ def run_schedule(
         accumulator.add(pairs)
         return objective
 
-    with torch.set_grad_enabled(True):
+    with torch.set_grad_enabled(True):  # a caller's no_grad would make a step without gradients, silently
         _run(chunks, batches, consume, config, forward_only=False)
 
 
@@ -73,11 +77,13 @@ def run_schedule(
 def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Inside the block no gradient leaves its rank, whatever the schedule says: other passes will add to it."""
     translated = get_model_config(chunks[0])
+    # Both: the schedules leave their own no_sync at the last microbatch, and grad_sync_func starts a reduction.
     synced = translated.no_sync_func, translated.grad_sync_func
     translated.no_sync_func = translated.grad_sync_func = None
     try:
         with contextlib.ExitStack() as held:
             for chunk in chunks:
+                # Marks the buckets as not on their last microbatch, so backward hooks only add.
                 held.enter_context(chunk.no_sync())
             yield
     finally:
@@ -86,6 +92,7 @@ def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[No
 
 def start_grad_sync(chunks: Sequence[DistributedDataParallel], config: Config) -> None:
     """Begins the reduction that `deferred_grad_sync` has held back, where it overlaps the backward pass elsewhere."""
+    # finish_grad_sync asserts that a reduction was started where it overlaps; without overlap it runs one itself.
     if config.train.overlap_grad_reduce:
         for chunk in chunks:
             chunk.start_grad_sync()
@@ -102,7 +109,7 @@ def run_forward(
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
         take(logits, batch)
-        return torch.zeros((), device=logits.main.device)
+        return torch.zeros((), device=logits.main.device)  # the schedules want a loss; nothing reads this one
 
     _run(chunks, batches, consume, config, forward_only=True)
 
@@ -116,7 +123,7 @@ def _run(
 ) -> None:
     get_forward_backward_func()(
         forward_step_func=_forward_step(consume),
-        data_iterator=[iter(batches) for _ in chunks],
+        data_iterator=[iter(batches) for _ in chunks],  # each virtual stage goes through all microbatches on its own
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=config.data.seq_length,
@@ -127,6 +134,7 @@ def _run(
 
 def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor | Logits, Any]:
+        # The stages share rows and order, so every stage takes the same microbatch; positions and documents are in it.
         batch = next(iterator)
 
         def loss_of_output(output: Tensor | Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -134,6 +142,6 @@ def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[.
             # the three-part form is the one that megatron-core leaves alone; its own token count is not used
             return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.device), {}
 
-        return run_chunk(chunk, batch), loss_of_output
+        return run_chunk(chunk, batch), loss_of_output  # megatron-core calls the second on the last stage alone
 
     return forward_step
