@@ -28,14 +28,17 @@ class _Weights(Mapping[str, NDArray[np.float32]]):
 
     def __init__(self, tensors: CheckpointTensors, vocab_size: int) -> None:
         self._tensors, self._vocab_size = tensors, vocab_size
+        # _extra_state is TransformerEngine's, an object instead of numbers
         self._names = sorted(key for key in tensors.tensors if not key.startswith(_BESIDE) and _TE_STATE not in key)
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
         if name not in self._names:
             raise KeyError(name)
+        # the float32 main weights, where bf16 or fp16 weights compute: those are rounded from them
         key = _MAIN + name if _MAIN + name in self._tensors.tensors else name
         shape = self._tensors.tensors[key].shape
         if name in _VOCABULARY:
+            # the number of padding rows follows from tp, so keeping them would make the result depend on the layout
             shape = (min(shape[0], self._vocab_size), *shape[1:])
         values: NDArray[np.float32] = self._tensors.read(key, TensorSlice.whole(shape)).float().numpy()
         return values.copy()  # else a view of the mapped file, which must not be written to
@@ -65,5 +68,6 @@ def read_weights(path: Path | str) -> Mapping[str, NDArray[np.float32]]:
     entry = checkpoint_at(Path(path)).entry
     if entry is None:
         raise DataError(f"{path} holds no checkpoint")
+    # all bytes, before the first array: what is read later is a view of the files, without a check of its own
     verify_files(entry, entry.manifest.files, num_threads=1)
     return _Weights(CheckpointTensors(entry.path), read_state(entry.path).vocab_size)

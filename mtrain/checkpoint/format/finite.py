@@ -29,11 +29,13 @@ def non_finite(shards: Sequence[Shard]) -> Finding | None:
 
     Each shard is read once, where it lies; integers are left out. The host reads one vector of flags.
     """
+    # aminmax of an empty shard raises; a rank may hold no element of a tensor
     floats = [shard for shard in shards if shard.data.is_floating_point() and shard.data.numel() > 0]
     if not floats:
         return None
     # the smallest and the largest carry every nan and inf, and need no mask as large as the shard
     extremes = [torch.stack(torch.aminmax(shard.data.detach())) for shard in floats]
+    # one read of the device for all shards, not one each
     flags = torch.stack([pair.isfinite().all() for pair in extremes]).tolist()
     bad = [shard for shard, is_finite in zip(floats, flags, strict=True) if not is_finite]
     if not bad:
@@ -63,6 +65,7 @@ def described(everyone: Sequence[Finding | None]) -> str | None:
 
 def _place(shard: Shard) -> str:
     """Such as `decoder.final_layernorm.weight[3] is nan`, by its index in the global tensor."""
+    # only for the message: this takes a mask as large as the shard
     values: Tensor = shard.data.detach().view(shard.at.shape)
     index = (~values.isfinite()).nonzero()[0].tolist()
     value = values[tuple(index)].item()

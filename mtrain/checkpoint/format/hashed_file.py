@@ -34,8 +34,10 @@ class HashedFile(io.RawIOBase):
             OSError: The disk refuses; so do the other methods.
         """
         super().__init__()
+        # O_EXCL: a file that is there belongs to another attempt; O_CLOEXEC: no child process keeps the file open
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._sha256, self._size_bytes, self._asked_bytes = hashlib.sha256(), 0, 0
+        # at most one hash and one sync are under way, so neither waits for a worker
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
         self._syncing: Future[None] | None = None
 
@@ -58,12 +60,15 @@ class HashedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Writes and hashes all of it."""
         view = memoryview(data).cast("B")
+        # small pieces are the headers of records: not worth a hop to another thread
         if view.nbytes <= _SMALL_BYTES:
             self._sha256.update(view)
             self._write(view)
         else:
+            # SHA-256 depends on the order: one call hashes the whole view, and the next write begins after its result
             hashing = self._workers.submit(self._sha256.update, view)
             try:
+                # in pieces, so that `_write` can ask for a sync in the middle of a large tensor
                 for start in range(0, view.nbytes, _PIECE_BYTES):
                     self._write(view[start : start + _PIECE_BYTES])
             finally:
@@ -78,7 +83,7 @@ class HashedFile(io.RawIOBase):
         """
         if self._syncing is not None:
             self._syncing.result()
-        os.fsync(self._descriptor)
+        os.fsync(self._descriptor)  # the syncs in the thread cover only what had been written when they began
         return FileInfo(size_bytes=self._size_bytes, sha256=self._sha256.hexdigest())
 
     def close(self) -> None:
@@ -89,6 +94,7 @@ class HashedFile(io.RawIOBase):
         super().close()
 
     def _write(self, view: memoryview) -> None:
+        # a write may take less than it was given, for instance what still fits on the disk
         while view.nbytes:
             written = os.write(self._descriptor, view)
             self._size_bytes += written
@@ -97,6 +103,7 @@ class HashedFile(io.RawIOBase):
             if self._syncing is not None:
                 self._syncing.result()
             self._asked_bytes = self._size_bytes
+            # at most one at a time, never waited for here: where the disk is slow, the next one covers more bytes
             self._syncing = self._workers.submit(os.fdatasync, self._descriptor)
 
 
@@ -109,6 +116,7 @@ def write_hashed(path: Path, data: bytes) -> FileInfo:
 
 def read_facts(path: Path) -> FileInfo:
     """Size and SHA-256 of what lies there now; reads all of it."""
+    # unbuffered: file_digest has a buffer of its own
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileInfo(size_bytes=file.tell(), sha256=digest.hexdigest())

@@ -90,18 +90,20 @@ class _Machine:
     def __init__(self, raw: bytes, allowed: Collection[str]) -> None:
         self._raw, self._at, self._allowed = raw, 0, allowed
         self._stack: list[Any] = []
+        # heights, not mark objects on the stack: a value can then never be taken for a mark
         self._marks: list[int] = []
         """Height of the stack at each open mark."""
         self._memo: dict[int, Any] = {}  # a dict, so that a huge number costs no more than a small one
         self._names: dict[str, Named] = {}
 
     def run(self) -> Any:
+        # local, and a tuple of 256 entries: the loop runs once for each opcode of millions of slices
         steps = _STEPS
         try:
             while (code := self._raw[self._at]) != _STOP:
                 self._at += 1
                 steps[code](self)
-        except IndexError:
+        except IndexError:  # from the stack, the marks or the bytes: all mean that the pickle takes what is not there
             self._refuse("is cut or takes more from its stack than is there")
         except KeyError as fault:
             self._refuse(f"refers to {str(fault)[:_LONGEST_SHOWN]}, which it has not stored")
@@ -126,6 +128,7 @@ class _Machine:
         return int.from_bytes(self._take(size), "little")
 
     def _pop(self) -> Any:
+        # an opcode may not reach below an open mark: the C unpickler refuses that too
         if self._marks and len(self._stack) <= self._marks[-1]:
             raise IndexError
         return self._stack.pop()
@@ -138,6 +141,7 @@ class _Machine:
 
     def _top(self, kind: type[Any]) -> Any:
         top = self._pop()
+        # exactly the type, before the caller uses a method of it
         if type(top) is not kind:
             changed = top.name if type(top) is Named else f"a {type(top).__name__}"
             self._refuse(f"changes {changed}, where a {kind.__name__.lower()} is due")
@@ -233,6 +237,7 @@ class _Machine:
 
     def memoize(self) -> None:
         """The top, under the next number."""
+        # numbered by how many there are, as Python's own unpickler does
         self._memo[len(self._memo)] = self._stack[-1]
 
     def put_memo(self, size: int) -> None:
@@ -267,6 +272,7 @@ class _Machine:
         if full not in self._allowed:
             shown = full[:_LONGEST_SHOWN].encode("unicode_escape").decode()
             raise PickleError(f"it asks for {shown}, which is refused")
+        # one object for each name: a name that stands there a million times costs one
         self._stack.append(self._names.setdefault(full, Named(full)))
 
     def call(self) -> None:
@@ -285,6 +291,7 @@ class _Machine:
         """Its fields to an object, once."""
         state = self._pop()
         target = self._top(Built)
+        # torch writes one; of two it would be open which is meant
         if target.state is not None:
             self._refuse(f"describes a {target.name} twice")
         target.state = state

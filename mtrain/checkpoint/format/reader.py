@@ -48,8 +48,10 @@ class CheckpointTensors:
         """
         tensor = self.tensors[key]
         found = [(saved, shared) for saved in tensor.slices if (shared := saved.at.intersect(wanted)) is not None]
+        # no copy, for instance on the layout that saved it: loading then needs no memory beside the model
         if len(found) == 1 and found[0][1] == wanted:
             return self._inside(key, found[0][0], wanted)
+        # cheap, and before memory is taken for the result
         if sum(shared.num_elements for _, shared in found) != wanted.num_elements:
             raise DataError(f"{self.folder}: {key} is not whole: parts of {list(tensor.shape)} are missing")
         result = torch.empty(wanted.shape, dtype=tensor.dtype)
@@ -65,12 +67,13 @@ class CheckpointTensors:
         return wanted.within(saved.at).of(self._mapped(key, saved))
 
     def _mapped(self, key: str, saved: SavedSlice) -> Tensor:
+        # a file is mapped once and stays mapped: views of it are handed out
         if saved.file not in self._maps:
             self._maps[saved.file] = _map(self.folder / saved.file)
         try:
             record = range(saved.start_bytes, saved.start_bytes + saved.length_bytes)
             return mapped_tensor(self._maps[saved.file], record, self.tensors[key].dtype, saved.at.shape)
-        except FAULTS as fault:
+        except FAULTS as fault:  # the bytes have a checksum only in our own checkpoints, so a record may hold anything
             raise DataError(
                 f"{self.folder / saved.file}: {key} at byte {saved.start_bytes} is damaged: {fault}; restore the file"
             ) from fault

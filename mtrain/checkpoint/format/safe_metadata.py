@@ -30,6 +30,7 @@ _LONGEST_NAME = 255
 _LONGEST_KEY = 1000
 """Characters of a tensor's name."""
 _IN_TORCH = "torch.distributed.checkpoint."
+# every dtype that this torch has, under all names (torch.half and torch.float16)
 _DTYPES = {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _ALLOWED = {
     *_DTYPES,
@@ -109,13 +110,16 @@ def _tensor_metadata(content: Any) -> TensorMetadata:
     saved, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(saved, dict) or not isinstance(storage, dict):
         raise ValueError("it has no names of tensors, or no files")
+    # a dict, in which each slice is looked up once: time stays proportional to the length
     places = _places(storage)
     tensors: dict[str, GlobalTensor] = {}
     others = set()
     for key, facts in saved.items():
+        # isprintable: the name stands in messages and must not break their one line
         if not isinstance(key, str) or not 0 < len(key) <= _LONGEST_KEY or not key.isprintable():
             raise ValueError(f"it has {repr(key)[:_LONGEST_NAME]} as a name")
         if isinstance(facts, Built) and facts.name == f"{_IN_TORCH}metadata.BytesStorageMetadata":
+            # listed, not read: their bytes are a pickle of their own
             others.add(key)
         else:
             tensors[key] = _tensor(key, _fields(facts, "metadata.TensorStorageMetadata"), places)
@@ -135,6 +139,7 @@ def _places(storage: Mapping[Any, Any]) -> _Places:
         if not isinstance(key, str):
             raise ValueError("it has a place without a name")
         file = _plain_name(info.get("relative_path"))
+        # torch may compress or encode what it writes; such bytes cannot be mapped as a tensor
         if info.get("transform_descriptors"):
             raise ValueError(f"{file} is transformed, which is not a plain file of the checkpoint")
         begin, length = _whole_number(info.get("offset")), _whole_number(info.get("length"))
@@ -146,6 +151,7 @@ def _places(storage: Mapping[Any, Any]) -> _Places:
 def _plain_name(file: Any) -> str:
     if not isinstance(file, str):
         raise ValueError(f"it names a {type(file).__name__}, which is not a plain file of the checkpoint")
+    # a plain name cannot lead out of the checkpoint's folder
     if file in ("", ".", "..") or "/" in file or "\0" in file or len(file.encode()) > _LONGEST_NAME:
         raise ValueError(f"it names {file[:_LONGEST_NAME]!r}, which is not a plain file of the checkpoint")
     return file
@@ -153,6 +159,7 @@ def _plain_name(file: Any) -> str:
 
 def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor:
     properties, chunks = facts.get("properties"), facts.get("chunks")
+    # TensorProperties pickles as a tuple whose first element is the dtype (its __getstate__)
     if not isinstance(properties, Built) or not isinstance(properties.state, tuple) or not properties.state:
         raise ValueError(f"{key} has no properties")
     named = properties.state[0]
@@ -191,12 +198,14 @@ def _sizes(value: Any) -> Sizes:
     (sizes,) = value.arguments
     if not isinstance(sizes, tuple) or len(sizes) > _MOST_AXES:
         raise ValueError("it has no shape where one is due")
+    # below 2^63 so that torch's own sizes do not overflow
     if math.prod(_whole_number(size) for size in sizes) >= _MOST_ELEMENTS:
         raise ValueError("it has a shape of too many elements")
     return sizes
 
 
 def _whole_number(value: Any) -> int:
+    # type is, not isinstance: True is an int too
     if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
         raise ValueError("it has no whole number where one is due")
     return value

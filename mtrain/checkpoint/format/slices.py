@@ -25,12 +25,14 @@ def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[
     assert 0 <= start <= end <= math.prod(shape), (shape, start, end)
     if start == end:
         return
+    # a scalar has one element and no axes to cut
     if not shape:
         yield 0, TensorSlice((), ())
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row  # whole rows [first, last)
     if first > last:  # within one row
+        # the run begins and ends inside one row, so there is no whole row between
         yield from _in_row(shape, last, start, end)
         return
     yield from _in_row(shape, first - 1, start, first * row)

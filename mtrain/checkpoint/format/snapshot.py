@@ -8,6 +8,7 @@ import torch
 
 from mtrain.checkpoint.format.writer import Shard
 
+# A cache line, and a multiple of every dtype's size: no element is unaligned.
 _ALIGNMENT_BYTES = 64
 
 
@@ -29,17 +30,22 @@ class Snapshot:
         The copies are overwritten by the next call.
         """
         sizes = [-(-shard.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for shard in shards]
+        # into memory that is not pinned, a copy from a GPU is not asynchronous
         on_gpu = any(shard.data.is_cuda for shard in shards)
+        # grows and never shrinks: fresh pages cost several times the copy (docs/checkpoints.md, first save)
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+        # numpy's slices hold the buffer alive as long as a copy is in use
         memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
         for shard, size in zip(shards, sizes, strict=True):
             place = memory[start : start + shard.data.nbytes]
             copy = torch.frombuffer(place, dtype=shard.data.dtype) if shard.data.numel() else shard.data.detach().cpu()
+            # the same stream as training: the copy comes after the update that was queued before it
             copy.copy_(shard.data.detach().flatten(), non_blocking=on_gpu)
             copies.append(shard._replace(data=copy))
             start += size
         if on_gpu:
+            # the caller trains on and changes the state as soon as this returns
             torch.cuda.current_stream().synchronize()
         return copies

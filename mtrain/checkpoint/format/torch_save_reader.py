@@ -54,23 +54,31 @@ def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: S
     Raises:
         ValueError: Or another of `FAULTS`: the record is damaged or holds something else.
     """
+    # slices of a mapping stop at its end without an error, so a cut file would look like a short record
     if place.stop > len(content):
         raise ValueError(f"the file ends after {len(content)} bytes")
+    # zipfile reads the directory at the end of the record alone, not the tensor
     with zipfile.ZipFile(_Slice(content, place.start, len(place))) as archive:
+        # torch puts all members below a folder, whose name depends on what it saved to
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     description = _member(content, place, members["data.pkl"])
     if len(description) > _LONGEST_DESCRIPTION:
         raise ValueError(f"its description has {len(description)} bytes")
+    # the bytes of data.pkl are copied, at most _LONGEST_DESCRIPTION of them; those of the tensor are not
     storage = _described(read_inert(content[description.start : description.stop], _ALLOWED))
     data = _member(content, place, members[f"data/{storage.key}"])
+    # the metadata and the record say it independently: a mismatch means that one of them is damaged
     if storage.dtype != dtype or storage.shape != sizes:
         raise ValueError(f"it holds {storage.dtype} {list(storage.shape)} instead of {dtype} {list(sizes)}")
+    # frombuffer refuses a count of 0
     if math.prod(sizes) == 0:
         return torch.empty(sizes, dtype=dtype)
+    # the last element's place, in elements: with any strides that is the furthest byte that is read
     last = sum((size - 1) * stride for size, stride in zip(storage.shape, storage.stride))
     begin = data.start + storage.offset * dtype.itemsize
     if begin + (last + 1) * dtype.itemsize > data.stop:
         raise ValueError("it is larger than its data")
+    # frombuffer keeps the mapping alive as long as a tensor uses it
     flat = torch.frombuffer(content, dtype=dtype, count=last + 1, offset=begin)
     return flat.as_strided(storage.shape, storage.stride)
 
@@ -80,6 +88,8 @@ def _member(content: mmap.mmap, place: range, info: zipfile.ZipInfo) -> range:
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is compressed")
     header = place.start + info.header_offset
+    # The local header, not the directory, says where the bytes begin: its extra field may be longer, as torch pads it
+    # so that tensors are aligned.
     names = int.from_bytes(content[header + 26 : header + 28], "little")
     extra = int.from_bytes(content[header + 28 : header + 30], "little")
     start = header + 30 + names + extra
@@ -134,6 +144,7 @@ def _described(content: Any) -> _Storage:
         raise ValueError("it is not a tensor")
     if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) != len(stride):
         raise ValueError("it has no shape")
+    # `type is int`, as True is an int; a negative stride would read before the storage
     if any(type(number) is not int or number < 0 for number in (offset, *shape, *stride)):
         raise ValueError("it has a negative stride or offset, or one that is no number")
     return _Storage(key, _DTYPES[storage.name], offset, shape, stride)

@@ -64,6 +64,7 @@ def read_state(folder: Path) -> TrainingState:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValidationError as fault:
         raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault
+    # each value is valid alone; together they would give Adam a bias correction that no run had
     if state.adam_step > state.step:
         raise DataError(
             f"{path} cannot be understood: adam_step={state.adam_step}, but only {state.step} steps were made"

@@ -81,13 +81,17 @@ def write_shards(
     Raises:
         OSError: The disk refuses.
     """
+    # an empty file would be listed in the manifest, and mapping a file of 0 bytes raises when it is read
     if not shards:
         return Written({}, [])
     tensors = []
     with HashedFile(path) as file:
         for number, shard in enumerate(shards):
             before_each(number)
+            # the place in the file is known only now: a record of torch.save is longer than its tensor
             start = file.tell()
+            # view, not reshape: what is not contiguous would be copied silently. From a GPU one shard at a time is on
+            # the host.
             save_record(shard.data.detach().view(shard.at.shape).cpu(), file)
             saved = SavedSlice(shard.at, path.name, start, file.tell() - start)
             tensors.append((shard.key, GlobalTensor(shard.data.dtype, shard.global_shape, (saved,))))
@@ -107,6 +111,7 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
     """
     by_key: dict[str, list[GlobalTensor]] = {}
     for key, tensor in tensors:
+        # the slices of one tensor come from many ranks; readers want them under one key
         by_key.setdefault(key, []).append(tensor)
     listed: dict[str, STORAGE_TYPES] = {}
     lies: dict[MetadataIndex, _StorageInfo] = {}
@@ -117,10 +122,12 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
         for saved in whole.slices:
             index = MetadataIndex(key, torch.Size(saved.at.offset))
             lies[index] = _StorageInfo(saved.file, saved.start_bytes, saved.length_bytes)
+    # planner_data is empty, not None: torch's readers look keys up in it, and ours are flat names already
     metadata = Metadata(state_dict_metadata=listed, planner_data={}, storage_data=lies, version=_TORCH_FORMAT)
     common = io.BytesIO()
     torch.save({}, common)  # megatron-core asks for it; nothing of ours is pickled
     contents = {
+        # a pickle since torch's reader asks for one; our own reads it without building anything (`inert_pickle`)
         METADATA_NAME: pickle.dumps(metadata),
         "common.pt": common.getvalue(),
         "metadata.json": json.dumps(_BACKENDS).encode(),
@@ -134,6 +141,7 @@ def save_record(tensor: Tensor, file: HashedFile) -> None:
     try:
         torch.save(_alone(tensor), file)  # type: ignore[arg-type]
     except RuntimeError as fault:  # torch's writer says only that a position is not what it expected
+        # the disk's own OSError lies somewhere below, and its number says what the user has to do
         refusal = fault.__context__
         while refusal is not None and not isinstance(refusal, OSError):
             refusal = refusal.__context__
@@ -142,10 +150,12 @@ def save_record(tensor: Tensor, file: HashedFile) -> None:
 
 def _alone(tensor: Tensor) -> Tensor:
     """The same memory without neighbours: of a view, torch.save writes the whole storage."""
+    # the usual case: nothing to do, and no memory
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.numel() == 0:
         return tensor.clone()
+    # uint8, since numpy has no bfloat16; frombuffer takes the memory as a storage of its own, without a copy
     raw = tensor.view(-1).view(torch.uint8).numpy().data
     return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
 

@@ -44,6 +44,7 @@ def contents_of(path: Path) -> Contents:
         DataError: There is none, or it is not whole: a list is damaged, a file is missing or has another size.
         MachineError: It cannot be read.
     """
+    # first: a folder of Megatron-LM has no manifest, and checkpoint_at would call it no checkpoint
     megatron = megatron_folder(path)
     if megatron is not None:
         return Contents(megatron, CheckpointTensors(megatron), None, None, ())
@@ -56,6 +57,7 @@ def contents_of(path: Path) -> Contents:
 
 def group_of(key: str) -> str:
     """WEIGHTS, OPTIMIZER or RANDOM."""
+    # `chained_N.` is how megatron-core's ChainedOptimizer names the states of several optimizers
     if key.startswith(("optimizer.", "chained_")):
         return OPTIMIZER
     return RANDOM if key.startswith(("rng.", "rng_state")) else WEIGHTS

@@ -69,6 +69,7 @@ def differences(a: Contents, b: Contents) -> Differences:
     both = [key for key in ours if key in theirs]
     shapes = {key: _shapes(key, a, b) for key in both}
     unlike = [key for key in both if shapes[key][0] != shapes[key][1]]
+    # (^ binds more tightly than |) keys that one alone has, and those of two shapes
     left_out = [key for key in ours.keys() ^ theirs.keys() | set(unlike) if group_of(key) == RANDOM]
     compared = [_compared(key, shapes[key][0], a, b) for key in both if key not in unlike]
     return Differences(
@@ -85,6 +86,7 @@ def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[
     shapes = (a.tensors.tensors[key].shape, b.tensors.tensors[key].shape)
     if not key.endswith(_VOCABULARY) or a.state is None or b.state is None:
         return shapes
+    # padding rows follow the layout that saved them and take part in no softmax, so they are no difference
     first, second = ((state.vocab_size, *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
     return first, second
 
@@ -92,9 +94,11 @@ def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[
 def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Compared:
     ours, theirs = a.tensors.tensors[key], b.tensors.tensors[key]
     count, worst, largest = 0, 0.0, 0.0
+    # the first one's own slices: reading them copies nothing, and the second pays for another layout
     for wanted in _slices(ours, shape):
         own, other = (each.tensors.read(key, wanted) for each in (a, b))
         largest = max(largest, _largest(own))
+        # the usual case, without a temporary; bits, so that -0.0 and payloads of nan count as different
         if ours.dtype == theirs.dtype and torch.equal(_bits(own), _bits(other)):
             continue
         differing = _differing(own, other)
@@ -114,6 +118,7 @@ def _slices(tensor: GlobalTensor, shape: Sizes) -> Iterator[TensorSlice]:
 def _differing(own: Tensor, other: Tensor) -> Tensor:
     """[elements] bool."""
     if own.dtype != other.dtype:
+        # float64 holds every number of the smaller dtypes exactly
         return (own.double() != other.double()).view(-1)
     width = own.element_size()
     first, second = (_bits(each).view(-1, width) for each in (own, other))
@@ -123,11 +128,13 @@ def _differing(own: Tensor, other: Tensor) -> Tensor:
 def _largest_difference(own: Tensor, other: Tensor, differing: Tensor) -> float:
     first, second = (each.reshape(-1)[differing].double() for each in (own, other))
     difference = (first - second).abs()
+    # inf - inf is nan, so equal infinities would look like a difference
     is_same = (first == second) | (first.isnan() & second.isnan())
     return _maximum(difference.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0))
 
 
 def _largest(tensor: Tensor) -> float:
+    # nan and inf left out: as the largest element they would make every relative difference 0
     values = tensor.abs().double() if tensor.dtype != torch.bool else tensor.double()
     return _maximum(values.nan_to_num(nan=0.0, posinf=0.0))
 

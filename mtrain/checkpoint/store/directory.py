@@ -86,6 +86,7 @@ def published_steps(root: Path) -> list[int]:
     with disk_faults(f"list {root}"):
         names = [path.name for path in root.iterdir() if path.is_dir()] if root.exists() else []
     matches = (_STEP_FOLDER.fullmatch(name) for name in names)
+    # the canonical name only: step_000000010 would be a second folder for step 10
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
@@ -98,6 +99,7 @@ def load_entry(path: Path) -> CheckpointEntry:
     """
     with disk_faults(f"read the checkpoint {path}"):
         manifest = read_manifest(path)
+    # a folder with another name (an import, a copy of a user) may hold any step
     if _STEP_FOLDER.fullmatch(path.name) and path.name != step_name(manifest.step):
         raise DataError(f"{path} holds step {manifest.step}: it was renamed or copied over")
     return CheckpointEntry(path, manifest)
@@ -116,6 +118,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
     warnings: list[str] = []
     for step in reversed(published_steps(root)):
         try:
+            # what reading all bytes has found (mtrain/mcore/state/verified.py): `load_entry` compares only sizes
             if unusable is not None and step in unusable:
                 raise DataError(unusable[step])
             entry = load_entry(root / step_name(step))
@@ -123,6 +126,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
             warnings.append(f"checkpoint of step {step} is passed over: {fault}")
         else:
             return Newest(entry, tuple(warnings))
+    # something was published here: beginning anew would hide that it is lost
     if (root / LATEST_NAME).exists():
         warnings.append(f"{root / LATEST_NAME} says that there was a checkpoint")
     warnings += [f"{path} is not named as a checkpoint of this program" for path in _foreign_folders(root)]
@@ -170,6 +174,7 @@ def open_attempt(attempt: StagingDir) -> None:
     """
     _refuse_published(attempt.root, attempt.step)
     with disk_faults(f"begin {step_name(attempt.step)} in {attempt.root}"):
+        # every rank makes it when it begins to write, so nobody waits for the first one
         attempt.path.mkdir(parents=True, exist_ok=True)
 
 
@@ -208,6 +213,8 @@ def publish(
     """
     assert facts.step == attempt.step, (facts.step, attempt.step)
     with disk_faults(f"publish the checkpoint of step {attempt.step} in {attempt.root}"):
+        # The order: files on disk, then the folders that name them, then the manifest (complete), then the rename
+        # (visible). After a crash between any two the step is absent or whole.
         files = _measured_files(attempt.path, known or {})
         if not files:
             raise DataError(f"nothing was saved in {attempt.path}; an empty checkpoint is not published")
@@ -217,12 +224,16 @@ def publish(
         write_manifest(attempt.path, manifest)
         final = attempt.root / step_name(attempt.step)
         _refuse_published(attempt.root, attempt.step)
+        # as late as possible: what remains between it and the rename is the only instant in which another run could
+        # take over
         check()
+        # lexists: a link that leads nowhere is in the way as well; rename does not replace a folder that is not empty
         if os.path.lexists(final):
             set_aside(attempt.root, attempt.step)
         attempt.path.rename(final)
     try:
         with disk_faults(f"write {attempt.root / LATEST_NAME}"):
+            # the rename itself is on disk only with its folder, and `latest` must not name what a crash takes back
             sync_folder(attempt.root)
             write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
     except MachineError as fault:
@@ -242,6 +253,7 @@ def delete_checkpoint(root: Path, step: int) -> bool:
     if _reading_here[path.absolute()]:  # where the file system has no locks
         return False
     with disk_faults(f"delete the checkpoint of step {step} in {root}"):
+        # O_RDWR: NFS makes flock a byte-range lock, and an exclusive one needs a file that is open for writing
         descriptor = os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CLOEXEC)
         try:
             if try_lock(descriptor, fcntl.LOCK_EX) is LockOutcome.BUSY:
@@ -268,9 +280,11 @@ def reading(entry: CheckpointEntry) -> Iterator[None]:
             descriptor = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise DataError(f"{entry.path} has been deleted meanwhile") from None
+    # before the lock: on a disk without locks this counter alone keeps retention's thread away
     _reading_here[place] += 1
     try:
         with disk_faults(f"read the checkpoint {entry.path}"):
+            # Between open and lock it may have been renamed to .trash-*: then the lock is on a file that is going.
             if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY or not manifest.exists():
                 raise DataError(f"{entry.path} has been deleted meanwhile")
         yield
@@ -301,6 +315,7 @@ def clean_leftovers(root: Path) -> list[str]:
     To be called at the start of a run, by the holder of the run folder's lock: whatever is there then is of the dead.
     """
     with disk_faults(f"clean {root}"):
+        # .damaged-* stay: they may be all that is left of a step, and people decide
         prefixes = (_ATTEMPT, _TRASH, ".new-")
         leftovers = sorted(path for path in root.iterdir() if path.name.startswith(prefixes)) if root.exists() else []
         for path in leftovers:
@@ -322,9 +337,11 @@ def _measured_files(folder: Path, known: Mapping[str, FileInfo]) -> dict[str, Fi
     files: dict[str, FileInfo] = {}
     for path in _files_below(folder):
         name = path.relative_to(folder).as_posix()
+        # ranks have synced their own files as they wrote them; config.yaml and the like were only written
         if name not in known:
             sync_file(path)
         files[name] = known[name] if name in known else read_facts(path)
+        # a rank that writes late, or a full disk, would show here and not at the next load
         if (size := path.stat().st_size) != files[name].size_bytes:
             raise DataError(f"{path} has {size} bytes, but {files[name].size_bytes} were written")
     if missing := sorted(known.keys() - files.keys()):
@@ -349,6 +366,7 @@ def _foreign_folders(root: Path) -> list[Path]:
 
 
 def _unique(prefix: str, step: int) -> str:
+    # random, so that a writer left behind by an earlier try of this step cannot write into this one
     return f"{prefix}{step_name(step)}-{secrets.token_hex(4)}"
 
 

@@ -26,6 +26,7 @@ def imported_model(checkpoint: Path) -> ModelSection | None:
         return None
     try:
         content: Any = parsed_yaml(read_plain_file(path, _MOST_BYTES))
+        # an import by version 0.1.0 has the field names of that version
         return ModelSection.model_validate(current_names(content, str(path))[0]["model"])
     except (OSError, ValueError, TypeError, KeyError) as fault:
         said = str(fault).splitlines()[0][:200]

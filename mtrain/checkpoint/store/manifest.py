@@ -29,6 +29,7 @@ _MOST_BYTES = 1 << 26
 _MOST_COUNT = 1 << 53
 """More steps, tokens or bytes than there will be."""
 _SEAL = b',\n "sha256": "%s"\n}\n'
+# Only at the very end: the same text inside a value of the manifest is no seal.
 _SEALED = re.compile(re.escape(_SEAL).replace(b"%s", b"([0-9a-f]{64})") + rb"\Z")
 _DELETED_ON_NFS = ".nfs"
 """Begins the name of what another process holds open while it is deleted."""
@@ -91,6 +92,7 @@ class Manifest(CheckpointInfo):
     def files_lie_inside_the_checkpoint(cls, files: dict[str, FileInfo]) -> dict[str, FileInfo]:
         for name in files:
             path = PurePosixPath(name)
+            # one spelling for each file: "a//b" and "./a/b" would be compared as files of their own
             if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == "." or "\0" in name:
                 raise ValueError(f"file {name[:255]!r} does not lie inside the checkpoint")
         return files
@@ -110,6 +112,7 @@ class Manifest(CheckpointInfo):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes it with its own SHA-256, whole or not at all; OSError as the disk gives it."""
+    # not sorted or formatted anew: what is hashed are the very bytes that are written
     body = manifest.model_dump_json(indent=1).encode()
     seal = _SEAL % hashlib.sha256(body).hexdigest().encode()
     write_atomically(folder / MANIFEST_NAME, (body.removesuffix(b"\n}") + seal).decode())
@@ -123,9 +126,11 @@ def parsed_manifest(raw: bytes) -> Manifest:
     """
     sealed = _SEALED.search(raw)
     body = raw if sealed is None else raw[: sealed.start()] + b"\n}"
+    # before the content is parsed: a damaged one is not interpreted
     if sealed is not None and hashlib.sha256(body).hexdigest().encode() != sealed[1]:
         raise ValueError("it was changed after it was written (its SHA-256 differs)")
     manifest = Manifest.model_validate_json(body)
+    # else a damaged seal, which no longer looks like one, would go unnoticed
     if manifest.is_sealed != (sealed is not None):
         raise ValueError("its last line, the SHA-256 of itself, is damaged")
     return manifest
@@ -143,12 +148,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
+        # a link could name the manifest of another checkpoint, whose files would then be compared with this folder's
         manifest = parsed_manifest(read_plain_file(path, _MOST_BYTES, follow_link=False))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {MANIFEST_NAME}: it was not completed, or another program wrote it") from None
     except NotADirectoryError:
         raise DataError(f"{folder} is not a folder") from None
     except OSError as fault:
+        # a fault of the disk says nothing of the checkpoint: it must not be passed over as damaged
         if fault.errno not in NOT_A_PLAIN_FILE:
             raise
         reason = "it is a link" if fault.errno == errno.ELOOP else fault.strerror or fault
@@ -186,8 +193,10 @@ def _sizes_below(folder: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     left = [folder]
     while left:
+        # one pass with one stat a file: `exists` and `stat` by name cost two round trips each on a network disk
         with os.scandir(left.pop()) as entries:
             for entry in entries:
+                # a link is judged itself: what it names may change without the checkpoint changing
                 facts = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(facts.st_mode):
                     left.append(Path(entry.path))

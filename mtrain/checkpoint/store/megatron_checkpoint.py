@@ -38,6 +38,7 @@ def megatron_folder(path: Path) -> Path | None:
         MachineError: It cannot be read.
     """
     with disk_faults(f"read {path}"):
+        # ours has a .metadata as well, but a manifest with checksums beside it
         if (path / MANIFEST_NAME).exists():
             return None
         if (path / _LIST).exists():
@@ -48,6 +49,7 @@ def megatron_folder(path: Path) -> Path | None:
             raise _legacy(path)
         iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{_LIST}"))
     if iterations:
+        # not the highest number: a save that was interrupted leaves a folder as well
         raise DataError(f"{path} has no {_LATEST} to say which is the latest; name a folder such as {iterations[-1]}")
     return None
 
@@ -64,6 +66,7 @@ def _text(path: Path) -> str:
 
 
 def _checked(path: Path, latest: str) -> Path:
+    # checked before it becomes part of a path: the text comes from outside
     if latest != "release" and not re.fullmatch(r"\d{1,9}", latest):
         raise DataError(
             f"{path / _LATEST} says {latest[:40]!r}, which is neither a number nor `release`; name the iteration's "
@@ -99,6 +102,7 @@ def check_run_config(folder: Path, model: ModelSection) -> None:
         faults = [
             f"{name}={theirs[name]}, but {key}={value}"
             for name, (key, value) in _comparable(model).items()
+            # float on both sides: true is 1.0, and a base may stand as 1e6 or 1000000; null: Bridge has not set it
             if theirs.get(name) is not None and float(theirs[name]) != float(value)
         ]
     except OSError as fault:

@@ -43,7 +43,9 @@ def to_delete(steps: Iterable[int], keep: Keep, valid_losses: Mapping[int, float
     """
     assert keep.last > 0, "the newest checkpoint is never deleted"
     losses = valid_losses or {}
+    # among all, the newest too: a step that is kept for two reasons does not make room for another
     best = set(sorted(losses, key=lambda step: (losses[step], -step))[: keep.best])
+    # -last is at most -1, which the assertion sees to: with [:-0] nothing at all would be a candidate
     older = sorted(set(steps))[: -keep.last]
     return [step for step in older if step not in best and (keep.every is None or step % keep.every != 0)]
 
@@ -74,6 +76,7 @@ def whole_steps(root: Path) -> dict[int, float | None]:
         try:
             good[step] = load_entry(root / step_name(step)).manifest.valid_loss
         except DataError:
+            # a damaged one neither counts towards keep_last nor is deleted: people may still save something of it
             continue
     return good
 
@@ -113,6 +116,7 @@ class Retention:
         """
         self._root, self._keep, self._check = root, keep, check
         self.confirmed = start_step - 1  # what came before was followed by what was loaded
+        # after a crash between a publication and its retention the first step of the next start does what is due
         self._pending: int | None = start_step if start_step > 0 else None
         self._work: Future[None] | None = None
 
@@ -128,6 +132,7 @@ class Retention:
             self._work.result()  # raises what was not foreseen
         if self._pending is not None and self._pending <= self.confirmed:
             step, self._pending = self._pending, None
+            # in a thread: deleting many large files can take longer than a step on a network disk
             self._work = started(lambda: self._delete(step), f"retention-{step}")
 
     def finish(self, timeout_s: float) -> None:
@@ -147,6 +152,6 @@ class Retention:
         try:
             self._check()
             apply_retention(self._root, self._keep, step)
-        except MtrainError as fault:
+        except MtrainError as fault:  # a run that cannot delete still trains; the next confirmed checkpoint tries again
             print(f"warning: {fault}", file=sys.stderr, flush=True)
         fault_point("end", 0, step)

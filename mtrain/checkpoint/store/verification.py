@@ -18,6 +18,7 @@ def share_of_files(files: Mapping[str, FileInfo], reader: int, num_readers: int)
     The largest file left goes to the reader with the fewest bytes. Every file has exactly one reader.
     """
     loads, shares = [0] * num_readers, [list[str]() for _ in range(num_readers)]
+    # Sorted by size and then by name: every rank computes the same shares from the manifest, without communication.
     for name, facts in sorted(files.items(), key=lambda item: (-item[1].size_bytes, item[0])):
         least = loads.index(min(loads))
         loads[least] += facts.size_bytes
@@ -38,6 +39,7 @@ def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: in
         MachineError: A file cannot be read.
     """
     with disk_faults(f"read the checkpoint {entry.path}"):
+        # threads suffice: hashlib leaves the interpreter while it hashes
         found = mapped(lambda name: read_facts(entry.path / name), names, num_threads)
     changed = [name for name, facts in zip(names, found, strict=True) if facts != entry.manifest.files[name]]
     if changed:
