@@ -79,6 +79,14 @@ def normalised(groups: Groups, example: Example, is_zero_centered: bool, epsilon
     with reduced:
         outputs = norm(query, key)
         torch.autograd.backward(outputs, (own(example.query_gradient, 2), own(example.key_gradient, 2)))
-    gradients = [tensor.grad for tensor in (query, key, norm.q_weight, norm.k_weight)]
-    assert all(gradient is not None for gradient in gradients)
-    return Found((outputs[0].detach(), outputs[1].detach()), tuple(gradients[:2]), tuple(gradients[2:]), reduced.sizes)
+    of_query, of_key, of_query_weight, of_key_weight = (
+        gradient_of(tensor) for tensor in (query, key, norm.q_weight, norm.k_weight)
+    )
+    detached = outputs[0].detach(), outputs[1].detach()
+    return Found(detached, (of_query, of_key), (of_query_weight, of_key_weight), reduced.sizes)
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Of a leaf that the backward pass has reached."""
+    assert tensor.grad is not None
+    return tensor.grad

@@ -27,6 +27,11 @@ def example(groups: int, dtype: torch.dtype = torch.float64) -> Example:
     return Example(draw(*query), draw(*key), draw(HEADS * HEAD_DIM), draw(groups * HEAD_DIM), draw(*query), draw(*key))
 
 
+def pair(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    first, second = tensors
+    return first, second
+
+
 def expected(given: Example, is_zero_centered: bool) -> Found:
     """From the definition, by autograd, in float64 on one process."""
     outputs, of_inputs, of_weights = [], [], []
@@ -38,13 +43,13 @@ def expected(given: Example, is_zero_centered: bool) -> Found:
         flat = x.flatten(2)
         gain = 1 + weight if is_zero_centered else weight
         output = (flat / torch.sqrt(flat.square().mean(-1, keepdim=True) + EPSILON) * gain).view(x.shape)
-        output.backward(gradient.double())  # type: ignore[no-untyped-call]
+        output.backward(gradient.double())
         assert x.grad is not None
         assert weight.grad is not None
         outputs.append(output.detach())
         of_inputs.append(x.grad)
         of_weights.append(weight.grad)
-    return Found(tuple(outputs), tuple(of_inputs), tuple(of_weights), [])
+    return Found(pair(outputs), pair(of_inputs), pair(of_weights), [])
 
 
 def assembled(found: list[Found], tp: int, name: str, number: int) -> Tensor:
