@@ -46,6 +46,7 @@ class Dequantised:
         """
         said = folder.config[_FORMAT]
         block = said.get("weight_block_size")
+        # codes of another format: read as plain numbers they would mean something else, without an error
         if said.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
             raise DataError(
                 f"{folder.path}: weights in {said.get('quant_method')} with weight_block_size={block} are not read; "
@@ -53,6 +54,7 @@ class Dequantised:
             )
         self._folder, self._rows, self._columns = folder, int(block[0]), int(block[1])
         self._names = {name for name in folder.names() if not name.endswith(SCALE_SUFFIX)}
+        # all at once and from the headers alone, so that an import does not fail in the middle
         for name in sorted(folder.names()):
             self._check(name)
 
@@ -70,17 +72,22 @@ class Dequantised:
         stored = self._folder.tensor(name)
         if stored.dtype != _FP8:
             return stored
+        # [rows of blocks, columns of blocks]
         scales = self._folder.tensor(name + SCALE_SUFFIX).float()
         result = torch.empty(stored.shape, dtype=torch.bfloat16)
+        # A row of blocks at a time: the float32 temporary is block_rows x columns, not the whole matrix.
         for number, start in enumerate(range(0, stored.shape[0], self._rows)):
             rows = stored[start : start + self._rows].float()
+            # the last block is cut where the size is no multiple of the block
             factors = scales[number].repeat_interleave(self._columns)[: stored.shape[1]]
+            # multiplied in float32 and rounded once: bf16 factors would lose digits of the scale
             result[start : start + self._rows] = (rows * factors).bfloat16()
         return result
 
     def _check(self, name: str) -> None:
         dtype, shape = self._folder.facts(name)
         if dtype == _FP8:
+            # rounded up: a block at the edge has a scale of its own
             wanted = tuple(-(-size // block) for size, block in zip(shape, (self._rows, self._columns)))
             scales = name + SCALE_SUFFIX
             found = self._folder.facts(scales)[1] if scales in self._folder.names() else None
@@ -90,6 +97,7 @@ class Dequantised:
                     f"but there is {'none' if found is None else list(found)}"
                 )
         elif name.endswith(SCALE_SUFFIX) and self._scaled(name) is not _FP8:
+            # a scale of a tensor that is not FP8 says that one of both was replaced
             raise DataError(f"{self._folder.path}: {name} scales nothing in fp8")
 
     def _scaled(self, scales: str) -> torch.dtype | None:
@@ -111,4 +119,5 @@ def plain_config(config: dict[str, Any]) -> dict[str, Any]:
     if not config.get(_FORMAT):
         return config
     dtype = "dtype" if "dtype" in config else "torch_dtype"
+    # an export writes plain bf16: with this field transformers would look for scales
     return {name: value for name, value in config.items() if name != _FORMAT} | {dtype: "bfloat16"}

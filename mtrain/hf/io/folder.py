@@ -33,8 +33,10 @@ class HfFolder:
         self.index = read_json(inside(path, INDEX_NAME)) if (path / INDEX_NAME).exists() else None
         """Content of the index; None where there is one file."""
         self._place = self._places()
+        # a dict, not a set: in the order of the index, which an export keeps
         files = dict.fromkeys(self._place.values()) if self.index is not None else [SINGLE_NAME]
         self.files = {name: SafetensorsFile(inside(path, name)) for name in files}
+        # both ways: a tensor that the index leaves out would be dropped from the model in silence
         self._check_index()
 
     def names(self) -> set[str]:

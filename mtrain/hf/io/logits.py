@@ -33,12 +33,14 @@ def open_model(folder: Path) -> Any:
         MachineError: transformers is not installed.
     """
     try:
+        # here, since it takes seconds and most commands do not need it
         import transformers
     except ModuleNotFoundError:
         raise MachineError(
             "this needs transformers, which is not installed; pip install 'transformers>=5,<6'"
         ) from None
     transformers.utils.logging.disable_progress_bar()
+    # eager: fused attention rounds otherwise and differs by version; local files only: missing ones would be fetched
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     ).eval()

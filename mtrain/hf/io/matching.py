@@ -36,10 +36,12 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
     """
     wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
     names = weights.names()
+    # only those that are there: some folders hold a tied tensor twice, others once
     copies = {name: original for name, original in table.copies.items() if name in names}
     missing = sorted(wanted.keys() - names)
     left = sorted(names - wanted.keys() - copies.keys())
     unexpected = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in may_be_left)]
+    # all faults in one message: a wrong config.json shows as many tensors of another shape
     faults = [f"lacks {shown(missing)}"] * bool(missing) + [f"holds unexpected {shown(unexpected)}"] * bool(unexpected)
     faults += [
         f"{name} has shape {list(found)} instead of {list(wanted[name])}"
@@ -54,6 +56,7 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
     faults += [
         f"{name} differs from {original}, of which it must be a copy"
         for name, original in copies.items()
+        # bits, not nearly equal: training would go on from one of the two, and an export writes one
         if original in names and not same_bits(weights.tensor(name), weights.tensor(original))
     ]
     if faults:
@@ -64,6 +67,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree in dtype, shape and every bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
+    # bytes, as nan is not equal to itself and 0.0 is equal to -0.0
     mine, theirs = (np.frombuffer(raw_bytes(tensor.contiguous()), np.uint8) for tensor in (one, other))
     words = mine.size // 8 * 8  # compared as such: four times as fast
     has_same_words = np.array_equal(mine[:words].view(np.int64), theirs[:words].view(np.int64))

@@ -76,15 +76,20 @@ class SafetensorsFile:
     def tensor(self, name: str) -> Tensor:
         """One tensor as a view of the file; not to be written to."""
         dtype, shape, start, stop = self.entries[name]
+        # frombuffer refuses a count of 0
         if start == stop:
             return torch.empty(shape, dtype=dtype)
+        # frombuffer keeps the mapping alive as long as a tensor uses it
         return torch.frombuffer(self._content, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def _checked(self, header: Header) -> dict[str, TensorEntry]:
         entries = {name: self._entry(name, said, header.end) for name, said in header.tensors.items()}
+        # by place: reading in this order is sequential, and gaps or overlaps show between neighbours
         ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = header.end
         for name, entry in ordered.items():
+            # as the format has it: bytes that no tensor owns could hide content, and an overlap would be two names of
+            # one memory
             if entry.start != end:
                 self._refuse(f"{name} begins at byte {entry.start}, but {end} is needed: tensors lie without gaps")
             end = entry.stop
@@ -95,6 +100,7 @@ class SafetensorsFile:
     def _entry(self, name: str, said: Any, data_start: int) -> TensorEntry:
         try:
             dtype, shape, (start, stop) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
+            # types are checked before anything is multiplied: "2" * 3 and True would pass
             numbers = (*shape, start, stop)
             is_sound = all(type(number) is int and 0 <= number < _MOST_ELEMENTS for number in numbers)
         except (KeyError, TypeError, ValueError):
@@ -122,7 +128,9 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
         end = position + math.prod(shape) * dtype.itemsize
         content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
+    # as the library writes it, so that an import that is exported again is the same file, byte for byte
     header = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    # the tensors then begin at a multiple of 8 bytes, as in files of the library
     header += b" " * (-len(header) % PREFIX_BYTES)
     return len(header).to_bytes(PREFIX_BYTES, "little") + header
 
@@ -130,6 +138,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, without copying."""
     flat = tensor.detach().view(-1)
+    # uint8, since numpy has no bfloat16; a view of no elements has no address
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

@@ -53,6 +53,7 @@ def open_source(path: Path) -> HfSource:
             f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "
             f"{len(weights.names())} tensors"
         )
+    # config.json says which tensors have to be there; nothing is inferred from the tensors that are
     table = family.table(model)
     check_names(path, weights, table, family.dropped)
     return HfSource(folder, weights, family, model, table)
@@ -80,6 +81,7 @@ class FolderTensors:
         dtypes: dict[str, torch.dtype] = {}
         for tensor, filled in source.table.tensors():
             held = source.weights.facts(tensor.name)[0]
+            # a fused tensor has one dtype, and the parts may have several; promotion loses no number
             dtypes[filled.key] = torch.promote_types(dtypes.get(filled.key, held), held)
         for filled in source.table.slices:
             self._slices.setdefault(filled.key, []).append(filled)
@@ -98,6 +100,7 @@ class FolderTensors:
         """
         result: Tensor | None = None
         num_elements = 0
+        # a rank asks for its shard: only the tensors on disk that lie in it are touched, the others stay unread
         for filled in self._slices[key]:
             shared = wanted.intersect(filled.at)
             if shared is None:
@@ -106,14 +109,17 @@ class FolderTensors:
             if shared == wanted:
                 return found
             if result is None:
+                # memory only here, where several tensors on disk make up the slice
                 result = found.new_empty(wanted.shape)
             shared.within(wanted).of(result).copy_(found)
             num_elements += found.numel()
+        # slices of a table never overlap, so the count alone shows a gap
         if result is None or num_elements != wanted.num_elements:
             raise DataError(f"{self.folder}: parts of {key} are missing")
         return result
 
     def _read_from(self, filled: FilledSlice, wanted: TensorSlice) -> Tensor:
+        # in order: a view of the mapped file will do
         if not any(tensor.arrangement.is_reordered for tensor in filled.tensors):
             return read_slice(filled, wanted, self._weights.tensor)
         if self._reordered is None or self._reordered[0] is not filled:

@@ -59,11 +59,14 @@ def transformers_steps(folder: Path, section: AdamWSection, steps: Iterable[Step
     )
     for step in steps:
         optimizer.zero_grad()
+        # gradients of all rows add up in .grad before the one optimizer step; fsum adds the losses exactly
         numerator = math.fsum(_backward(model, rows, step.denominator) for rows in step.rows)
         gradients = [value.grad for value in parameters.values() if value.grad is not None]
         norm = math.sqrt(math.fsum(float(_norm(gradient)) ** 2 for gradient in gradients))
+        # an empty batch moves neither weights nor moments, and AdamW's own counter stays
         if step.denominator != 0:
             if section.clip_grad > 0:
+                # with the norm in float64 from above: clip_grad_norm_ would compute its own in float32
                 torch.nn.utils.clip_grads_with_norm_(parameters.values(), section.clip_grad, torch.tensor(norm))
             for group in optimizer.param_groups:
                 group["lr"] = step.lr
@@ -73,6 +76,7 @@ def transformers_steps(folder: Path, section: AdamWSection, steps: Iterable[Step
 
 def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[str, Any]]:
     """Matrices decay; norms and biases, of experts too, as the section says."""
+    # experts of transformers 5 are stacked, so a bias of theirs is a matrix: it is known by its name
     small = {name for name, value in parameters.items() if value.dim() < 2 or name.endswith("bias")}
     decay = section.weight_decay
     yield {"params": [value for name, value in parameters.items() if name not in small], "weight_decay": decay}
@@ -82,11 +86,13 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
     """Adds the gradients of some rows; their numerator."""
+    # [batch, seq, vocab_size]; no cache, which would only take memory
     logits = model(rows.tokens, use_cache=False).logits.float()
     losses = functional.cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")
     weights = rows.weights.flatten()
     numerator = torch.where(weights > 0, losses * weights, 0.0).sum(dtype=torch.float64)
     if denominator != 0:
+        # divided before backward, the other order than in training: one more thing that the comparison proves
         torch.autograd.backward(numerator / denominator)
     return float(numerator.detach())
 

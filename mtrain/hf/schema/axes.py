@@ -64,12 +64,16 @@ class Arrangement:
         own = {name: _extent(fixed.get(name, slice(None)), sizes[name]) for group in groups(whole) for name in group}
         on_disk = [name for group in groups(part) for name in group]
         in_order = [name for group in groups(whole) for name in group if name in on_disk]
+        # every axis of the part is one of the whole, and none stands there twice
         assert sorted(on_disk) == sorted(set(in_order)), f"{part} of {whole}"
+        # an axis that the part does not have must be one place of the whole
         assert all(len(own[name]) == 1 for name in own if name not in on_disk), f"{part} of {whole}"
         self.shape: Sizes = tuple(math.prod(len(own[name]) for name in group) for group in groups(part))
         """On disk."""
+        # one dimension for each name: only so can equal sizes be permuted by name
         self._unfolded = [len(own[name]) for name in on_disk]
         self._order = [on_disk.index(name) for name in in_order]
+        # numbers alone, no tensor: slices for a rank follow without reading a byte
         self._runs = [_run([(own[name], sizes[name]) for name in group]) for group in groups(whole)]
 
     @property
@@ -103,6 +107,7 @@ class Arrangement:
 
 def _extent(where: int | slice, size: int) -> range:
     if isinstance(where, int):
+        # -1 : 0 would be an empty slice
         return range(size)[where : where + 1] if where != -1 else range(size)[-1:]
     return range(size)[where]
 
@@ -111,14 +116,17 @@ def _run(axes: list[tuple[range, int]]) -> _Run:
     """One dimension; of its axes at most one neighbouring stretch may be restricted."""
     whole = [len(extent) == size for extent, size in axes]
     first = whole.index(False) if False in whole else 0
+    # An axis at one place ahead of a cut axis belongs to the same stretch: its place only moves the start.
     inner = first
     while inner < len(axes) and len(axes[inner][0]) == 1 and inner + 1 < len(axes) and not whole[inner + 1]:
         inner += 1
+    # behind a second cut the stretches would not lie at equal distances, which `_Run` cannot say
     assert all(whole[inner + 1 :]), "a dimension is cut in two places"
     behind = math.prod(size for _, size in axes[inner + 1 :])
     period = math.prod(size for _, size in axes[first:])
     start = sum(
         axes[place][0].start * math.prod(size for _, size in axes[place + 1 :]) for place in range(first, inner + 1)
     )
+    # whole axes before the first cut: the stretch comes once for each index of them
     repeat = math.prod(size for _, size in axes[:first])
     return _Run(start, len(axes[inner][0]) * behind, period, repeat)

@@ -90,6 +90,7 @@ class Field(Entry):
         if name not in config and self.default is None:
             return {self.ours: None}  # needed ones are asked for when the model is made
         read = value_of if may_be_null else needed_value
+        # two names of one value must agree: which of them transformers reads depends on its version
         for each in self.names:
             if each in config and read(config, each, kind, None) != config[name]:
                 raise DataError(
@@ -100,7 +101,9 @@ class Field(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         value = lookup(model, self.resolved or self.ours)
+        # an integer where the family has one: transformers writes 256 there, not 256.0
         whole = isinstance(self.default, int) and isinstance(value, float) and value.is_integer()
+        # under the names that the file has, both of them if it has both
         return {name: int(value) if whole else value for name in self.names if name in config} or {
             self.theirs: int(value) if whole else value
         }
@@ -127,6 +130,7 @@ class Required(Entry):
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(self.theirs, self.default)
+        # the family's default counts where the field is left out, as transformers fills it in
         if not any(_is_same(value, one) for one in (self.value, *self.aliases)):
             raise DataError(f"config.json: {self.theirs}={shown(value)} is not supported, but {self.value!r} is needed")
         return {}
@@ -168,6 +172,7 @@ class Rope(Entry):
         return ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        # the family's scaling counts only where the file says nothing: an explicit one replaces it as a whole
         if self.default_scaling is not None and not config.get("rope_parameters") and not config.get("rope_scaling"):
             config = {**config, "rope_scaling": {**self.default_scaling}}
         return {f"rope.{name}": value for name, value in read_rope(config, self.default_base).items()}
@@ -194,6 +199,7 @@ class Computed(Entry):
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         given = value_of(config, self.theirs, int, None)
         total = sum(needed_value(config, name, int, default) for name, (_, default) in self.parts.items())
+        # transformers may read either, so a contradiction has no right side
         if given is not None and given != total:
             raise DataError(
                 f"config.json: {self.theirs}={given} contradicts {' + '.join(self.parts)}={total}; correct the file"
@@ -236,6 +242,7 @@ def _kind(dotted: str) -> tuple[type[Any], bool]:
     *parents, name = dotted.split(".")
     for parent in parents:
         options = _options(section, parent)
+        # an optional section is annotated as `Section | None`
         section = next(one for one in options if isinstance(one, type) and issubclass(one, Section))
     options = _options(section, name)
     return next(one for one in options if one is not type(None)), type(None) in options
@@ -260,6 +267,7 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
     nested: dict[str, Any] = {}
     for entry in entries:
         for dotted, value in entry.read(config).items():
+            # dotted names, since several entries fill one nested section
             *sections, name = dotted.split(".")
             target = nested
             for section in sections:
@@ -287,10 +295,14 @@ def config_of(
     Raises:
         UnsayableError: The family cannot describe this model.
     """
+    # deep: what is returned must share no object with the caller's file
     config = copy.deepcopy(dict(template))
     for entry in entries:
+        # what already agrees stays as it is written, so that an import that is exported again has the same bytes
         if not is_complete or not entry.agrees(config, model):
             config.update(entry.write(config, model))
+    # Read back what was written: whatever the family cannot say shows as a difference here, field by field, so no entry
+    # has to know what it cannot express.
     said = model_of(config, entries)
     reasons = {name: f"={_shown(mine)} would be {_shown(theirs)}" for name, theirs, mine in differences(said, model)}
     reasons |= {f"megatron.{name}": f"={value}, which changes what is computed" for name, value in unsayable(model)}

@@ -30,6 +30,7 @@ def described_model(folder: Path) -> ModelSection:
         DataError: Files are missing or damaged, or the model is one that is not supported.
     """
     config = read_json(inside(folder, CONFIG_NAME))
+    # the index is read only where it decides something: a config may promise depths whose weights are not there
     names = tensor_names(folder) if config.get(DEPTHS) else ()
     return read_model(folder, config, names)[1]
 
@@ -49,6 +50,7 @@ def read_model(folder: Path, config: dict[str, Any], names: Collection[str]) -> 
         family = family_of(config)
         return family, family.model(family.as_held(config, names))
     except DataError as fault:
+        # the entries do not know the folder; the first mention alone, as the message may quote the file
         raise DataError(str(fault).replace(CONFIG_NAME, str(folder / CONFIG_NAME), 1)) from None
 
 
@@ -98,13 +100,16 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
     if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str) or not can_be_a_path(folder):
         return content
     if not (Path(folder) / CONFIG_NAME).exists():
+        # a run's own config.yaml: it says the architecture in full, and the folder may be gone by now
         if "num_layers" in given:
             return content
         raise ConfigError(
             f"model.hf={folder} holds no {CONFIG_NAME}; name a folder of Hugging Face with {CONFIG_NAME} and "
             "*.safetensors"
         )
+    # before the section is validated, which asks for sizes that only the folder gives
     described = described_model(Path(folder))
+    # what the user gives is the stronger one, so that a contradiction is reported by its key below
     filled = _merged(described.model_dump(), given)
     try:
         model = ModelSection.model_validate(filled)

@@ -26,8 +26,10 @@ def refuse_unexportable(config: Config) -> None:
     if config.checkpoint.export_hf_every_steps == 0:
         return
     try:
+        # found before any rank starts: else a run would train for hours up to its first export
         template = _template(config)
         family = fitting_family(config.model) if template is None else family_of(template)
+        # the very call of the export, so both refuse the same models
         family.config(config.model, template)
     except DataError as fault:
         raise ConfigError(

@@ -34,6 +34,7 @@ class Family:
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """The config.json of what a folder holds: predictions further ahead may be configured and not be there."""
         layer = f"model.layers.{config.get('num_hidden_layers')}."
+        # transformers saves the field and leaves the weights out: with the count alone tensors would be missing
         if config.get(DEPTHS) and not any(name.startswith(layer) for name in names):
             return {**config, DEPTHS: 0}
         return config
@@ -80,6 +81,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "f": model.ffn_hidden_size,
         "H": model.num_attention_heads,
         "G": model.query_groups,
+        # + 2: one key and one value for each group, as megatron-core's linear_qkv has them
         "s": model.num_attention_heads // model.query_groups + 2,
         "d": model.head_size,
         "c": 2,
@@ -102,6 +104,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
 
 def stacks_layers(model: ModelSection) -> bool:
     """Whether a checkpoint keeps the layers in one tensor: where all are alike."""
+    # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
     return len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
 
 

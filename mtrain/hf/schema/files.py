@@ -46,9 +46,11 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     is_plain = "\0" not in name and all(len(os.fsencode(part)) <= _LONGEST_FILE_NAME for part in Path(name).parts)
+    # the name first, and the file that it leads to below: a link inside the folder can lead anywhere
     if Path(name).is_absolute() or ".." in Path(name).parts or not name or not is_plain:
         raise DataError(f"{folder} names the file {name[:_LONGEST_FILE_NAME]!r}, which does not lie inside it")
     try:
+        # strict: a link that leads nowhere is missing, and not a file that lies outside
         real = path.resolve(strict=True)
     except RuntimeError as fault:  # as Python 3.11 says it
         raise DataError(f"{path} is a link to itself; download it again") from fault
@@ -87,6 +89,7 @@ def places(folder: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not is_map or not all(map(is_tensor_name, found)):
         raise DataError(f"{folder / INDEX_NAME} has no weight_map of names to files; download it again")
     for file in set(found.values()):
+        # no sub-folders: the library writes none
         if Path(file).name != file:
             raise DataError(
                 f"{folder / INDEX_NAME} names the file {file[:_LONGEST_FILE_NAME]!r}, but a plain name in the folder "

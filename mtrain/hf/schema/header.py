@@ -43,6 +43,8 @@ def read_header(path: Path) -> Header:
         with open_plain_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(PREFIX_BYTES), "little")
+            # before the header is read: the length comes from the file and decides how much memory is taken; {} has 2
+            # bytes
             if not 2 <= length <= min(_LONGEST_BYTES, size - PREFIX_BYTES):
                 raise ValueError(f"its header should have {length} bytes, but the file has {size}")
             content = parsed_json(file.read(length))

@@ -45,6 +45,7 @@ CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
 
 _SHOWN_FIELDS = 4
 """Of those that are refused at once."""
+# These switch a feature off. 0 and 0.0 are not among them: a factor of 0 is a value.
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 
 
@@ -62,6 +63,7 @@ def refuse_foreign(
     Raises:
         DataError: Names them.
     """
+    # apart: here the neutral value is true, so false would pass below
     if config.get("is_causal", True) is not True:
         raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
     foreign = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
@@ -81,4 +83,5 @@ def unknown_fields(config: Mapping[str, Any], own: Collection[str], of_others: C
 
 
 def _is_neutral(value: object) -> bool:
+    # the type as well: 0 == False, and 0 is a value
     return any(value is one or (value == one and type(value) is type(one)) for one in _NEUTRAL)

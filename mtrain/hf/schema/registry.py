@@ -17,6 +17,7 @@ from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.known import refuse_foreign, unknown_fields
 from mtrain.hf.schema.values import shown
 
+# In the order in which `fitting_family` tries them: the plain ones first.
 FAMILIES = {
     family.model_type: family
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS, OLMO2, OLMO3)
@@ -39,6 +40,7 @@ def family_of(config: dict[str, Any]) -> Family:
             f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(FAMILIES)} is needed"
         )
     own = FAMILIES[name].names
+    # here and not in the entries: an entry sees only the fields that it knows
     refuse_foreign(config, name, own, _ALL_NAMES - own)
     return FAMILIES[name]
 
@@ -61,6 +63,7 @@ def fitting_family(model: ModelSection) -> Family:
     reasons = []
     for family in FAMILIES.values():
         try:
+            # tried, not asked: writing and reading back is what shows a difference
             family.config(model, None)
         except UnsayableError as fault:
             reasons.append(f"{family.model_type} lacks model.{', model.'.join(fault.keys[:_TOLD_KEYS])}")

@@ -58,8 +58,10 @@ def rope_parameters(config: dict[str, Any], default_base: float) -> dict[str, An
         DataError: They are said twice, and differently.
     """
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    # older versions read rope_scaling, transformers 5 rope_parameters: two that differ would be two models
     if parameters and scaling:
         _agree("rope_parameters", _normal(parameters), "rope_scaling", _normal(scaling))
+    # one form, that of transformers 5; everything after this line is the same for both styles
     found = _normal(parameters or scaling or {})
     base = needed_value(config, "rope_theta", float, default_base)
     if "rope_theta" in config and "rope_theta" in found:
@@ -67,6 +69,7 @@ def rope_parameters(config: dict[str, Any], default_base: float) -> dict[str, An
     found.setdefault("rope_theta", base)
     if "original_max_position_embeddings" in config and found["rope_type"] in ("llama3", "yarn"):
         outer = {"original_max_position_embeddings": config["original_max_position_embeddings"]}
+        # the inner value counts, and must then agree with the outer one
         found = outer | found
         _agree("rope_parameters", found, "config.json", outer)
     return found
@@ -106,9 +109,11 @@ def read_rope(config: dict[str, Any], default_base: float) -> dict[str, Any]:
             f"config.json: rope_type={shown_name(theirs['rope_type'])} is not supported, but one of "
             f"{', '.join(_TYPES)} is needed"
         )
+    # it stands inside in files of transformers 5 and outside in older ones
     if theirs.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise DataError("config.json: partial_rotary_factor must be 1: heads that rotate in part are not supported")
     scaling = _TYPES[theirs["rope_type"]]
+    # a field that this type does not read is a sign of a mistyped type
     _check_names(theirs, scaling)
     ours: dict[str, Any] = {"base": needed_value(theirs, "rope_theta", float), "scaling": scaling}
     for name, field in _FIELDS[scaling].items():
@@ -147,6 +152,7 @@ def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:
     theirs = {name: value for name, value in theirs.items() if value is not None}
     kind = next(name for name, scaling in _TYPES.items() if scaling == rope.scaling)
     base = _plain(rope.base)
+    # in the style of the file, so that the version that wrote it can still read it
     if "rope_theta" in config and "rope_parameters" not in config:
         scaling = None if rope.scaling == "none" else {"rope_type": kind, **theirs}
         return {"rope_theta": base, "rope_scaling": scaling}
@@ -162,6 +168,7 @@ def same_rope(one: RopeSection, other: RopeSection) -> bool:
         other.local_base,
     ):
         return False
+    # fields that this scaling does not read may differ: no angle depends on them
     return all(getattr(one, field) == getattr(other, field) for field in _FIELDS[one.scaling].values())
 
 

@@ -25,10 +25,12 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
     for name in ModelSection.model_fields:
         mine, theirs = getattr(one, name), getattr(other, name)
         if name == "num_query_groups":
+            # left out means as many as heads: compared is what it comes to
             mine, theirs = one.query_groups, other.query_groups
         elif name == "head_dim":
             mine, theirs = one.head_size, other.head_size
         elif (name == "rope" and same_rope(mine, theirs)) or (name == "mtp_depths" and 0 in (mine, theirs)):
+            # without depths on one side nothing is said about the layers that both have
             continue
         if name in ("experts", "mla") and mine is not None and theirs is not None:
             found += _inside(name, _meant(one, name), _meant(other, name))
@@ -63,5 +65,6 @@ def _meant(model: ModelSection, name: str) -> dict[str, Any]:
 def _meant_by(experts: ExpertsSection) -> dict[str, Any]:
     fields = {name: value for name, value in experts.model_dump().items() if name not in _TRAINING}
     if experts.num_groups == experts.group_top_k:  # no groups, or all of them: every expert may be chosen
+        # their number then changes nothing, whatever it is
         return fields | dict.fromkeys(_GROUPS)
     return fields | {"group_score_top_k": experts.num_scored}

@@ -114,8 +114,11 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
     """
     shapes: dict[str, Sizes] = {}
     slices: list[FilledSlice] = []
+    # layers outside, rules inside: slices come in the order of the model
     for scope in _scopes(model, stacked):
         for rule in rules:
+            # `like`, not `number`: a depth is built as the last layer is, and has no place among the layers of the
+            # section
             if _prefix(rule.key) == scope.prefix and rule.when(model, scope.like):
                 key, axes = rule.key.replace(".*.", scope.infix), f"L {rule.axes}" if "L" in scope.fixed else rule.axes
                 shapes[key] = shape(axes, sizes)
@@ -151,10 +154,12 @@ def _prefix(key: str) -> str:
 
 def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
     """One for each expert where experts lie in tensors of their own, else one."""
+    # GPT-OSS has all experts of a layer in one tensor: then the axis of experts is one like any other
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
         place = {**scope.fixed, **dict(zip("E", experts))}
         hull = Arrangement(axes, " ".join(name for name in _names(axes) if name not in place), place, sizes)
+        # each fixed axis (layer, expert) is a dimension of its own, so what is left is one slice
         (block,) = hull.blocks()
         tensors = tuple(
             HfTensor(
@@ -193,6 +198,7 @@ def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
                 continue
             source = block.part.of(tensor.arrangement.arranged(read(tensor.name)))
             found = shared.within(block.whole).of(source)
+            # a view of the mapped file: no copy
             if shared == wanted and found.is_contiguous():
                 return found
             if result is None:
@@ -205,6 +211,7 @@ def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
 def slices_to_write(filled: FilledSlice) -> list[TensorSlice]:
     """Those in which a part is best written: single tensors on disk where each is a slice, else all at once."""
     blocks = [block for tensor in filled.tensors for block in tensor.arrangement.blocks()]
+    # gate and up each as one slice: written from the page cache without being put together first
     return [block.whole for block in blocks] if len(blocks) == len(filled.tensors) else [filled.at]
 
 
@@ -226,6 +233,7 @@ def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tens
     arrangement = tensor.arrangement
     blocks = list(arrangement.blocks())
     if arrangement.is_reordered:
+        # a reordered tensor has its numbers scattered over the whole, so no part of it can be streamed
         (block,) = blocks
         yield arrangement.on_disk(read(key, block.whole)).contiguous().view(-1)
         return

@@ -31,6 +31,7 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
     value = config.get(name, default)
     if value is None:
         return None
+    # type, not isinstance: true is an int in Python; an int beyond 2^1023 may overflow as a float
     if kind is float and type(value) is int and abs(value) <= 2**1023:
         return kind(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):

@@ -56,6 +56,8 @@ def has_experts(model: ModelSection, layer: int) -> bool:
 def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
     """Of each query group: the rows of its queries, then of its key, then of its value."""
     return (
+        # megatron-core's linear_qkv is ordered by group (SelfAttention.get_query_key_value_tensors), so that tp cuts
+        # whole groups; Hugging Face has three tensors ordered by head.
         TensorPattern(f"{THEIRS}self_attn.q_proj.{kind}", f"(G s d){last}", {"s": slice(0, -2)}),
         TensorPattern(f"{THEIRS}self_attn.k_proj.{kind}", f"(G d){last}", {"s": -2}),
         TensorPattern(f"{THEIRS}self_attn.v_proj.{kind}", f"(G d){last}", {"s": -1}),
@@ -84,6 +86,7 @@ def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     names = [f"{THEIRS}{prefix}.{{E}}.{name}.weight" for name in (gate, up, down)]
     ours = f"{KEY}mlp.experts.experts.linear"
     return (
+        # the axis of experts is global: each expert-parallel rank reads its own stretch of it
         Rule(f"{ours}_fc1.weight", "E (c e) h", halves(names[0], names[1], "e h"), has_experts),
         Rule(f"{ours}_fc2.weight", "E h e", (TensorPattern(names[2], "h e"),), has_experts),
     )
@@ -110,8 +113,10 @@ VOCABULARY = (
     same("output_layer.weight", "lm_head.weight", "V h").only(untied),
 )
 NORMS = (
+    # norms have TransformerEngine's fused names with every backend, so a checkpoint does not depend on it
     in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "h"),
     in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "h").only(is_dense),
+    # a router and all experts read the normed input, so the norm is not fused with one linear
     in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h").only(has_experts),
 )
 ATTENTION = (
@@ -164,6 +169,7 @@ class LayerWindows(Entry):
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         window = value_of(config, "sliding_window", int, 4096)
+        # a window that is switched off is still written in the files of this family
         window = window if needed_value(config, "use_sliding_window", bool, False) else None
         first = needed_value(config, "max_window_layers", int, 28)
         return windows(
@@ -225,6 +231,7 @@ def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
     if kinds is None:
+        # before the list is made; where the file lists the layers, its own length limits the number
         if num_layers > MAX_LISTED_LAYERS:
             raise DataError(f"config.json: num_hidden_layers={num_layers} is more than any model has; correct the file")
         return [_WIDE if is_wide(layer) else _WINDOWED for layer in range(1, num_layers + 1)]
@@ -254,6 +261,7 @@ def windows(kinds: list[str], window: int | None, why_none: str = "sliding_windo
         raise DataError(f"config.json: layer_types lists {_WINDOWED}, but {why_none}; correct the file")
     if not wide:
         return {"sliding_window": window, "global_attention_every": None}
+    # ours is one number, every n-th layer; any other order has no words in model.*
     if wide != list(range(wide[0], len(kinds) + 1, wide[0])) or wide[0] == 1:
         raise DataError(
             "config.json: layer_types must have a window in all layers, in none, or in all but every n-th; layers "

@@ -59,6 +59,7 @@ class _SharedExperts(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
+        # a remainder shows when the file is read back (`config_of`)
         return {"n_shared_experts": None if together is None else together // one}
 
 
@@ -79,6 +80,7 @@ class _Depths(Entry):
         return {DEPTHS: model.mtp_depths}
 
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
+        # a model without the depths leaves the field as it was
         return model.mtp_depths in (0, config.get(DEPTHS, 0))
 
 
@@ -172,6 +174,7 @@ _AHEAD = (
     same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
     same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
     same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
+    # a depth has a whole layer, so the rules of layers serve it under another prefix
     *(replace(rule, key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer.")) for rule in _LAYER),
     same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
 )
@@ -182,6 +185,7 @@ DEEPSEEK_V3 = Family(
     (
         *common(),
         *ACTIVATION,
+        # latent attention has no groups, but transformers repeats keys by the ratio of both numbers
         Computed("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
         Computed("head_dim", {"qk_rope_head_dim": _ROTATED}),
         Computed("qk_head_dim", {"qk_nope_head_dim": ("mla.qk_nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),

@@ -34,6 +34,7 @@ class _LlamaBiases(Entry):
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         attention, feed_forward = (needed_value(config, name, bool, False) for name in self.names)
+        # megatron-core has one switch for both (add_bias_linear)
         if attention != feed_forward:
             raise DataError(
                 f"config.json: attention_bias={attention} with mlp_bias={feed_forward} is not supported; both must "
@@ -76,6 +77,7 @@ QWEN2 = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=32),
+        # not a field of the file: Qwen2Attention has them fixed
         Constant("qkv_bias", True),
         LayerWindows(),
         Rope(),

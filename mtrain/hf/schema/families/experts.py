@@ -25,6 +25,7 @@ class _Renormalised(Entry):
         return ("norm_topk_prob",)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        # softmax before the choice leaves the weights of the chosen ones below 1; after it they add up to 1
         return {"experts.pre_softmax": not needed_value(config, "norm_topk_prob", bool, False)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -68,6 +69,7 @@ MIXTRAL = Family(
         *NORMS,
         *ATTENTION,
         router("block_sparse_moe.gate.weight"),
+        # w1 gates, w3 is multiplied by it, w2 projects back
         *experts("block_sparse_moe.experts", "w1", "w3", "w2"),
     ),
 )

@@ -84,6 +84,7 @@ GEMMA3 = Family(
     (
         *common(tied=True),
         *heads(groups=4, head_dim=256),
+        # queries are divided by its root instead of that of the head's size
         Field("query_pre_attn_scalar", "query_scalar", 256),
         Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
         Required("attention_bias", False, False),
@@ -92,8 +93,10 @@ GEMMA3 = Family(
         Required("use_bidirectional_attention", False, False, (None,)),
         Constant("activation", "geglu_tanh"),
         Constant("qk_norm", True),
+        # the files hold weight - 1: Gemma3RMSNorm multiplies by 1 + weight
         Constant("zero_centered_norm", True),
         Constant("sandwich_norm", True),
+        # by the root of the hidden size, in the dtype of the weights
         Constant("scale_embeddings", True),
         _GemmaWindows(),
         _Ropes(),
@@ -107,5 +110,6 @@ GEMMA3 = Family(
         *ATTENTION,
         *FEED_FORWARD,
     ),
+    # hidden_activation is the one that the model reads
     inert=("hidden_act", "_sliding_window_pattern"),
 )

@@ -36,6 +36,7 @@ def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
 
 
 _EXPERTS = (
+    # on disk transposed, and gate and up interleaved (even columns gate): read as halves it would train, and be wrong
     _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (e c)"),
     _fused("linear_fc1.bias", "E (c e)", "gate_up_proj_bias", "E (e c)"),
     _fused("linear_fc2.weight", "E h e", "down_proj", "E e h"),

@@ -72,6 +72,7 @@ _ENTRIES = (
     *ACTIVATION,
     *heads(),
     Required("attention_bias", False, False),
+    # no norm before attention and feed-forward, one behind each
     Constant("post_norm", True),
     Constant("qk_norm", True),
     Constant("qk_norm_width", "full"),
