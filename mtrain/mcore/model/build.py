@@ -55,7 +55,9 @@ class LanguageModel(GPTModel):
             Last stage: logits [seq_local, batch, vocab_local], of all depths where `ahead` is given. Other stages:
             hidden states.
         """
+        # GPTModel asks its embedding for angles by length alone; positions of this batch have to be there before.
         self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
+        # For `_postprocess`, which GPTModel.forward calls without it.
         self._ahead = ahead if self.mtp_process and self.looks_ahead else ()
         padding = is_padding if self.pre_process else self._own_padding(is_padding)  # megatron-core cuts on the first
         output: Tensor | Logits = super().forward(input_ids, position_ids, document_starts, padding_mask=padding)
@@ -65,18 +67,20 @@ class LanguageModel(GPTModel):
         """The positions of this sequence-parallel rank."""
         if is_padding is None or not self.config.sequence_parallel:
             return is_padding
+        # Sequence parallelism gives rank r the r-th part of what its CP rank holds.
         return is_padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
 
     def _postprocess(
         self, hidden_states: Tensor, *, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None, **others: object
     ) -> Tensor | Logits:
         """In the place of megatron-core's losses: the logits of the last stage."""
-        if not self.post_process:
+        if not self.post_process:  # goes to the next stage as it is
             return hidden_states
         # Before any logits: where parameters arrive during the forward pass, the wait for a table that the output layer
         # shares stands at the embedding.
         embedded = [self.embedding(input_ids=ahead.tokens, position_ids=None) for ahead in self._ahead]
         logits, further = self._logits(hidden_states), []
+        # In turn: a depth reads the hidden states of the one before.
         for number, ahead in enumerate(self._ahead):
             padding = self._own_padding(ahead.is_padding)
             layer = self.mtp.layers[number]
@@ -87,6 +91,7 @@ class LanguageModel(GPTModel):
     def _logits(self, hidden_states: Tensor) -> Tensor:
         tied = self.share_embeddings_and_output_weights
         logits: Tensor
+        # [seq_local, batch, vocab_local]: divided over TP, not gathered.
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None)
         return logits
 
@@ -99,6 +104,7 @@ def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]
     """
     translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
+        # Before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those.
         draw_weights(chunk, config, groups)
     return [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
 
@@ -111,14 +117,15 @@ def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
     """
     translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
-        chunk.looks_ahead = False
+        chunk.looks_ahead = False  # a teacher's depths are loaded with the rest and never run
+    # Without DDP, whose gradient buffers would cost four bytes a parameter.
     return [_in_precision(config, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
 
 def unwrap(chunk: torch.nn.Module) -> LanguageModel:
     """The LanguageModel inside DDP and the half-precision wrapper."""
     inner: Any = chunk
-    while not isinstance(inner, LanguageModel):
+    while not isinstance(inner, LanguageModel):  # which wrappers there are depends on precision and on DDP
         inner = inner.module
     return inner
 
@@ -131,7 +138,7 @@ def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, li
 
 def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
     layout: Layout = groups.layout
-    stage = groups.pp_rank + (vp_stage or 0) * layout.pp
+    stage = groups.pp_rank + (vp_stage or 0) * layout.pp  # virtual stages go round the ranks
     layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
     backend = chosen_backend(config.model, config.data.isolate_documents, groups.device)
     is_last = stage == layout.num_stages - 1
@@ -142,17 +149,19 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
         max_sequence_length=config.data.seq_length,
         pre_process=stage == 0,
         post_process=is_last,
-        parallel_output=True,
+        parallel_output=True,  # else logits would be gathered: vocab numbers a token on every rank of TP
         share_embeddings_and_output_weights=config.model.tied_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="rope",  # makes GPTModel ask `rotary_pos_emb`, which is replaced below
         mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
+    # Before anything lists parameters: buckets, optimizer and checkpoints must not know it.
     drop_unused_table(model)
     model.rotary_pos_emb = _rotary(config.model)
     if config.model.rope.local_base is not None:
         take_angles_by_layer(model)
+    # The last stage embeds as well where it predicts ahead. A hook, so that checkpoints keep plain tables.
     if config.model.scale_embeddings and (model.pre_process or model.mtp_process):
         model.embedding.register_forward_hook(_scale_embeddings)
     return model.to(groups.device)

@@ -21,6 +21,8 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 
+# Part of what defines the initial weights: another size draws another model from the same seed. A rank draws at most
+# two blocks that it needs in part only, whatever the size of the tensor.
 _ROWS_PER_BLOCK = 256
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
@@ -51,25 +53,30 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
     Rows of the padded vocabulary are zero.
     """
     for shard in sharded_tensors(module, groups):
-        axes = shard.prepend_axis_num
+        axes = shard.prepend_axis_num  # leading axes that number layers and experts
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
         if len(shape) < 2:
             continue
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
         if name == "output_layer.weight" and config.model.tied_embeddings:
+            # The last stage's copy of a tied table: drawn as the first stage draws it, so the two begin alike without a
+            # broadcast.
             name = _EMBEDDING
         values = _draw(
             f"{config.train.seed}:{name}", shape[1:], offset[0], shard.local_shape[0], _deviation(name, config)
         )
+        # Whole rows are drawn first, so a cut along columns (RowParallelLinear) gets the same numbers under any tp.
         for dim, (start, size) in enumerate(zip(offset[1:], shard.local_shape[1:]), start=1):
             values = values.narrow(dim, start, size)
         if name in _VOCABULARY:
+            # How many rows only pad depends on tp: zeros, which no layout can tell from each other.
             values[max(0, config.model.vocab_size - offset[0]) :] = 0.0
-        shard.data.copy_(values)
+        shard.data.copy_(values)  # rounds to the parameter's dtype once, and moves it to its device
 
 
 def _deviation(name: str, config: Config) -> float:
     into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    # 2 for a layer's two additions to the residual: its variance then does not grow with the depth.
     return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std
 
 
@@ -79,6 +86,7 @@ def _draw(name: str, columns: tuple[int, ...], first_row: int, num_rows: int, de
     blocks = []
     for block in range(first_block, last_block + 1):
         digest = hashlib.sha256(f"{name}:{block}".encode()).digest()
+        # Of the CPU, on GPUs too: both draw the same numbers.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         blocks.append(torch.empty(_ROWS_PER_BLOCK, *columns).normal_(0.0, deviation, generator=generator))
     return torch.cat(blocks).narrow(0, first_row - first_block * _ROWS_PER_BLOCK, num_rows)

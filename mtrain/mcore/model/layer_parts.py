@@ -37,7 +37,7 @@ class LayerDraft:
     """A layer while its parts are put together."""
 
     module: type[TransformerLayer] = TransformerLayer
-    input_norm: type[Norm | IdentityOp] = IdentityOp
+    input_norm: type[Norm | IdentityOp] = IdentityOp  # what stays where the layer has no norm in front
     feed_forward_norm: type[Norm | IdentityOp] = IdentityOp
     attention: ModuleSpec | None = None
     feed_forward: ModuleSpec | None = None
@@ -57,6 +57,7 @@ class LayerDraft:
                 pre_mlp_layernorm=self.feed_forward_norm,
                 mlp=self.feed_forward,
                 mlp_bda=get_bias_dropout_add,
+                # TransformerLayer renames by it when it describes a checkpoint.
                 sharded_state_dict_keys_map=self.checkpoint_names,
             ),
         )
@@ -82,9 +83,10 @@ def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
+            # Bound here, because megatron-core passes softmax_scale alone, the same to every layer.
             core_attention=partial(CoreAttention, windowed_scale=windowed_softmax_scale(model)),
             linear_proj=RowParallelLinear,
-            q_layernorm=IdentityOp,
+            q_layernorm=IdentityOp,  # not None: `_qk_norm` puts Norm in their place
             k_layernorm=IdentityOp,
         ),
     )
@@ -97,6 +99,7 @@ def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
 
 def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
     assert draft.attention is not None
+    # The class and not q_layernorm: megatron-core would call that head by head.
     draft.attention.module = FullWidthNormAttention
     draft.checkpoint_names |= full_width_norm.CHECKPOINT_NAMES
 

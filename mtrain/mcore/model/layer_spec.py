@@ -26,6 +26,7 @@ def global_name(key: str, places: tuple[int, ...]) -> str:
     """
     key = canonical_name(key)
     if _STACKED_EXPERTS in key:
+        # The expert's axis is the last of the stacked ones; a key with its layer spelled out has no other.
         key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
     return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
 

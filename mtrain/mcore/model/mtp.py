@@ -62,6 +62,7 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
         """
         given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
         if self.config.recompute_granularity == "full" and self.training:
+            # By hand: this forward replaces the one of megatron-core that would recompute.
             output: Tensor = tensor_parallel.checkpoint(self._joined, False, *given)
         else:
             output = self._joined(*given)
@@ -75,8 +76,10 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
         rotary_pos_emb: Tensor | None,
         padding_mask: Tensor | None,
     ) -> Tensor:
+        # As TransformerBlock does: under sp ranks of TP hold other tokens and draw dropout from states of their own.
         with tensor_parallel.get_cuda_rng_tracker().fork() if self.sequence_parallel else nullcontext():
             hidden_states, _ = self.transformer_layer(
+                # [seq_local, batch, hidden]; all-gathers over TP the columns of eh_proj.
                 hidden_states=self._concat_embeddings(hidden_states, embeddings),
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
@@ -108,6 +111,7 @@ def depths_spec(model: ModelSection, backend: str) -> MultiTokenPredictionBlockS
             layer_norm=Norm,
         )
     depth = ModuleSpec(module=MultiTokenLayer, submodules=submodules)
+    # One spec, but weights of its own for each depth.
     return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * model.mtp_depths)
 
 

@@ -38,6 +38,7 @@ class Norm(nn.Module):
     def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = nn.Parameter(value.to(device))
+        # Under sp each rank of TP sees its own tokens: finalize_model_grads sums what carries this mark.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 

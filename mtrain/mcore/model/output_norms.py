@@ -39,6 +39,7 @@ class OutputNormLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        # TransformerLayer calls these where it adds a part to the residual: the one place between the two.
         self.self_attn_bda = _normalised(self.post_self_attn_layernorm)
         self.mlp_bda = _normalised(self.post_mlp_layernorm)
 
@@ -51,6 +52,7 @@ def _normalised(norm: nn.Module) -> Callable[[bool, bool], AddToResidual]:
 
         def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, probability: float) -> Tensor:
             output, bias = output_with_bias
+            # The bias goes in before the norm, which is of the whole output; hence None for the one still to be added.
             return add((norm(output if bias is None else output + bias), None), residual, probability)
 
         return normalise_and_add

@@ -34,6 +34,7 @@ def gelu_tanh(hidden: Tensor) -> Tensor:
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    # One layer at a time keeps the input of every layer. Not "block", whose other layers lose the padding mask.
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -66,7 +67,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
         **transformer_fields(config.model),
         **_parallelism(config, layout),
         **_execution(config, device),
-        **_passed_through(config.model.megatron, layout),
+        **_passed_through(config.model.megatron, layout),  # last: what is let through wins
     }
     try:
         return TransformerConfig(**fields)
@@ -90,6 +91,7 @@ def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def _architecture(model: ModelSection) -> dict[str, Any]:
+    # megatron-core counts the keys in front of the query, here the query's own is counted too; none behind.
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
     return {
         "num_layers": model.num_layers,
@@ -137,10 +139,11 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
 def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | None:
     """What each (virtual) stage holds, in model order; None where the layers divide evenly."""
     layers = layout.layers_per_stage(model.num_layers)
-    if len(set(layers)) == 1:
+    if len(set(layers)) == 1:  # megatron-core divides evenly by itself
         return None
     contents = [["decoder"] * count for count in layers]
     contents[0].insert(0, "embedding")
+    # Depths read the last layer's output and the logits' table: they stand between it and the loss.
     contents[-1] += ["mtp"] * model.mtp_depths + ["loss"]
     return contents
 
@@ -152,7 +155,7 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "fp16": config.train.precision == "fp16",
         "bf16": config.train.precision == "bf16",
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
         "use_cpu_initialization": on_cpu,
         # mtrain.mcore.model.init_weights draws the weights. perform_initialization stays on, because without it
         # megatron-core does not mark its weights as tensor-parallel either, and the gradient norm misses those of tp
@@ -170,11 +173,11 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
     """Gradient buckets: always summed in float32, never averaged."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=True,  # sums over microbatches and ranks would lose bits in half precision
         overlap_grad_reduce=config.train.overlap_grad_reduce,
         overlap_param_gather=config.train.overlap_param_gather,
         use_distributed_optimizer=config.train.distributed_optimizer,
-        average_in_collective=False,
+        average_in_collective=False,  # a mean over ranks would divide before the one division
     )
 
 
@@ -182,8 +185,8 @@ def optimizer_config(config: Config) -> OptimizerConfig:
     """AdamW with decoupled weight decay; the learning rate is set at every step."""
     section = config.optimizer
     return OptimizerConfig(
-        optimizer="adam",
-        lr=section.lr,
+        optimizer="adam",  # beside Muon too, which updates the matrices alone
+        lr=section.lr,  # replaced before every update, as is weight_decay
         min_lr=section.min_lr,
         weight_decay=section.weight_decay,
         adam_beta1=section.beta1,

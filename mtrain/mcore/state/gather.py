@@ -31,11 +31,13 @@ def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             _complete_gradients(chunk)
+    # DDP's float32 view; buffers have none and are left out.
     return _shards(chunks, groups, lambda parameter: getattr(parameter, "main_grad", None))
 
 
 def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
     """Global tensors by name on rank 0; None elsewhere. One gather of objects to rank 0 over the world."""
+    # Pickled and sent to rank 0, where the whole model has to fit: for comparisons of small models.
     everyone: list[list[Shard]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather_object(list(shards), everyone)
     return None if everyone is None else assemble(shard for rank in everyone for shard in rank)
@@ -53,6 +55,7 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
         if shard.key not in whole:
             whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.data.dtype)
             filled[shard.key] = torch.zeros(shard.global_shape, dtype=torch.bool)
+        # Replicas are compared where an earlier shard has been: ranks that part silently are a fault of their own.
         there, known = shard.at.of(whole[shard.key]), shard.at.of(filled[shard.key])
         if not torch.equal(there[known], shard.data[known]):
             raise ValueError(f"replicas of {shard.key} at {shard.at.offset} differ between ranks")
@@ -66,8 +69,9 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
 
 def _complete_gradients(chunk: DistributedDataParallel) -> None:
     for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-        group = bucket_group.intra_distributed_optimizer_instance_group
+        group = bucket_group.intra_distributed_optimizer_instance_group  # DP x CP, for experts their own replicas
         for bucket in bucket_group.buckets:
+            # Buckets are padded to a multiple of the ranks, so parts are equal; cloned, or input and output overlap.
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
@@ -80,6 +84,7 @@ def _shards(
         for part in sharded_tensors(unwrap(chunk), groups, value_of):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
+            # A copy on CPUs too: clipping and the next step write in place.
             values = part.data.detach().to("cpu", copy=True)
             at = TensorSlice(tuple(part.global_offset[axes:]), tuple(values.shape))
             shards.append(Shard(name, tuple(part.global_shape[axes:]), at, values))

@@ -39,10 +39,12 @@ def load_hf_weights(
     Raises:
         DataError: The folder is damaged or holds another model. On all ranks.
     """
-    optimizer.gather_parameters()
+    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    # Every rank opens the folder itself: what is mapped in one process cannot be handed to another.
     saved = on_all_ranks(lambda: _opened(folder, config.model))
 
     def may_be_left(key: str) -> bool:
+        # A run without depths may start from a model that has them.
         return config.model.mtp_depths == 0 and key.startswith(_DEPTHS)
 
     weights = read_weights(saved, chunks, groups, config.model.vocab_size, lambda key: key, may_be_left)

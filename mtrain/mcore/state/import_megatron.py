@@ -59,15 +59,17 @@ def load_megatron_weights(
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
     """
-    optimizer.gather_parameters()
+    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     on_first_rank(lambda: check_run_config(folder, config.model))
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
     theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
     for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups):
+        # Once for the spelling, by which the dtype is known, and once more for tensors of that dtype to read into.
         found = [_theirs(shard, theirs) for shard in whole_of(place, place.key, place.data)]
         known = next((shard.key for shard in found if shard.key in saved.tensors), None)
+        # Unknown keys are refused below, with all other names.
         dtype = torch.float32 if known is None else saved.tensors[known].dtype
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
         shards += [_theirs(shard, theirs) for shard in whole_of(place, place.key, weights[place.data])]
@@ -76,7 +78,7 @@ def load_megatron_weights(
         if shard.may_be_padded:  # theirs is drawn, ours is zero
             shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
     for parameter, values in weights.items():
-        parameter.copy_(values)
+        parameter.copy_(values)  # here it is rounded; the main weights below get what was saved
     optimizer_state.set_main_weights(optimizer.inner, weights)
 
 
@@ -103,6 +105,7 @@ def _spellings(shard: Shard) -> Iterator[Shard]:
             continue
         yield layered
         depth = len(layered.global_shape) - len(shard.global_shape) + int(_STACKED_LAYERS.search(name) is not None)
+        # Behind the axis of layers, if that is still there: a spelled-out layer has taken its own away.
         experts = _spelled(layered, _STACKED_EXPERTS, ".mlp.experts.", depth)
         if experts is not None:
             yield experts

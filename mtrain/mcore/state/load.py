@@ -102,17 +102,19 @@ def load_checkpoint(
         DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
             ranks; the model may be half overwritten then.
     """
-    optimizer.gather_parameters()
+    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     state = on_first_rank(lambda: _resumable_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
+    # The device too: a GPU's generator has a state of another kind.
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
     places = {place.data: place for place in _places(chunks, groups)}
     shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
+    # Straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state.
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]
         for name, values in states.items():
             shards += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
-    randomness = rng.random_states(groups)
+    randomness = rng.random_states(groups)  # copies, which are filled from disk and set at the end
     if is_same_layout:
         for sharded in rng.sharded(randomness, groups):
             shards += whole_of(sharded, sharded.key, sharded.data)
@@ -121,6 +123,7 @@ def load_checkpoint(
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
     load_shards(saved, shards, may_be_left, state.vocab_size)
+    # Behind the reading: states that `flat_slice_states` has just made count from 0.
     optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
     optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
     if is_same_layout:
@@ -198,6 +201,7 @@ def _read_weights(
 
     def key_of(key: str) -> str:
         main_key = optimizer_key(MAIN, key)
+        # Half-precision weights are a rounding of the main weights: any precision starts from the latter alike.
         return main_key if main and main_key in saved.tensors else key
 
     def may_be_left(key: str) -> bool:
@@ -233,6 +237,7 @@ def read_weights(
     shards: list[Shard] = []
     for place in _places(chunks, groups):
         key = key_of(place.key)
+        # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
         shards += whole_of(place, key, weights[place.data])
@@ -259,6 +264,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
     state = _read_state(entry, config)
     if state.step != entry.step:
         raise DataError(f"{entry.path / STATE_NAME} is of step {state.step}, but the checkpoint of step {entry.step}")
+    # The order of samples is arithmetic on their count, so another batch size would skip or repeat some.
     if state.consumed_samples != state.step * config.train.global_batch_size:
         raise DataError(
             f"{entry.path} has seen {state.consumed_samples} samples in {state.step} steps, which does not fit "
@@ -273,6 +279,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
 
 
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
+    # With the step: else dropout would repeat the run's first masks.
     seed_generators(config.train.seed, state.step, groups)
     if groups.rank == 0 and dropout_keys(config.model):
         _log.warning(

@@ -44,6 +44,7 @@ def local_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups:
     """
     places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
     for place in places.values():
+        # Views, not copies: parameters are contiguous.
         yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]

@@ -77,10 +77,12 @@ def load_shards(
         DataError: A tensor is not in the checkpoint, is there with another shape or dtype, is there and is not asked
             for by any rank, or cannot be read; on all ranks.
     """
+    # Shape and dtype are those of the whole tensor, so one shard of each key tells them; reversed, the first one stays.
     firsts = {shard.key: shard for shard in reversed(shards)}
+    # Names over all ranks first: what this stage does not ask for may be another's.
     _check_keys(saved, firsts, may_be_left)
     on_all_ranks(lambda: _check_shapes(saved, firsts, vocab_size))
-    on_all_ranks(lambda: _read(saved, shards))
+    on_all_ranks(lambda: _read(saved, shards))  # a barrier too: no rank trains while another may still fail
 
 
 @torch.no_grad()
@@ -89,6 +91,7 @@ def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
     for shard in shards:
         target = shard.data.view(shard.at.shape)
         if shard.may_be_padded:
+            # The table on disk may be padded for another tp: this rank's rows can lie wholly behind its end.
             rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
             target[rows:].zero_()
             target = target[:rows]
@@ -109,7 +112,7 @@ def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callab
         faults.append(f"holds {_shown(left)}, which the model has not")
     if faults:
         error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
-        error.on_every_rank = True
+        error.on_every_rank = True  # all ranks have found the same by themselves; one of them prints it
         raise error
 
 

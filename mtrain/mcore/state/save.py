@@ -141,15 +141,15 @@ class Saver:
             RunFolderError: The step is published already, or the folder belongs to another run now.
             MachineError: A save failed and checkpoint.on_save_failure is `stop`.
         """
-        self.wait()
+        self.wait()  # one save in flight: a second copy of the state would need its memory again
         began = time.monotonic()
-        optimizer.gather_parameters()
+        optimizer.gather_parameters()  # else a rank would save weights from before the update
         state = self._training_state(optimizer, step)
-        attempt = on_first_rank(lambda: self._named_attempt(step))
+        attempt = on_first_rank(lambda: self._named_attempt(step))  # one folder name for all ranks
         fault_point("snapshot", self._groups.rank, step)
         parts = local_shards(chunks, optimizer, self._groups)
         if self._config.checkpoint.async_save and not self._is_stuck():
-            parts = self._snapshot.take(parts)
+            parts = self._snapshot.take(parts)  # here training waits: for a copy in memory, not for the disk
         facts = CheckpointInfo(
             step=step,
             tokens=tokens,
@@ -217,7 +217,7 @@ class Saver:
             MtrainError: As `save` does.
         """
         while self._flight is not None:
-            concurrent.futures.wait([self._flight.work], _POLL_S)
+            concurrent.futures.wait([self._flight.work], _POLL_S)  # at most: other ranks may wait for this one's poll
             self.poll()
 
     def finish(self) -> None:
@@ -235,7 +235,7 @@ class Saver:
             raise self._fault
 
     def _named_attempt(self, step: int) -> StagingDir:
-        """On the first rank; what failed before must be gone, or a full disk has no room for this one."""
+        """On the first rank; what failed before must be gone, or a full disk has no space for this one."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         return named_attempt(self._folder, step)
@@ -267,7 +267,7 @@ class Saver:
                 written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
             except OSError:
                 with contextlib.suppress(OSError):
-                    path.unlink()  # the other ranks may write for long yet, and a full disk needs the room now
+                    path.unlink()  # the other ranks may write for long yet, and a full disk needs the space now
                 raise
             fault_point("written", rank, step)
         return written
@@ -310,7 +310,7 @@ class Saver:
             flight.has_written = True
             flight.work = Future()
             if everyone is None:
-                flight.work.set_result(None)
+                flight.work.set_result(None)  # nothing to do here while the first rank publishes
             else:
                 written = [one for one in everyone if isinstance(one, Written)]
                 flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
@@ -377,7 +377,7 @@ def _first_fault(everyone: Sequence[_Outcome | None]) -> MtrainError | None:
 
 
 def _abandoned(attempt: StagingDir) -> None:
-    with contextlib.suppress(MtrainError):  # the fault of the save is the one to tell
+    with contextlib.suppress(MtrainError):  # the fault of the save is the one to report
         if attempt.path.exists():
             abandon(attempt)
 

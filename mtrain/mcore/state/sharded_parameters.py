@@ -32,17 +32,20 @@ def sharded_parameters(modules: Iterable[MegatronModule], groups: Groups) -> lis
         modules: Unwrapped model chunks.
         groups: The process groups.
     """
+    # Our own modules assert that it is there; megatron-core's would ask the global state.
     metadata = {"dp_cp_group": groups.dp_cp}
     states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
     # what TransformerEngine pickles beside the weights (_extra_state) is empty without fp8 and not kept
     places = [state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory)]
     return [
+        # (over stages, over TP, over replicas): the first two are megatron-core's, 0 on the main copy alone.
         replace(place, replica_id=(*place.replica_id[:2], _turn(groups.replicas_of(place.data), number)))
         for number, place in enumerate(places)
     ]
 
 
 def _turn(replicas: dist.ProcessGroup, number: int) -> int:
+    # In turn, so that the ranks write about as many bytes each; known to all of them without communication.
     return int((replicas.rank() - number) % replicas.size())
 
 
@@ -70,6 +73,7 @@ def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Sharde
         values: Of the parameter's shape; the shards are views of it.
     """
     if isinstance(place, ShardedTensorFactory):
+        # Gate and up of linear_fc1 are two slices of the global tensor, with other ranks' rows between them.
         yield from nested_values(replace(place, key=key, data=values).build())
     else:
         yield replace(place, key=key, data=values, dtype=values.dtype)
@@ -91,8 +95,10 @@ def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: i
         end: One behind the last element.
     """
     for shard in shards(place, key, place.data):
+        # slices_of_run counts elements in memory order, which a view with gaps does not have.
         assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"
         first = shard.data.storage_offset() - place.data.storage_offset()
+        # What of this shard lies in the run, counted in the parameter.
         low, high = max(start, first), min(end, first + shard.data.numel())
         axes = shard.prepend_axis_num
         for within, inner in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
@@ -103,5 +109,5 @@ def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: i
                 tuple(shard.global_shape),
                 TensorSlice((*shard.global_offset[:axes], *offset), (*[1] * axes, *inner.shape)),
                 values[begin : begin + inner.num_elements].detach(),
-                shard.allow_shape_mismatch,
+                shard.allow_shape_mismatch,  # megatron-core's mark of tables that are padded for tp
             )

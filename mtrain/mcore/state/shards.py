@@ -42,17 +42,20 @@ def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups
         groups: The process groups.
     """
     places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    # Weights are whole on every rank of DP x CP: each writes every n-th one.
     parts = [
         part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
     ]
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]
+        # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; of copies over TP one
+        # does.
         if not (has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)):
             continue
         for name, values in states.items():
             key = optimizer_key(name, place.key)
             parts += run_of(place, key, values.view(-1), flat_slice.start, flat_slice.end)
-    for sharded in rng.sharded(rng.random_states(groups), groups):
+    for sharded in rng.sharded(rng.random_states(groups), groups):  # every rank: no two have the same generators
         parts += whole_of(sharded, sharded.key, sharded.data)
     return parts
 

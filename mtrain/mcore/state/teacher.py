@@ -39,6 +39,7 @@ class Teacher:
         groups: The process groups.
         """
         self._config, self._chunks = config, list(chunks)
+        # Its stages need a schedule of their own, which cannot run inside the student's forward step.
         self._runs_alone = groups.layout.pp > 1
 
     @classmethod
@@ -55,6 +56,7 @@ class Teacher:
             DataError: The checkpoint is damaged or of another model.
         """
         layout = Layout.from_config(config, groups.layout.world_size)
+        # The same ranks and groups; only how layers fall to stages may differ.
         own = replace(groups, layout=layout)
         chunks = build_frozen_model(config, own)
         load_frozen_weights(entry, chunks, own, config)
@@ -74,14 +76,15 @@ class Teacher:
         held: dict[int, Tensor] = {}  # by object: the schedules hand on the very microbatches that they were given
 
         def hold(logits: Logits, batch: Microbatch) -> None:
+            # [seq_local, batch, vocab_local]: a step's worth of them is the cost of a pipeline.
             held[id(batch)] = logits.main
 
         run_forward(self._chunks, batches, hold, self._config)
-        return lambda batch: held.pop(id(batch))
+        return lambda batch: held.pop(id(batch))  # popped, so that each is freed behind its microbatch
 
     @torch.no_grad()
     def _run_now(self, batch: Microbatch) -> Tensor:
-        (chunk,) = self._chunks
+        (chunk,) = self._chunks  # without a pipeline there is one
         logits = run_chunk(chunk, batch)
         assert isinstance(logits, Tensor), "a frozen model does not look ahead"
         return logits
@@ -112,6 +115,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
     of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
     content["model"] = model.model_dump() | of_run
     if model.num_layers != config.model.num_layers:
+        # These count the student's layers.
         content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))
     try:
         return Config.model_validate(content)

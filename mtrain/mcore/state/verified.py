@@ -36,8 +36,9 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
     """
     unusable: dict[int, str] = {}
     while True:
-        newest = on_first_rank(lambda: find(unusable))
+        newest = on_first_rank(lambda: find(unusable))  # ranks could see a shared folder at different states
         with contextlib.ExitStack() as held:
+            # The same on all ranks, so all of them leave the loop or none.
             fault = None if newest.entry is None else _fault(newest.entry, held, tell)
             if fault is None:
                 yield newest
@@ -53,6 +54,7 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
     files = entry.manifest.files
     try:
         if rank == 0:
+            # Before the first byte is read: a run that cleans up must not delete it meanwhile.
             held.enter_context(reading(entry))
         num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // world_size))
         verify_files(entry, share_of_files(files, rank, world_size), num_threads)

@@ -51,9 +51,11 @@ class RowAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.cp = pg_collection.cp
-        self.ulysses = cp_comm_type == "a2a"
+        self.ulysses = cp_comm_type == "a2a"  # megatron-core's name of the exchange of sequence for heads
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        # Depths of multi-token prediction number their layers on behind the model's.
         layer_number = min(layer_number, config.num_layers)  # layers behind the last one are of its kind
+        # window_size counts keys in front of the query's own; the masks below count that one, too.
         self.window = config.window_size[0] + 1 if has_window(config, layer_number) else None
         self.dropout = config.attention_dropout
         self.tp = pg_collection.tp
@@ -72,12 +74,15 @@ class RowAttention(MegatronModule):
         Returns:
             [seq_local, batch, heads_local * value_dim].
         """
+        # On the host, once for all heads: the ends of documents decide on shapes, for which a GPU would have to be
+        # waited for.
         documents = None if document_starts is None else _document_runs(document_starts)
         if self.cp.size() == 1:
             output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         elif self.ulysses:
             output = self._attend_with_own_heads(query, key, value, documents)
         else:
+            # An early and a late chunk each: under a causal mask all ranks have as many pairs to compute.
             chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
             first = self.cp.rank()
             runs = [(index * chunk, (index + 1) * chunk) for index in (first, last - first)]
@@ -91,6 +96,8 @@ class RowAttention(MegatronModule):
         """
         if self.cp.size() == 1:
             return part
+        # Named for another use: it gathers along the first axis, over any group. Its backward sums, since queries of
+        # every rank read all keys.
         gathered = gather_from_sequence_parallel_region(part, group=self.cp)
         return gathered.index_select(0, _row_order(gathered.shape[0], self.cp.size(), gathered.device)[1])
 
@@ -105,14 +112,16 @@ class RowAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
     ) -> Tensor:
         """Ulysses: one all-to-all over CP before and one after; the same again in backward."""
+        # Whole rows from here on, so documents and windows need no thought of CP: one run from 0 to the row's end.
         query = self._to_heads(query)
         output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         held, _ = _row_order(query.shape[0], self.cp.size(), query.device)
-        return self._to_sequence(output.index_select(0, held))
+        return self._to_sequence(output.index_select(0, held))  # the exchange cuts by rank: zigzag chunks side by side
 
     def _to_heads(self, part: Tensor) -> Tensor:
         """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]; one all-to-all."""
         cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        # The receiver goes first, because the all-to-all cuts the first axis in equal parts.
         part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
         part = all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
         return part.index_select(0, _row_order(cp * seq, cp, part.device)[1])
@@ -120,6 +129,7 @@ class RowAttention(MegatronModule):
     def _to_sequence(self, part: Tensor) -> Tensor:
         """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""
         cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        # What arrives from rank r are the heads of part r: [cp, seq_local, batch, heads / cp, dim].
         part = all_to_all(self.cp, part.contiguous()).view(cp, seq // cp, batch, heads, dim)
         return part.permute(1, 2, 0, 3, 4).reshape(seq // cp, batch, cp * heads, dim)
 
@@ -127,12 +137,13 @@ class RowAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[list[Run]] | None
     ) -> Tensor:
         """Queries of the given runs, laid one after the other, against the keys of whole rows."""
-        if documents is None:
+        if documents is None:  # one kernel for the whole batch; below, one for each document of each row
             return self._attend_row(query, key, value, runs, [(0, key.shape[0])])
         rows = [
             self._attend_row(
                 query[:, row : row + 1], key[:, row : row + 1], value[:, row : row + 1], runs, row_documents
             )
+            # Rows differ in their documents, so no mask-free call fits two of them.
             for row, row_documents in enumerate(documents)
         ]
         return torch.cat(rows, dim=1)
@@ -141,35 +152,41 @@ class RowAttention(MegatronModule):
         outputs, offset = [], 0
         for run_start, run_end in runs:
             for document_start, document_end in documents:
+                # Where a run begins inside a document, its queries need the keys from before the run as well.
                 start, end = max(run_start, document_start), min(run_end, document_end)
                 if start >= end:
                     continue
                 queries = query[offset + start - run_start : offset + end - run_start]
+                # No key behind the last query: nothing masked is computed, and q = k whenever the run begins with the
+                # document.
                 outputs.append(self._causal(queries, key[document_start:end], value[document_start:end]))
             offset += run_end - run_start
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # cat copies even a single tensor
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q."""
         if self.softmax_offset is None:
             return self._weighted_values(query, key, value, num_sinks=0)
         value_dim = value.shape[-1]
+        # Divided, because the kernel multiplies all scores by the scale, that of the sink as well.
         query, key, value = with_sink_keys(query, key, value, self._sinks() / self.scale)
         return self._weighted_values(query, key, value, num_sinks=1)[..., :value_dim]
 
     def _sinks(self) -> Tensor:
         """[heads], at least float32, of the heads whose queries this rank holds now."""
         assert self.softmax_offset is not None
+        # float32 from here on: the sum of its gradient over all tokens would lose bits in bfloat16.
         sinks = self.softmax_offset.to(torch.promote_types(self.softmax_offset.dtype, torch.float32))
         return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and self.cp.size() > 1 else sinks
 
     def _weighted_values(self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int) -> Tensor:
         """As `_causal`; the first `num_sinks` keys, 0 or 1, are seen by every query."""
         query_length, key_length = query.shape[0], key.shape[0] - num_sinks
+        # scaled_dot_product_attention aligns is_causal at the first key: wrong where there are fewer queries.
         is_causal, mask = query_length == key_length, None
         if self.window is not None and self.window < key_length:
             is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
-            mask = functional.pad(mask, (num_sinks, 0), value=True)
+            mask = functional.pad(mask, (num_sinks, 0), value=True)  # a window never hides the sink
         elif is_causal:
             # a query that sees the sink alone makes a square again, which kernels know without a mask
             query = functional.pad(query, (0, 0, 0, 0, 0, 0, num_sinks, 0)) if num_sinks else query
@@ -180,8 +197,10 @@ class RowAttention(MegatronModule):
             # that knows them is left but the one that keeps the scores of all pairs
             repeats = query.shape[2] // key.shape[2]
             key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        # [batch, heads, seq, dim], a view.
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         dropout = self.dropout if self.training else 0.0
+        # Ranks of TP hold other heads: each draws from a state of its own, which the tracker forks to.
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             output = functional.scaled_dot_product_attention(
                 query,
@@ -194,7 +213,7 @@ class RowAttention(MegatronModule):
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         output = output.permute(2, 0, 1, 3)
-        return output[num_sinks:] if is_causal else output
+        return output[num_sinks:] if is_causal else output  # without the query that was added for the square
 
     def sharded_state_dict(
         self,
@@ -233,6 +252,7 @@ class CoreAttention(RowAttention):
         """As megatron-core calls it, and `windowed_scale` in the place of `softmax_scale` in layers with a window."""
         assert attn_mask_type == AttnMaskType.causal
         assert attention_type == "self"
+        # megatron-core hands every layer the one softmax_scale of its config.
         if windowed_scale is not None and has_window(config, layer_number):
             softmax_scale = windowed_scale
         super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
@@ -263,6 +283,7 @@ class CoreAttention(RowAttention):
             [seq_local, batch, heads_local * head_dim].
         """
         assert attention_bias is None
+        # megatron-core's packing cuts rows at documents, so what a CP rank holds would depend on cp.
         assert packed_seq_params is None
         key, value = self._whole_rows(key, value)
         return self.attend(query, key, value, attention_mask)
@@ -273,6 +294,7 @@ class CoreAttention(RowAttention):
             return key, value
         if not self.ulysses:
             head_dim = key.shape[-1]
+            # Both in one all-gather forward and one reduce-scatter backward.
             gathered = self.gather_rows(torch.cat((key, value), dim=-1))
             key, value = torch.split(gathered, [head_dim, gathered.shape[-1] - head_dim], dim=-1)
             return key, value
@@ -283,6 +305,7 @@ class CoreAttention(RowAttention):
         return self._to_heads(key), self._to_heads(value)
 
 
+# Cached: it is the same in every layer and microbatch, and making it copies to the device, for which the host waits.
 @lru_cache(maxsize=8)
 def _row_order(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
@@ -302,6 +325,7 @@ def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Te
 
 def _window_mask(query_length: int, key_length: int, window: int, device: torch.device) -> Tensor:
     """[query, key] bool: True where the key is at most `window - 1` positions before the query and not after it."""
+    # Queries are the last positions.
     query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
     distance = query - torch.arange(key_length, device=device)[None]
     return (distance >= 0) & (distance < window)

@@ -55,10 +55,11 @@ class FullWidthNormAttention(SelfAttention):
         split_qkv: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[seq, batch, heads_local, head_dim] each: the projections, queries and keys normalised."""
+        # Unsplit, for the fused rotation, queries and keys would be rotated without this norm.
         assert split_qkv, "fused rotary embeddings are refused"
         assert not output_gate, "output gates are refused"
         query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states)
-        query, key = self.qk_norm(query, key)
+        query, key = self.qk_norm(query, key)  # before rotation, which SelfAttention applies to what this returns
         return query, key, value
 
 
@@ -78,6 +79,8 @@ class FullWidthNorm(nn.Module):
             config.layernorm_zero_centered_gamma,
         )
         assert config.kv_channels is not None
+        # One element for each dimension of each head that the rank holds, unlike norms of single heads, which share
+        # theirs.
         self.q_weight, self.k_weight = (self._weight(config, count * config.kv_channels) for count in heads)
 
     def _weight(self, config: TransformerConfig, size: int) -> nn.Parameter:
@@ -95,6 +98,7 @@ class FullWidthNorm(nn.Module):
             query: [seq, batch, heads_local, head_dim]; under sequence parallelism, too, of the whole sequence.
             key: [seq, batch, groups_local, head_dim].
         """
+        # The gains are widened outside of the Function, so autograd rounds their gradients to the weights' dtype.
         normalised: tuple[Tensor, Tensor] = _Normalised.apply(  # type: ignore[no-untyped-call]
             query, key, self._gain(self.q_weight), self._gain(self.k_weight), self.epsilon, self.tp
         )
@@ -141,8 +145,11 @@ class _Normalised(torch.autograd.Function):
         tp: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         inputs, gains = (query, key), (query_gain, key_gain)
+        # [seq, batch, 1, 1] each, over this rank's heads.
         squares = [_wide(x).square().sum((-2, -1), keepdim=True) for x in inputs]
         inverse_roots = [torch.rsqrt(mean + epsilon) for mean in _means(squares, inputs, tp)]
+        # The inputs in their own dtype, not the float32 results: those are cheap to make again and take twice the
+        # memory.
         ctx.save_for_backward(*inputs, *gains, *inverse_roots)
         ctx.tp = tp
         outputs = [
@@ -158,11 +165,13 @@ class _Normalised(torch.autograd.Function):
         inputs, gains, inverse_roots = saved[0:2], saved[2:4], saved[4:6]
         normalised = [_wide(x) * root for x, root in zip(inputs, inverse_roots)]
         weighed = [_wide(d) * gain.view(d.shape[-2:]) for d, gain in zip(gradients, gains)]
+        # Of this rank's heads; `_means` adds those of the other ranks.
         products = [(w * n).sum((-2, -1), keepdim=True) for w, n in zip(weighed, normalised)]
         of_inputs = [
             ((w - n * mean) * root).to(x.dtype)
             for w, n, mean, root, x in zip(weighed, normalised, _means(products, inputs, ctx.tp), inverse_roots, inputs)
         ]
+        # Not summed over TP: each rank has the gradient of its own part of the weights.
         of_gains = [(_wide(d) * n).sum((0, 1)).flatten() for d, n in zip(gradients, normalised)]
         return *of_inputs, *of_gains, None, None
 
@@ -179,7 +188,8 @@ def _means(sums: list[Tensor], inputs: tuple[Tensor, ...], tp: dist.ProcessGroup
         inputs: [seq, batch, heads_local, head_dim] each; every rank of TP holds as many heads.
         tp: The ranks.
     """
-    total = torch.stack(sums)
+    total = torch.stack(sums)  # [2, seq, batch, 1, 1]: queries and keys share the latency of one all-reduce
+    # In place and outside of autograd, which would not know what to do with it: `backward` calls it for itself.
     if tp.size() > 1:
         dist.all_reduce(total, group=tp)
     widths = [x.shape[-2] * x.shape[-1] * tp.size() for x in inputs]

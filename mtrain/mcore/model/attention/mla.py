@@ -49,8 +49,10 @@ class LatentAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal
         self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
+        # Factor of yarn on cos and sin; 1 without it.
         self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
         self.heads_local = config.num_attention_heads // self.tp.size()
+        # megatron-core recomputes the core inside its own SelfAttention alone.
         self.recomputes_core = config.recompute_granularity == "selective"
         self._build_queries()
         self._build_keys_and_values()
@@ -132,11 +134,14 @@ class LatentAttention(MegatronModule):
         """
         assert inference_context is None
         assert packed_seq_params is None
+        # TransformerConfig.multi_latent_attention stays off: with it GPTModel would compute no angles.
         assert rotary_pos_emb is not None
         query = self._queries(hidden_states, rotary_pos_emb)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)
+        # Keys and values are made inside the core: where it is recomputed, only their latents are kept until backward.
         arguments = (query, latent, rotary_key, self.linear_kv_up_proj.weight, attention_mask)
         if self.recomputes_core and self.training:
+            # False: saved activations are not spread over TP.
             context = checkpoint(self.core_attention, False, *arguments)
         else:
             context = self.core_attention(*arguments)
@@ -148,6 +153,8 @@ class LatentAttention(MegatronModule):
         if self.latent.q_lora_rank is None:
             projected, _ = self.linear_q_proj(hidden)
         else:
+            # The up-projection's own collective (all-gather under sp, else a copy) sums the latent's gradient over TP
+            # in backward.
             projected, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         heads = projected.view(*projected.shape[:2], self.heads_local, self.latent.query_head_dim)
         nope, rotary = torch.split(heads, [self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], dim=-1)
@@ -161,11 +168,13 @@ class LatentAttention(MegatronModule):
         """
         sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
         latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
+        # The norm is in front of the collective: under sp each rank normalises its own tokens only.
         both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
         if self.config.sequence_parallel:
             both = gather_from_sequence_parallel_region(both, group=self.tp)
         else:
             both = copy_to_tensor_model_parallel_region(both, group=self.tp)
+        # Rotated behind the gather, because the angles are those of all tokens of this CP rank.
         latent, rotary_key = torch.split(both, sizes, dim=-1)
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
 
@@ -179,7 +188,8 @@ class LatentAttention(MegatronModule):
             real, imaginary = part[..., 0::2], part[..., 1::2]
         else:
             real, imaginary = part.chunk(2, dim=-1)
-        turns = angles[..., : real.shape[-1]]
+        turns = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
+        # float32 up to here: bfloat16 cannot tell positions above 256 apart.
         cosine = (turns.cos() * self.magnitude).to(part.dtype)
         sine = (turns.sin() * self.magnitude).to(part.dtype)
         return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
@@ -215,8 +225,10 @@ class LatentCore(RowAttention):
         Returns:
             [seq_local, batch, heads_local * v_head_dim].
         """
+        # [seq, batch, kv_lora_rank + rope]: one collective for both.
         rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
         num_heads = query.shape[2]
+        # Under allgather every CP rank repeats this projection for the whole row: the price of sending latents alone.
         by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]
         key, value = self._keys_and_values(rows, by_head)
         return self.attend(query, key, value, document_starts)
@@ -232,6 +244,7 @@ class LatentCore(RowAttention):
         latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         expanded = functional.linear(latent, weight.flatten(0, 1)).view(*shape, -1)
         nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        # A view for all heads; its gradient is their sum.
         shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
         return torch.cat((nope, shared), dim=-1), value
 
@@ -248,6 +261,7 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
+        # No mark of tensor parallelism: the gradient norm counts this copy on tensor-parallel rank 0 alone.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ WIDTH = 8
 def sink_parameter(config: TransformerConfig, tp: torch.distributed.ProcessGroup) -> nn.Parameter:
     """[heads_local] zeros, marked as split over tp, so that the gradient norm counts those of every rank."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    # Vectors are not drawn (init_weights.py): zeros are the initial sinks.
     sinks = torch.zeros(config.num_attention_heads // tp.size(), dtype=config.params_dtype, device=device)
     parameter = nn.Parameter(sinks)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
@@ -44,8 +45,9 @@ def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) ->
     """
     dim = query.shape[-1]
     # the cast comes last, so that the gradient is summed over tokens in float32
-    column = scores.unsqueeze(-1).expand(*query.shape[:3], 1).to(query.dtype)
+    column = scores.unsqueeze(-1).expand(*query.shape[:3], 1).to(query.dtype)  # [q, batch, heads, 1]
     query = functional.pad(torch.cat((query, column), dim=-1), (0, WIDTH - 1))
+    # Pairs from the last axis on: WIDTH dimensions behind, no groups, no rows, one key in front.
     key, value = (functional.pad(part, (0, WIDTH, 0, 0, 0, 0, 1, 0)) for part in (key, value))
-    key[0, :, :, dim] = 1.0
+    key[0, :, :, dim] = 1.0  # in place on what pad has made; its value stays 0, so it takes weight and adds nothing
     return query, key, value

@@ -78,6 +78,7 @@ class RouterBalance:
         self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
         self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
         depths = [model.mtp for model in map(unwrap, chunks) if model.mtp_process]
+        # Depths read fewer tokens than layers: if they counted, per_layer() could not divide by the number of layers.
         of_depths = {module for depth in depths for module in depth.modules()}
         self._num_layers = sum(config.model.has_experts(layer) for layer in range(config.model.num_layers))
         self.counts: Tensor | None = None
@@ -96,12 +97,14 @@ class RouterBalance:
             factors: First called in the first forward pass.
         """
         shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
+        # Integers: their sums are exact, whatever the order of microbatches and ranks.
         counts, running = torch.zeros(2, *shape, dtype=torch.int64, device=self._groups.device)
         self.step = _Step(accumulator, factors, counts, running)
         try:
             yield
         finally:
             self.step = None
+        # A step may run the schedule several times.
         self.counts = counts if self.counts is None else self.counts + counts
 
     def clear_counts(self) -> None:
@@ -127,8 +130,10 @@ class RouterBalance:
         if not self._rate or not self.routers:
             return
         assert self.counts is not None, "there was no step"
+        # Over TP x CP x DP: together they have routed every token of the batch through these layers, each token once.
         _sum_over(self._groups.stage, self.counts)
         # in integers: a mean of counts would have to be rounded
+        # Mean minus count, times the number of experts: the sign is the same.
         signs = (self.counts.sum(1, keepdim=True) - self.counts * self.counts.shape[1]).sign()
         for router, sign in zip(self.routers, signs, strict=True):
             assert router.expert_bias is not None  # a rule of the section
@@ -170,10 +175,13 @@ class RouterStats:
         if step is None or not self._balance.terms or not torch.is_grad_enabled():
             return logits
         assert is_padding is not None, "a router does not know what is padding"
+        # The loss mask plays no part: a prompt loads its experts as well.
         weighted = self._weighted(logits, ~is_padding, step)
         numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
         shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
         step.accumulator.add_router(numerators, shares)
+        # The sum enters backward here and not with the loss: most stages have no loss, and hidden states carry none
+        # along.
         attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
         return attached
 
@@ -187,6 +195,7 @@ class RouterStats:
         step = self._balance.step
         if step is not None and torch.is_grad_enabled():
             assert is_padding is not None, "a router does not know what is padding"
+            # Before any token is dropped by capacity: the load that the router asked for.
             step.counts[self._index] += (chosen & ~is_padding.reshape(-1, 1)).sum(0)
 
     def _weighted(self, logits: Tensor, is_text: Tensor, step: _Step) -> list[_Weighted]:
@@ -196,6 +205,7 @@ class RouterStats:
     def _load(self, logits: Tensor, is_text: Tensor) -> _Load:
         scores = losses.normalised_scores(logits, self._section.score, is_text)
         choices = losses.choices_by_row(scores, self._section.top_k, is_text)
+        # TP x CP hold parts of the same rows; after it all of them see the counts of whole rows.
         _sum_over(self._sharers, choices)
         return _Load(scores, choices)
 
@@ -207,7 +217,9 @@ class RouterStats:
             return _Weighted(losses.squared_logsumexp(logits, is_text), weights, is_text)
         match term:
             case "router_sequence_balance":
+                # [batch]: every token of text has made top_k choices.
                 num_tokens = load.choices.sum(-1) // self._section.top_k
+                # clamp for rows of padding alone, whose weights are 0 anyway.
                 weights, choices = weights / num_tokens.double().clamp(min=1), load.choices
                 shares = is_text[: 1 if self._has_first_token else 0]  # a row of text has it in its first position
             case "router_microbatch_balance":
@@ -221,6 +233,7 @@ class RouterStats:
     def _so_far(self, choices: Tensor, step: _Step) -> Tensor:
         """[experts]: those of all ranks, in this microbatch and those before it."""
         _sum_over(self._replicas, choices)
+        # A copy: backward reads it after later microbatches have been added.
         return step.running[self._index].add_(choices).clone()
 
 
@@ -234,10 +247,11 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, addend: Tensor) -> Tensor:
-        ctx.like = addend.detach()
+        ctx.like = addend.detach()  # for its dtype and device
         return values.view_as(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        # As if the addend had been added to the loss: factors and fp16's loss scale are in it already.
         return gradient, torch.ones_like(ctx.like)

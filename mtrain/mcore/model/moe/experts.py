@@ -35,6 +35,7 @@ class Stack(nn.Module):
         columns: Inputs of one expert on this rank.
         """
         super().__init__()
+        # Drawn later, by global name (init_weights.py).
         self.weight = _parameter(torch.empty(experts, rows, columns), config)
         if config.add_bias_linear:
             self.bias = _parameter(torch.zeros(experts, rows), config)
@@ -82,6 +83,7 @@ class Experts(MegatronModule):
         self.num_local_experts = num_local_experts
         self._ep, self._etp, self._edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         assert config.moe_ffn_hidden_size is not None
+        # etp has a group of its own: experts may be divided otherwise than the dense layers' tp.
         ffn = config.moe_ffn_hidden_size // self._etp.size()
         fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
         self.linear_fc1 = Stack(config, num_local_experts, fc1_rows, config.hidden_size)
@@ -100,13 +102,16 @@ class Experts(MegatronModule):
         Returns:
             [count, hidden_size] in the dtype of the tokens, and no bias to be added later.
         """
+        # Split sizes are needed on the host; on a GPU this waits, unless the dispatcher has brought them over already.
         counts = tokens_per_expert.cpu()
         product = chosen_product(self._implementation, self._row_sizes, self.linear_fc1.weight)
         weights = weights.unsqueeze(-1)
         hidden = self.linear_fc1(tokens, counts, product)
         biases = self.linear_fc1.biases(counts)
+        # Weighted in front of fc2, which is linear, as in megatron-core's experts; fc2's bias is weighted apart.
         hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
         output = self.linear_fc2(hidden, counts, product)
+        # Every rank of etp would add it to its part of the sum: config/rules.py refuses biases beside etp > 1.
         biases = self.linear_fc2.biases(counts)
         if biases is not None:
             output = output + (biases * weights).to(tokens.dtype)
@@ -116,7 +121,7 @@ class Experts(MegatronModule):
         activation = self.config.activation_func
         if not self.config.gated_linear_unit:
             return activation(hidden)
-        gate, up = hidden.chunk(2, dim=-1)
+        gate, up = hidden.chunk(2, dim=-1)  # this rank's rows of fc1: its gates, then its ups
         limit = self.config.activation_func_clamp_value
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -132,6 +137,7 @@ class Experts(MegatronModule):
                 data=parameter,
                 build_fn=self._builder(linear, kind, sharded_offsets),
                 merge_fn=_unused,
+                # Only ranks of expert data parallelism hold the same numbers, whatever dense group they are in.
                 replica_id=(0, 0, self._edp.rank()),
             )
             for linear, stack in self.named_children()
@@ -144,6 +150,7 @@ class Experts(MegatronModule):
         count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
         is_divided = kind == "weight" or linear == "linear_fc1"
         size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
+        # Globally all gates precede all ups, so a rank's gates and ups are two slices with ranks between them.
         num_parts = 2 if linear == "linear_fc1" and self.config.gated_linear_unit else 1
 
         def build(key: str, stack: Tensor, replica_id: ReplicaId, flattened_range: object) -> list[ShardedTensor]:
@@ -157,6 +164,7 @@ class Experts(MegatronModule):
                     replica_id=replica_id,
                     prepend_axis_num=depth,
                 )
+                # Views: what is read into a shard is in the stack.
                 for number, values in enumerate(stack.detach())
                 for index, part in enumerate(values.chunk(num_parts))
             ]

@@ -22,12 +22,13 @@ _ALIGNMENT_BYTES = 16
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """One product an expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
-    parts = torch.split(tokens, counts.tolist())
+    parts = torch.split(tokens, counts.tolist())  # counts are on the CPU: no wait
     return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """All experts in one kernel."""
+    # The kernel takes int32 on the device; the host does not wait.
     ends = counts.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
@@ -62,6 +63,7 @@ def chosen_product(
             assert_never(implementation)
 
 
+# By trial: which devices and dtypes have a kernel, and its backward, differs by release of torch.
 @cache
 def has_grouped(device: str, dtype: torch.dtype) -> bool:
     """Whether torch has a grouped product on this kind of device; found out by a tiny one, forward and backward."""
@@ -69,6 +71,7 @@ def has_grouped(device: str, dtype: torch.dtype) -> bool:
     weights = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
     try:
         with torch.enable_grad():
+            # One expert without tokens: training meets that, too.
             product = grouped(tokens, weights, torch.tensor([8, 0]))
             torch.autograd.grad(product, [tokens, weights], torch.ones_like(product))
     except (RuntimeError, NotImplementedError):

@@ -58,6 +58,7 @@ class Router(MegatronModule):
             self.register_parameter("bias", None)
         has_expert_bias = section.expert_bias
         device = self.weight.device
+        # A buffer: it moves by counts and not by a gradient, but belongs to the checkpoint.
         self.register_buffer(
             "expert_bias", torch.zeros(section.num_experts, device=device) if has_expert_bias else None
         )
@@ -65,6 +66,7 @@ class Router(MegatronModule):
     def _parameter(self, value: Tensor) -> nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = nn.Parameter(value.to(device=device, dtype=self.config.params_dtype))
+        # Whole on every TP rank, each routing its own tokens under sp: by this mark the gradients are summed over TP.
         parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
@@ -85,10 +87,12 @@ class Router(MegatronModule):
         """
         logits = self.logits(hidden)
         if self.watch is not None:
+            # Before the choice, so that the terms hang on the logits' graph.
             logits = self.watch.logits(logits, padding_mask)
         choice = choose(logits.flatten(0, 1), self.section, self.expert_bias)
         if self.watch is not None:
             self.watch.choice(choice.chosen, padding_mask)
+        # The tokens that a rank drops depend on which ones it holds: rules.py permits it by a switch alone.
         if self.section.capacity_factor is not None:
             return self._within_capacity(choice)
         return choice.weights, choice.chosen
@@ -97,6 +101,7 @@ class Router(MegatronModule):
         """[seq_local, batch, hidden_size] -> [seq_local, batch, num_experts] in at least float32."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
+        # The product itself in float32: rounded to bfloat16 close scores would tie, and the choice hang on their order.
         return functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
 
     def _within_capacity(self, choice: TopkRouting) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,11 @@ def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) 
     """
     scores = scores_of(logits, section)
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
+    # Indices have no gradient; weights get theirs from the unbiased scores below.
     places = best_places(ranking.detach(), section)
     weights = _normalised(scores.gather(1, places), section) * section.scaling_factor
     return TopkRouting(
+        # Dense [tokens, num_experts], the form that megatron-core's dispatchers take.
         torch.zeros_like(logits).scatter(1, places, weights),
         torch.zeros_like(logits, dtype=torch.bool).scatter(1, places, True),
     )
@@ -63,6 +65,7 @@ def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
         group_scores = grouped.topk(section.num_scored, dim=-1).values.sum(-1)
         groups = group_scores.topk(section.group_top_k, dim=-1).indices
         is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, groups, True)
+        # -inf and not 0: biased scores may be negative.
         ranking = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
     return ranking.topk(section.top_k, dim=-1).indices
 

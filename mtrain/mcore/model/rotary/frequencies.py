@@ -30,7 +30,7 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
         case "none":
             return 1.0 / periods, 1.0
         case "linear":
-            return 1.0 / periods / rope.factor, 1.0
+            return 1.0 / periods / rope.factor, 1.0  # two divisions, as transformers rounds
         case "llama3":
             return _llama3(rope, 1.0 / periods), 1.0
         case "yarn":
@@ -54,6 +54,7 @@ def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
     is_fast = wavelengths < rope.original_max_positions / fast
     share = (rope.original_max_positions / wavelengths - slow) / (fast - slow)
     between = (1 - share) * frequencies / rope.factor + share * frequencies
+    # By wavelength, not by `share`, which leaves [0, 1] outside of the band.
     return torch.where(is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, between))
 
 

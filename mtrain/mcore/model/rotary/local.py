@@ -30,6 +30,7 @@ class TwoBaseRotary(Rotary):
 
     def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
         """Angles: [2, seq_local, batch or 1, 1, head_dim] float32, of global and of windowed layers."""
+        # GPTModel carries one tensor of angles to all layers; the choice is left to each of them.
         return torch.stack((super().forward(max_seq_len), self.windowed(max_seq_len)))
 
 
@@ -37,6 +38,7 @@ def take_angles_by_layer(model: nn.Module) -> None:
     """Lets every self-attention of a model take the half of a TwoBaseRotary's angles that its window asks for."""
     for module in model.modules():
         if isinstance(module, SelfAttention):
+            # A hook on the module's call also runs when the layer is recomputed.
             module.register_forward_pre_hook(_take_own_angles, with_kwargs=True)
 
 

@@ -33,6 +33,7 @@ class Rotary(nn.Module):
             positions: [batch, seq_local] int64.
             rows_agree: All rows count alike, so one row serves the whole batch.
         """
+        # One row of angles, which broadcasts over the batch.
         self.positions = positions[:1] if rows_agree else positions
 
     def get_rotary_seq_len(self, *context: object) -> int:
@@ -42,6 +43,9 @@ class Rotary(nn.Module):
     def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
         """Angles: [seq_local, batch or 1, 1, head_dim] float32."""
         assert self.positions is not None, "the model sets the positions before the forward pass"
+        # Moves once, in the first forward pass.
         self.inverse_frequencies = self.inverse_frequencies.to(self.positions.device)
+        # [seq_local, batch or 1, head_dim / 2].
         angles = self.positions.t().unsqueeze(-1).to(torch.float32) * self.inverse_frequencies
+        # Twice, since megatron-core turns dimension i with i + head_dim / 2 (rope_utils.py).
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
