@@ -33,12 +33,14 @@ def field_dtypes(
     if with_documents:
         dtypes[DOCUMENT_STARTS] = torch.int32
     if with_padding:
+        # only where routers count text: a field that nobody reads would be broadcast with every batch
         dtypes["is_padding",] = torch.bool
     for depth in map(str, range(mtp_depths)):
         dtypes |= {("mtp", depth, "tokens"): torch.int64, ("mtp", depth, "labels"): torch.int64}
         if with_padding:
             dtypes["mtp", depth, "is_padding"] = torch.bool
     for term in terms:
+        # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
         dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
     return dtypes
 
@@ -99,6 +101,7 @@ class Microbatch:
         num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
         depths = [[("mtp", str(depth), name) for name in _OF_DEPTH] for depth in range(num_depths)]
         return cls(
+            # one-element paths are tuples too, hence the comma
             tokens=tensors["tokens",],
             labels=tensors["labels",],
             positions=tensors["positions",],

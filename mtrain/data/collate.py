@@ -44,12 +44,15 @@ def collate(
     """
     rows = [_filler(seq_length) if sample is None else sample for sample in samples]
     starts = [_starts(row, seq_length, with_documents) for row in rows]
+    # from whole rows, before any cut: what lies k tokens ahead may later be on another context-parallel rank
     further = {
         depth_term(depth): [mtp_sample(row, start, depth) for row, start in zip(rows, starts)]
         for depth in range(1, mtp_depths + 1)
     }
     by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()}
+    # lengths of a depth are those of its own mask, which has fewer tokens
     by_term |= {name: _terms(samples, each, terms[MAIN], first_of_step) for name, each in further.items()}
+    # they begin again at each document, as if it stood alone in the row
     positions = [np.arange(seq_length) - start for start in starts]
     return Microbatch(
         tokens=_stacked([row.tokens for row in rows]),
@@ -59,6 +62,7 @@ def collate(
         denominator_weights={
             name: _stacked([row.denominator_weights for row in of_rows]) for name, of_rows in by_term.items()
         },
+        # None, not zeros: attention then need not look for documents in the row
         document_starts=_stacked(starts) if with_documents else None,
         is_padding=_stacked([_padding(row) for row in rows]) if with_padding else None,
         mtp=tuple(
@@ -70,6 +74,7 @@ def collate(
             for depth, each in enumerate(further.values(), start=1)
         ),
         num_padding_tokens=sum(row.num_padding for row in rows),
+        # counted by weights, not by the mask: a sample of weight 0 counts nothing
         num_loss_tokens=sum(int(np.count_nonzero(row.weights)) for row in by_term[MAIN]),
     )
 
@@ -89,6 +94,7 @@ def _terms(
 ) -> list[TokenTerms]:
     """One term of every row; of a row without a sample nothing counts."""
     return [
+        # not `aggregate` on an empty mask: with empty_sequences=include it would count the filler as a sequence
         TokenTerms(np.zeros(len(row.mask), np.float32), np.zeros(len(row.mask), np.float64))
         if sample is None
         else aggregate(row.mask, sample.weight, term, index == first_of_step)

@@ -57,11 +57,13 @@ def sample_of(datum: Datum, name: str, config: Config) -> Sample:
         )
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
+    # position t predicts token t + 1, so the weight of the first token has no position
     return padded(ids, weights[1:], length, pad_id=0, weight=datum.weight)
 
 
 def _fault(message: str) -> DataError:
     """Of a batch that is the same on all ranks."""
     error = DataError(message)
+    # every rank has seen the same samples, so all raise it: no collective has to spread it
     error.on_every_rank = True
     return error

@@ -62,6 +62,8 @@ class StepLoader:
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
         self._stream = sources.training()
+        # opened with the training data: a file that is missing is reported before the first step, not at the first
+        # validation
         self._held_out = {part: sources.held_out(part) for part in ("valid", "test")}
         self._depth = config.data.prefetch_steps
 
@@ -117,11 +119,13 @@ class RowsOfRank:
         return [self._microbatch(number, sample, has_first) for number in range(num_microbatches)]
 
     def _microbatch(self, number: int, sample: _SampleOfSlot, has_first: bool) -> Microbatch:
+        # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
         own = slots(number, self._dp_rank, self._dp_size, self._micro_batch_size)
         return collate(
             [sample(slot) for slot in own],
             self._seq_length,
             self._terms,
+            # slot 0 lies on one data-parallel rank alone, so the constant denominators have one owner
             first_of_step=0 if has_first and own.start == 0 else None,
             with_documents=self._with_documents,
             with_padding=self._with_padding,

@@ -24,6 +24,7 @@ PERIOD_LIMIT = 100_000
 """Longest period of a blend, in samples; shares are multiples of 1/100000 at the finest."""
 
 _MASK = (1 << 64) - 1
+# Four rounds make a Feistel network pseudo-random (Luby and Rackoff 1988); the others are margin.
 _ROUNDS = 6
 
 
@@ -37,6 +38,7 @@ def mix(word: Word) -> Word:
 
 def key_of(*words: int) -> int:
     """64 bits that depend on every word and on their order; words are at least 0."""
+    # the length goes in first, so that (1,) and (1, 0) differ
     key = len(words)
     for word in words:
         key = mix((mix(key) + word * 0x9E3779B97F4A7C15 + 1) & _MASK)
@@ -48,11 +50,13 @@ def _exchange(word: Word, half_bits: int, key: int) -> Word:
     mask = (1 << half_bits) - 1
     left, right = word >> half_bits, word & mask
     for turn in range(_ROUNDS):
+        # the round function need not be invertible: only left is changed, by what stays known
         left, right = right, left ^ (mix(right ^ mix(key + turn & _MASK)) & mask)
     return (left << half_bits) | right
 
 
 def _half_bits(size: int) -> int:
+    # the smallest even number of bits that holds the range: below 4 x size, so few values fall outside
     return max(1, ((size - 1).bit_length() + 1) // 2)
 
 
@@ -63,6 +67,7 @@ def permuted(index: int, size: int, key: int) -> int:
     """
     half_bits = _half_bits(size)
     word = _exchange(index, half_bits, key)
+    # walking on keeps it one-to-one: the cycle of an index inside leads back inside
     while word >= size:
         word = _exchange(word, half_bits, key)
     return word
@@ -71,6 +76,7 @@ def permuted(index: int, size: int, key: int) -> int:
 def permutation(size: int, key: int) -> NDArray[np.int64]:
     """[size] int64: `permuted` of every index."""
     half_bits = _half_bits(size)
+    # uint64 wraps as `_MASK` does for ints, so both functions give the same numbers
     words = _exchange(np.arange(size, dtype=np.uint64), half_bits, key)
     while (outside := np.flatnonzero(words >= size)).size:
         words[outside] = _exchange(words[outside], half_bits, key)
@@ -86,6 +92,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     Raises:
         ConfigError: a source's share is too small to be met.
     """
+    # of the decimal as written: 0.7 as a binary fraction would need a period of 2^52
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     whole = [weight * math.lcm(*(one.denominator for one in exact)) for weight in exact]
@@ -93,6 +100,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     whole = [weight / divisor for weight in whole]
     if sum(whole) <= PERIOD_LIMIT:
         return [int(weight) for weight in whole]
+    # fractions, so that rounding below is the same on every machine
     wanted = [weight / total * PERIOD_LIMIT for weight in exact]
     for position, share in enumerate(wanted):
         if share < 1:
@@ -126,6 +134,7 @@ class Blend:
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = whole_weights(weights)
         self.period = sum(self.parts)
+        # at most 100,000 numbers; without a table sample g would need all samples before it
         self._source = _one_period(self.parts)
         self._number = np.empty(self.period, np.int64)
         for source, part in enumerate(self.parts):
@@ -149,6 +158,7 @@ def _one_period(parts: Sequence[int]) -> NDArray[np.int32]:
     for turn in range(1, period + 1):
         while waiting and waiting[0][0] <= turn:
             _, source = heapq.heappop(waiting)
+            # whole numbers: with floats two sources that fall due together would be ordered by rounding
             due = period * ((counts[source] + 1) * slack - 1) // (parts[source] * slack)
             heapq.heappush(ready, (due, source))
         _, source = heapq.heappop(ready)
@@ -192,6 +202,7 @@ class SampleOrder:
         """
         source, number = self._blend.locate(g)
         epoch, turn = divmod(number, self._sizes[source])
+        # an order of its own for each source and epoch; nothing is drawn, so nothing has to be saved
         key = key_of(self._seed, source, epoch)
         return SamplePosition(source, epoch, permuted(turn, self._sizes[source], key))
 

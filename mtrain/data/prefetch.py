@@ -28,8 +28,11 @@ class Prefetch(Generic[Item], Iterator[Item]):
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if depth > 0:
+            # a semaphore and an unbounded queue, not queue.Queue(depth): a put that blocks could not be woken by
+            # `close`
             self._free = threading.Semaphore(depth)
             self._ready: queue.SimpleQueue[Item | _Fault] = queue.SimpleQueue()
+            # daemon: where nobody closes it, a read that hangs must not keep the process from ending
             self._thread = threading.Thread(target=self._run, args=(first,), name="prefetch", daemon=True)
             self._thread.start()
 
@@ -44,6 +47,7 @@ class Prefetch(Generic[Item], Iterator[Item]):
             return item
         found = self._ready.get()
         if isinstance(found, _Fault):
+            # kept: a second `next` would else wait for ever for a thread that has ended
             self._fault = found.error
             raise found.error
         self._free.release()
@@ -51,6 +55,7 @@ class Prefetch(Generic[Item], Iterator[Item]):
 
     def _run(self, number: int) -> None:
         while True:
+            # before reading, so that no more than `depth` items exist, the one being made included
             self._free.acquire()
             if self._is_closed:
                 return

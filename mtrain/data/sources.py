@@ -36,6 +36,7 @@ class Blended:
     def __init__(self, seed: int, weights: Sequence[float], sources: Sequence[SampleSource]) -> None:
         self.order = SampleOrder(seed, weights, [len(source) for source in sources])
         self.sources = tuple(sources)
+        # weights too: other shares are another order, and resuming would repeat or leave out samples
         self.fingerprint = "+".join(f"{weight:g}*{source.fingerprint}" for weight, source in zip(weights, sources))
 
     def sample(self, g: int) -> Sample:
@@ -88,7 +89,9 @@ class Sources:
         self.tokenizer: Tokenizer | None = None
         if config.data.tokenizer is not None:
             self.tokenizer = load_tokenizer(config.data.tokenizer)
+            # an id beyond the embedding would be an index error on a device, steps later
             _check_vocabulary(self.tokenizer, config.model.vocab_size)
+        # a split uses one file for three parts: opened, checked and hashed once
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._form = _line_format(config.data, self.tokenizer)
         self._lines = cache(lambda path: Lines(path, self._form.check))
@@ -118,6 +121,7 @@ class Sources:
         data, limit = self._config.data, self._config.valid.max_samples
         match data:
             case MockSection():
+                # valid and test are different sequences, and neither is the training one
                 seed = key_of(self._config.train.seed, _PARTS.index(part))
                 samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
                 return MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)

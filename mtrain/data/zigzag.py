@@ -16,13 +16,16 @@ def zigzag_index(seq: int, cp_size: int, cp_rank: int) -> Tensor:
     """Positions of a row that a context-parallel rank holds, in its order: [seq / cp_size] int64 on the CPU."""
     chunk, rest = divmod(seq, 2 * cp_size)
     assert not rest, f"a row of {seq} tokens cannot be cut into 2 x cp = {2 * cp_size} chunks"
+    # Causal attention costs a chunk as much as it has before it: r + (2 cp - 1 - r) is the same for every rank.
     first, second = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
     return torch.cat((torch.arange(first, first + chunk), torch.arange(second, second + chunk)))
 
 
 def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: int) -> Microbatch:
     """The part of each row that a rank holds; `document_starts` stays whole, attention needs it so."""
+    # no index, no copy
     if cp_size == 1:
         return microbatch
+    # on the tensors' device: an index on the CPU would be copied at each use
     index = zigzag_index(microbatch.tokens.shape[1], cp_size, cp_rank).to(microbatch.tokens.device)
     return microbatch.map(lambda rows: rows[:, index])

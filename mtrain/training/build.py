@@ -114,7 +114,10 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     if groups.rank == 0:
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
             print(f"note: {note}", flush=True)
+    # Rank 0 of each tensor-parallel group reads, the others get the rows by a broadcast. Opened before the model is
+    # built: bad data end the run while that is still cheap.
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+    # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
     validation = ValidationSet.open(loader)

@@ -34,6 +34,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
         MachineError: The save failed.
         DataError: The load failed, or gave other bits.
     """
+    # named as an attempt: if the run dies here, the next start deletes it
     root, step = checkpoints / ".tmp-self-test", run.start_step
     on_first_rank(lambda: clean_leftovers(checkpoints))
     memory, began = _peak_memory_bytes(run), time.monotonic()
@@ -48,6 +49,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
         assert newest.entry is not None, "checkpoint_at raises where there is none"
         load_checkpoint(newest.entry, run.chunks, run.optimizer, run.groups, run.config)
         loaded = time.monotonic()
+        # a difference on one rank must end all of them, or the others would wait in the next collective
         on_all_ranks(lambda: _compare(before, _parts(run)))
         size = sum(facts.size_bytes for facts in newest.entry.manifest.files.values())
     on_first_rank(lambda: clean_leftovers(checkpoints))

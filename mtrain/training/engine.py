@@ -110,6 +110,7 @@ class Engine:
             self._parts: Parts | None = build_parts(config, groups, self._objective, load_teacher)
             initialize(config, groups, self._parts.chunks, self._parts.optimizer)
             self._rows = RowsOfRank(config, groups.dp_rank, layout.dp)
+            # what fails above closes all that was opened; from here on `close` does
             self._held = held.pop_all()
         self._open: OpenStep | None = None
         self._tokens = self._total_tokens = 0
@@ -237,6 +238,7 @@ class Engine:
         parts = self._built()
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
         with contextlib.ExitStack() as held:
+            # the lock is held for the save alone: a program may save into several folders
             on_first_rank(lambda: claim(folder, self.config, held).config)
             given = (folder.checkpoints, parts.chunks, parts.optimizer, self._groups, self.config)
             save_checkpoint(*given, self.step, self._total_tokens)
@@ -252,6 +254,7 @@ class Engine:
             DataError: It is damaged, of another model, or holds nan or inf; the engine is not to be used then.
         """
         parts = self._built()
+        # gradients that were added up belong to the weights of before
         self._open, self._tokens = None, 0
         with opened_checkpoint(lambda unusable: checkpoint_at(Path(path), unusable), say) as newest:
             entry = announced(newest)
@@ -284,6 +287,7 @@ class Engine:
             checkpoint = self.save(scratch)
             on_first_rank(lambda: _exported(checkpoint, out))
         finally:
+            # in `finally`: an export that fails must not leave a second copy of the weights behind
             on_first_rank(lambda: _removed(scratch))
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ class ValidationSet:
     def open(cls, loader: StepLoader | None) -> ValidationSet | None:
         """The validation set of the configuration; None where it has none. Collective over the world."""
         held_out = None if loader is None else loader.held_out("valid")
+        # ranks without data need the number of passes, or they would wait in a pass that others do not make
         size = on_first_rank(lambda: None if held_out is None else (held_out.num_passes, held_out.num_samples))
         return None if size is None else cls(held_out, *size)
 

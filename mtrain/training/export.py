@@ -101,6 +101,7 @@ class Exporter:
     def expect(self, step: int) -> None:
         """To be called for every checkpoint that is about to be published."""
         if self._every > 0 and step % self._every == 0 and not _target(self._folder, step).exists():
+            # the folder appears only when all ranks have written, some steps later: `poll` looks for it
             self._expected.append(step)
 
     def poll(self) -> None:
@@ -155,6 +156,7 @@ class Exporter:
         self.stop()
         if self._running is not None:
             export, work = self._running
+            # a thread cannot be ended from outside, so one that hangs on the disk is left behind
             if concurrent.futures.wait([work], _PATIENCE_S).done:
                 self._end(export, work)
             else:
@@ -169,6 +171,7 @@ class Exporter:
     def _note(self, step: int) -> None:
         held = contextlib.ExitStack()
         try:
+            # a lock on the checkpoint, so that retention leaves it alone until it is exported
             held.enter_context(reading(load_entry(self._checkpoint(step))))
         except MtrainError as fault:
             self._fail(step, fault)

@@ -54,9 +54,12 @@ def forward_totals(
     Raises:
         NumericError: As in training.
     """
+    # with overlap_param_gather the all-gather of the last update may still be missing: it belongs to the next forward
+    # pass
     optimizer.gather_parameters()
     terms = tuple(objective.functions)
     num_microbatches = groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    # one accumulator over all passes: sum over sum, not a mean of means
     sums = StepSums(PairAccumulator(terms, groups.device), dict.fromkeys(terms, 0.0))
 
     def accumulate(rows: Sequence[Microbatch], inputs_of: InputsOf) -> None:
@@ -64,6 +67,7 @@ def forward_totals(
 
     with _evaluating(chunks):
         for own in passes:
+            # the plan is compared in validation too: a row that is counted twice shows here
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
             rows = slice_for_rank(broadcast_batches(own, num_microbatches, terms, config, groups), groups)
             accumulate(rows, term_inputs_of(rows, config, groups, teacher))

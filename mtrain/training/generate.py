@@ -66,6 +66,7 @@ def generate_text(
         def next_logits(ids: Tensor) -> Tensor:
             positions = torch.arange(ids.numel(), device=device).unsqueeze(0)
             logits: Tensor = model(ids.unsqueeze(0).to(device), positions, None, None)
+            # logits are [seq, batch, padded vocabulary], and padding must never be sampled
             return logits[-1, 0, : config.model.vocab_size].float().cpu()
 
         # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere

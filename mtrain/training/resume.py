@@ -55,6 +55,7 @@ def resume_or_initialize(
             are not finite.
         RunFolderError: checkpoint.resume=never, but there is a checkpoint.
     """
+    # a checkpoint of its own goes first: initialize_from says where a run began, not where it is
     step = _resume(config, folder, groups, chunks, optimizer, loader)
     if step is None:
         initialize(config, groups, chunks, optimizer)
@@ -70,6 +71,7 @@ def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Opt
     source = _load_start(config, groups, chunks, optimizer)
     if source is not None and (fault := non_finite_state(chunks, optimizer, groups)) is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
+        # `non_finite_state` has gathered the finding, so all ranks raise the same
         error.on_every_rank = True
         raise error
 
@@ -94,10 +96,12 @@ def _resume(
             entry = announced(newest)
             if entry is None:
                 return None
+            # the first rank reads data; the comparison is before the load, which takes long
             on_first_rank(functools.partial(check_dataset, entry, loader))
             state = load_checkpoint(entry, chunks, optimizer, groups, config)
             fault = non_finite_state(chunks, optimizer, groups)
             if fault is None:
+                # only now that another one is known to be good: nothing is moved where the start fails
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
                 return state.step
         damaged[entry.step] = fault  # the next one overwrites all that was loaded
@@ -107,6 +111,7 @@ def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Op
     """Where the weights of a new run were loaded from; None where they were drawn."""
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
+        # one rank looks and all take its answer: a shared disk may show ranks different states
         megatron = on_first_rank(lambda: megatron_folder(source))
         if megatron is not None:
             if groups.rank == 0:

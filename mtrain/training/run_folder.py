@@ -32,10 +32,13 @@ def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Clai
     """
     folder.create()
     lock = held.enter_context(folder.locked())
+    # under the lock: whatever attempt is there now is of a dead run
     clean_leftovers(folder.checkpoints)
     clean_staging(folder, config.checkpoint.export_hf_every_steps)
+    # after cleaning up: on a full disk the room of dead attempts is there again
     folder.probe()
     saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
+    # without a checkpoint nothing binds: a run that failed before its first save may start with another configuration
     if saved is not None and steps:
         config = continued(given, saved, folder.path, steps[-1])
         for line in kept_lines(given, config):

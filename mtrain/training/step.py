@@ -68,6 +68,7 @@ class TrainingStep:
             config.train.global_batch_size, config.train.micro_batch_size
         )
         self.routers = RouterBalance(config, groups, self._chunks)
+        # once: the hooks stay in the chunks' config from step to step
         connect(self._chunks, optimizer, config)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
@@ -116,10 +117,12 @@ class TrainingStep:
         Raises:
             ConfigError: A second pass, where terms of other denominators need the whole global batch in the first.
         """
+        # on the host and from whole rows, so before anything is sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
             is_fp16 = self._optimizer.unscales
+            # starts its collective now and waits for it behind the first forward pass (fp16: at once)
             step.factors = NumeratorFactors(list(planned.values()), objective, is_fp16, self._groups)
             step.sums.numerator_scale = step.factors.numerator_scale
         elif objective.apart:
@@ -128,6 +131,7 @@ class TrainingStep:
                 "the main one must be known before the first backward pass; give the whole global batch in one call"
             )
         factors, terms = step.factors, tuple(objective.functions)
+        # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups)
         rows = slice_for_rank(shared, self._groups)
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
@@ -137,12 +141,14 @@ class TrainingStep:
             return objective.scalar(pairs, factors.of_terms(), factors.numerator_scale), pairs
 
         step.is_deferred = not is_last
+        # a function, since it waits for the plan: called by the first router, not ahead of the forward pass
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
         with (
             self.routers.watching(step.sums.pairs, router_factors),
             nullcontext() if is_last else deferred_grad_sync(self._chunks),
         ):
             run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
+        # a rank that asked for no factor ends its part of the collective here, before it takes part in the next one
         factors.wait()
 
     def reduce(self, step: OpenStep, stop_requested: bool = False) -> StepTotals:
@@ -154,6 +160,7 @@ class TrainingStep:
         """
         if step.is_deferred:
             start_grad_sync(self._chunks, self._config)
+        # fp16: gradients carry the loss scale until the update takes it out, so their norm is taken there
         local_grad_norm_sq = None if self._optimizer.unscales else self._optimizer.local_grad_norm_sq
         reduced = finalize_gradients(self._chunks, step.sums, self._groups, stop_requested, local_grad_norm_sq)
         totals = reduced.read(self._objective.coefficients)
@@ -178,6 +185,7 @@ class TrainingStep:
             update = self._optimizer.unscale_and_update(lr)
         else:
             update = self._optimizer.update(lr, totals.grad_norm)
+        # biases move with the weights: on an overflow neither does
         if not update.overflowed:
             self.routers.move_biases()
         return update

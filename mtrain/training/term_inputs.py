@@ -52,6 +52,7 @@ def term_inputs(
         teacher_logits: Shaped as `logits.main`, where a term needs them.
     """
     group = groups.tp if groups.layout.tp > 1 else None
+    # the padded vocabulary is cut evenly, so every rank has as many columns
     first_index = groups.tp_rank * logits.main.shape[-1]
 
     def distribution(local: Tensor) -> VocabParallelLogits:
@@ -75,6 +76,7 @@ def term_inputs(
     }
     for depth, (local, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
         term = depth_term(depth)
+        # a distribution of its own: nothing found for the main logits may be used again here
         inputs[term] = replace(
             inputs[term], logits=distribution(local), labels=ahead.labels, tokens=ahead.tokens, teacher=None
         )

@@ -51,9 +51,11 @@ def train(config: Config) -> None:
     """
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)
+    # before anything is opened: it needs no torch, and each rank finds the same
     refuse_unexportable(config)
     timeout_s = config.train.process_group_timeout_s
     with (
+        # first of all: a signal that comes while ranks look for each other is not lost
         StopSignal() as signal,
         init_distributed(environment, config.train.device, timeout_s) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
@@ -83,6 +85,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
         heartbeat = held.enter_context(Heartbeat(folder.heartbeats, groups.rank, size, timeout_s))
         held.enter_context(naming_lost_ranks(heartbeat.missing))
+        # agreed by all ranks: one that left alone would let the others wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: folder.set_requeue("stopped by a signal before the model was built"))
         heartbeat.enter(Phase.BUILD, 0)
@@ -167,6 +170,7 @@ def _loop(
             record = _record(run, done, totals, update, lr, time.perf_counter() - began)
             tokens += record.tokens
             sinks.write(record)
+            # on every rank at the same place: while a save is in flight this is a collective
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)

@@ -1,4 +1,4 @@
-"""Two checkpoints against each other, one saved box at a time; the layouts that saved them may differ."""
+"""Two checkpoints against each other, one saved slice at a time; the layouts that saved them may differ."""
 
 from __future__ import annotations
 

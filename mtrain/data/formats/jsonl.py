@@ -35,10 +35,12 @@ class Lines:
         for number, line in enumerate(_raw_lines(self.path), start=1):
             digest.update(line)
             offsets.append(offsets[-1] + len(line))
+            # all lines at the start: a bad one would else end the run days later
             check_at(self.path, number, parsed(line, self.path, number), check)
         if len(offsets) == 1:
             raise DataError(f"{self.path} is empty, but at least one line is needed; give a file that holds samples")
         self._offsets: NDArray[np.int64] = np.array(offsets, np.int64)
+        # kept open: a file that is replaced meanwhile is still read as it was scanned
         self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self.fingerprint = digest.hexdigest()
         """SHA-256 of the file, in hex."""
@@ -49,6 +51,7 @@ class Lines:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The object of line `index` + 1; safe to call from several threads."""
         start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        # pread has no shared position, so threads need no lock
         return parsed(os.pread(self._file, end - start, start), self.path, index + 1)
 
     def __del__(self) -> None:
@@ -104,6 +107,7 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
     with file:
         number = 1
+        # one byte more than allowed, to see that a line is longer without reading all of it
         while line := file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(

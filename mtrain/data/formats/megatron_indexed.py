@@ -44,6 +44,7 @@ class Corpus:
         """
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._vocab_size = vocab_size
+        # before megatron-core opens it: IndexedDataset believes the header and maps what it promises
         element = _check_header(self.idx_path, self.bin_path)
         with _library() as library:
             self._dataset: Any = library.IndexedDataset(prefix)
@@ -66,12 +67,14 @@ class Corpus:
         pieces: list[NDArray[np.int64]] = []
         for sequence in range(int(self._edges[document]), int(self._edges[document + 1])):
             size = int(self._lengths[sequence])
+            # a document may consist of several sequences (IndexedDatasetBuilder.add_document)
             taken = min(size - offset, length)
             if taken > 0:
                 pieces.append(self._dataset.get(sequence, offset, taken).astype(np.int64))
                 length -= taken
             offset = max(0, offset - size)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+        # at each read, not at the start: that would read the whole corpus
         self._check_tokens(tokens, document)
         return tokens
 
@@ -165,7 +168,9 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
             f"{idx_path} says that elements have type code {code}, but tokens need an integer type, one of "
             f"{', '.join(f'{code} ({name})' for code, name in _ELEMENTS.items())}; {_REBUILD}"
         )
+    # a length (4 bytes) and an offset (8) for each sequence
     expected = _HEADER.size + sequences * 12 + edges * 8
+    # a multimodal index has one more byte for each sequence, its mode
     if found == expected + sequences and sequences > 0:
         raise DataError(f"{idx_path} is a multimodal index, which is not supported; build it from text alone")
     if found != expected:
@@ -184,6 +189,7 @@ def _check_lengths(
     idx_path: Path, bin_path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
 ) -> None:
     """The sequences lie one after the other and fill the .bin exactly."""
+    # offsets are redundant, so they show damage that keeps the size
     if lengths.min() < 0 or pointers[0] != 0 or np.any(np.diff(pointers) != lengths[:-1].astype(np.int64) * itemsize):
         raise DataError(f"{idx_path}: its byte offsets do not follow from its lengths, so it is damaged; {_REBUILD}")
     expected = int(lengths.sum(dtype=np.int64)) * itemsize
@@ -211,6 +217,7 @@ def _document_lengths(lengths: NDArray[np.int32], edges: NDArray[np.int64]) -> N
 
 
 def _fingerprint(idx_path: Path, bin_path: Path) -> str:
+    # the index and the size of the .bin: hashing terabytes of tokens at each start would take hours
     digest = hashlib.sha256(str(bin_path.stat().st_size).encode())
     with idx_path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -225,5 +232,6 @@ def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:
         num_documents: Of the corpus.
         split: Shares that add up to 1; edges are rounded to whole documents.
     """
+    # cumulated first and rounded once each: every document falls into exactly one part
     edges = [0, *(round(num_documents * share) for share in np.cumsum(split)[:-1]), num_documents]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

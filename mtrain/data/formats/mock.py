@@ -25,6 +25,7 @@ class MockSamples:
 
     def sample(self, g: int) -> Sample:
         """Sample g, counted from 0."""
+        # part of the key, so that validation never sees a training sample
         key = np.uint64(key_of(self._seed, self._part, g))
         words = mix(np.arange(self._seq_length + 1, dtype=np.uint64) ^ key)
         ids = (words % np.uint64(self._vocab_size)).astype(np.int64)

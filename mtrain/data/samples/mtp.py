@@ -33,5 +33,6 @@ def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int
         depth: At least 1.
     """
     found = np.zeros_like(values)
+    # the same start is the same document: nothing is predicted across an edge
     found[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
     return found

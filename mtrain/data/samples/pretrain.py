@@ -49,8 +49,10 @@ class PretrainDataset:
         self._corpus, self._documents, self._seq_length = corpus, documents, seq_length
         self._isolate, self._shuffle_key = isolate_documents, shuffle_key
         self._lengths = corpus.document_lengths[documents.start : documents.stop]
+        # lengths are int32, and a corpus has more than 2^31 tokens
         self.num_tokens = int(self._lengths.sum(dtype=np.int64))
         predicted = max(0, self.num_tokens - 1)
+        # training drops the rest (other text in every epoch); validation has to count every token
         self._size = predicted // seq_length if shuffle_key is not None else -(-predicted // seq_length)
         self.fingerprint = f"{corpus.fingerprint}-{documents.start}-{documents.stop}-{seq_length}"
         if self._size == 0:
@@ -77,6 +79,7 @@ class PretrainDataset:
         mask[edges - 1] = 0.0  # the token before an edge would predict the next document's first
         document_starts = np.zeros(len(ids) - 1, np.int32)
         inner = edges[edges < len(ids) - 1]
+        # a start at each edge; the running maximum then spreads it over its document
         document_starts[inner] = inner
         return padded(ids, mask, self._seq_length, pad_id=0, document_starts=np.maximum.accumulate(document_starts))
 
@@ -98,6 +101,7 @@ class PretrainDataset:
         self, order: NDArray[np.int64], starts: NDArray[np.int64], first: int, last: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens first ... last - 1 of the stream, and where in them new documents begin (never at 0)."""
+        # right: of empty documents at this place the last one, which is the one that has tokens
         turn = int(np.searchsorted(starts, first, side="right")) - 1
         pieces: list[NDArray[np.int64]] = []
         edges: list[int] = []

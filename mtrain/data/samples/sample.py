@@ -64,6 +64,7 @@ def padded(
     missing = seq_length - filled
     starts = document_starts
     if starts is not None:
+        # a document of its own: padding attends to no text
         starts = np.pad(starts, (0, missing), constant_values=filled).astype(np.int32)
     return Sample(
         tokens=np.pad(ids[:-1], (0, missing), constant_values=pad_id),

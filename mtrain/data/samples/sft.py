@@ -126,6 +126,7 @@ class SFTDataset:
         """
         self._lines, self._tokenizer, self._seq_length = lines, tokenizer, seq_length
         self._form = form
+        # numbers of lines, not texts: a file may be larger than memory
         self._kept = np.arange(numbers.start, numbers.stop)
         match too_long:
             case "truncate":
@@ -155,10 +156,12 @@ class SFTDataset:
         number = int(self._kept[index])
         found = self._lines[number]
         check_at(self._lines.path, number + 1, found, self._form.check)  # the file may have changed since it was opened
+        # tokenised when it is asked for, in the prefetch thread where there is one
         ids, in_loss = tokenised(pieces(found), self._tokenizer)
         size = self._seq_length + 1
         return padded(
             ids[:size],
+            # shifted: position t predicts token t + 1
             in_loss[1:size],
             self._seq_length,
             self._tokenizer.pad_id,
@@ -240,5 +243,6 @@ def _check_text(text: object, name: str) -> None:
 
 
 def _check_weight(weight: object) -> None:
+    # bool first: True is an int in Python
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
         raise DataError(f"'weight' is {weight!r}, but must be a finite number of at least 0; change it")
