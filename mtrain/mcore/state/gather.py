@@ -29,7 +29,7 @@ def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -
     has only its own part of the sum, so the parts are first gathered: one all-gather over DP x CP for each bucket.
     """
     for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:
+        if chunk.ddp_config.use_distributed_optimizer:  # else every rank has the whole sum already
             _complete_gradients(chunk)
     # DDP's float32 view; buffers have none and are left out.
     return _shards(chunks, groups, lambda parameter: getattr(parameter, "main_grad", None))
@@ -54,6 +54,7 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
     for shard in shards:
         if shard.key not in whole:
             whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.data.dtype)
+            # Zeros are a value too, so what has been filled is kept apart.
             filled[shard.key] = torch.zeros(shard.global_shape, dtype=torch.bool)
         # Replicas are compared where an earlier shard has been: ranks that part silently are a fault of their own.
         there, known = shard.at.of(whole[shard.key]), shard.at.of(filled[shard.key])
@@ -61,6 +62,7 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
             raise ValueError(f"replicas of {shard.key} at {shard.at.offset} differ between ranks")
         there.copy_(shard.data)
         known.fill_(True)
+    # A gap would compare as zeros, silently.
     missing = [name for name, mask in filled.items() if not mask.all()]
     if missing:
         raise ValueError(f"no rank holds all of {', '.join(missing)}")
@@ -81,6 +83,7 @@ def _shards(
 ) -> list[Shard]:
     shards = []
     for chunk in chunks:
+        # Fused parameters come as their parts, so that names and shapes are the same for every tp.
         for part in sharded_tensors(unwrap(chunk), groups, value_of):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))

@@ -47,12 +47,14 @@ def load_hf_weights(
         # A run without depths may start from a model that has them.
         return config.model.mtp_depths == 0 and key.startswith(_DEPTHS)
 
+    # Global names are the keys here: the source converts names and axes as it reads.
     weights = read_weights(saved, chunks, groups, config.model.vocab_size, lambda key: key, may_be_left)
     set_weights(weights, optimizer)
 
 
 def _opened(folder: Path, model: ModelSection) -> FolderTensors:
     source = open_source(folder)
+    # Before any tensor is looked at: shapes alone do not show another rope base or norm epsilon.
     if differing := disagreements(source.model, model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
         raise DataError(f"{folder} holds another model ({shown}); name another model.hf")

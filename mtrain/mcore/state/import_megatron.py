@@ -60,8 +60,9 @@ def load_megatron_weights(
         DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
     """
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
-    on_first_rank(lambda: check_run_config(folder, config.model))
+    on_first_rank(lambda: check_run_config(folder, config.model))  # one small file: one rank reads it for all
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
+    # Their names are brought to ours and not the reverse: they write the same weight in several ways.
     theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
@@ -73,12 +74,14 @@ def load_megatron_weights(
         dtype = torch.float32 if known is None else saved.tensors[known].dtype
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
         shards += [_theirs(shard, theirs) for shard in whole_of(place, place.key, weights[place.data])]
+    # Keys of their optimizer and generators may stay unread.
     load_shards(saved, shards, lambda key: canonical(key) is None, config.model.vocab_size)
     for shard in shards:
         if shard.may_be_padded:  # theirs is drawn, ours is zero
             shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
     for parameter, values in weights.items():
         parameter.copy_(values)  # here it is rounded; the main weights below get what was saved
+    # From what was read, not from parameters that have rounded it.
     optimizer_state.set_main_weights(optimizer.inner, weights)
 
 

@@ -103,10 +103,13 @@ def load_checkpoint(
             ranks; the model may be half overwritten then.
     """
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    # Before the tensors are opened: a wrong batch size or precision should say so, and not a wrong dtype of some
+    # tensor.
     state = on_first_rank(lambda: _resumable_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     # The device too: a GPU's generator has a state of another kind.
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
+    # Tensors hash by identity, so a parameter finds its own place.
     places = {place.data: place for place in _places(chunks, groups)}
     shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
     # Straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state.
@@ -115,16 +118,19 @@ def load_checkpoint(
         for name, values in states.items():
             shards += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
     randomness = rng.random_states(groups)  # copies, which are filled from disk and set at the end
+    # Row r of a state of generators is rank r's: on another layout nobody could say whose it should be.
     if is_same_layout:
         for sharded in rng.sharded(randomness, groups):
             shards += whole_of(sharded, sharded.key, sharded.data)
 
     def may_be_left(key: str) -> bool:
+        # Everything else must be asked for by some rank: a key that is left over means another model.
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
     load_shards(saved, shards, may_be_left, state.vocab_size)
     # Behind the reading: states that `flat_slice_states` has just made count from 0.
     optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
+    # Without it fp16 would begin at the initial scale again and skip its first steps.
     optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
     if is_same_layout:
         rng.set_random_states(randomness)
@@ -206,6 +212,7 @@ def _read_weights(
 
     def may_be_left(key: str) -> bool:
         is_beside = key.startswith(rng.PREFIX) or _TE_STATE in key
+        # Moments belong to the run that saved them; those of this run stay as they are.
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
         return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
 
@@ -240,6 +247,7 @@ def read_weights(
         # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
         weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
+        # Whole parameters, although a distributed optimizer updates a part: all are needed to compute.
         shards += whole_of(place, key, weights[place.data])
     shards.sort(key=lambda shard: (shard.key, shard.at.offset))  # neighbours on disk are read together
     load_shards(saved, shards, may_be_left, vocab_size)

@@ -47,6 +47,7 @@ def local_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups:
         # Views, not copies: parameters are contiguous.
         yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+        # The optimizer knows parameters as objects; the name comes from their place in the model.
         place = places[flat_slice.parameter]
         for kind, values in states.items():
             yield from _held(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])

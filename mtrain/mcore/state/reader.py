@@ -89,12 +89,12 @@ def load_shards(
 def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
     """Rows that the checkpoint has not are padding, and zero."""
     for shard in shards:
-        target = shard.data.view(shard.at.shape)
+        target = shard.data.view(shard.at.shape)  # a shard's data is flat, its place has the global tensor's axes
         if shard.may_be_padded:
             # The table on disk may be padded for another tp: this rank's rows can lie wholly behind its end.
             rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
             target[rows:].zero_()
-            target = target[:rows]
+            target = target[:rows]  # a view: what is behind stays zero
         if target.numel():
             target.copy_(saved.read(shard.key, TensorSlice(shard.at.offset, tuple(target.shape))))
 
@@ -102,6 +102,7 @@ def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
 def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
     """One all-gather of key names: stages ask for different tensors."""
     everyone: list[set[str]] = [set()] * dist.get_world_size()
+    # Sets of names, a few kilobytes a rank and once a load.
     dist.all_gather_object(everyone, set(keys))
     asked, there = set().union(*everyone), saved.tensors.keys() | saved.others
     left = {key for key in there - asked if not may_be_left(key)}
@@ -122,7 +123,10 @@ def _check_shapes(saved: GlobalTensors, shards: dict[str, Shard], vocab_size: in
         if key in saved.others:
             faults.append(f"{key} is not a tensor")
             continue
+        # A layout divides by shapes: reading a table of another width would fill wrong places without an error.
         there, wanted = saved.tensors[key], shard.global_shape
+        # Rows are padded to a multiple that tp decides on: on disk there may be more or fewer, but never less than the
+        # vocabulary.
         rows_suffice = shard.may_be_padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
         if there.shape != wanted and not rows_suffice:
             faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")

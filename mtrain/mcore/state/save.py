@@ -174,7 +174,7 @@ class Saver:
             MtrainError: As `save` does.
         """
         if self._groups.rank == 0:
-            self._retention.poll()
+            self._retention.poll()  # deletes old checkpoints when they are no longer needed; only the first rank does
         if self._flight is None or any_rank(self._is_busy(self._flight), self._groups.device):
             return
         fault = self._advanced(self._flight)
@@ -312,6 +312,7 @@ class Saver:
             if everyone is None:
                 flight.work.set_result(None)  # nothing to do here while the first rank publishes
             else:
+                # Every outcome is a Written by now: a fault was found above.
                 written = [one for one in everyone if isinstance(one, Written)]
                 flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return fault
@@ -347,9 +348,10 @@ class Saver:
         if not isinstance(fault, RunFolderError):
             kind = NumericError if isinstance(fault, NumericError) else MachineError
             fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
-        fault.on_every_rank = True
+        fault.on_every_rank = True  # so that one rank prints it
         self._flight, self._fault = None, fault
         if self._groups.rank == 0:
+            # In a thread: deleting may take as long as writing did.
             self._cleaning = started(lambda: _abandoned(flight.attempt), "abandon")
         if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault

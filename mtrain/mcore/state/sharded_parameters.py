@@ -36,6 +36,7 @@ def sharded_parameters(modules: Iterable[MegatronModule], groups: Groups) -> lis
     metadata = {"dp_cp_group": groups.dp_cp}
     states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
     # what TransformerEngine pickles beside the weights (_extra_state) is empty without fp8 and not kept
+    # ShardedObject is the rest.
     places = [state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory)]
     return [
         # (over stages, over TP, over replicas): the first two are megatron-core's, 0 on the main copy alone.
@@ -51,7 +52,7 @@ def _turn(replicas: dist.ProcessGroup, number: int) -> int:
 
 def is_written_here(place: ShardedParameter) -> bool:
     """Whether this rank has the main replica."""
-    return bool(is_main_replica(place.replica_id))
+    return bool(is_main_replica(place.replica_id))  # all three entries are 0
 
 
 def has_own_shard(place: ShardedParameter) -> bool:
@@ -102,8 +103,9 @@ def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: i
         low, high = max(start, first), min(end, first + shard.data.numel())
         axes = shard.prepend_axis_num
         for within, inner in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
+            # Where the slice lies in the global tensor, behind the stacked axes.
             offset = [whole + more for whole, more in zip(shard.global_offset[axes:], inner.offset)]
-            begin = first + within - start
+            begin = first + within - start  # counted in `values`, which begin at `start`
             yield Shard(
                 shard.key,
                 tuple(shard.global_shape),

@@ -71,6 +71,7 @@ def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, gr
         groups: The process groups.
     """
     found: list[Finding | None] = [None] * dist.get_world_size()
+    # Over all ranks: each sees its own shards, and all have to stop or none.
     dist.all_gather_object(found, non_finite(local_shards(chunks, optimizer, groups)))
     return described(found)
 
@@ -83,4 +84,4 @@ def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups:
         return
     key, index = fault.phase.split(":")
     part = next(part for part in local_shards(chunks, optimizer, groups) if part.key == key)
-    part.data.view(-1)[int(index)] = _SPOILED[fault.kind]
+    part.data.view(-1)[int(index)] = _SPOILED[fault.kind]  # `data` is a view of the live state

@@ -55,6 +55,7 @@ class Teacher:
             ConfigError: The layout does not fit the teacher.
             DataError: The checkpoint is damaged or of another model.
         """
+        # Its number of layers may be another, hence its stages.
         layout = Layout.from_config(config, groups.layout.world_size)
         # The same ranks and groups; only how layers fall to stages may differ.
         own = replace(groups, layout=layout)
@@ -72,7 +73,7 @@ class Teacher:
             batches: All microbatches of the step, sliced for context parallelism.
         """
         if not self._runs_alone:
-            return self._run_now
+            return self._run_now  # nothing to exchange between stages: it runs inside the student's loss
         held: dict[int, Tensor] = {}  # by object: the schedules hand on the very microbatches that they were given
 
         def hold(logits: Logits, batch: Microbatch) -> None:
@@ -103,6 +104,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
         ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
         DataError: The import's model cannot be understood.
     """
+    # An import says itself what it holds; a run's checkpoint lies beside the configuration of its run.
     path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
     if model is None:
         path, model = _run_model(checkpoint)

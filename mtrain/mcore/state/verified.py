@@ -56,13 +56,15 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
         if rank == 0:
             # Before the first byte is read: a run that cleans up must not delete it meanwhile.
             held.enter_context(reading(entry))
+        # world_size stands for the ranks of this machine: with several machines fewer threads than its cores allow.
         num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // world_size))
+        # Each file by one rank: every byte is read once.
         verify_files(entry, share_of_files(files, rank, world_size), num_threads)
     except (DataError, MachineError) as error:
         fault = str(error)
     faults: list[str | None] = [None] * world_size
     dist.all_gather_object(faults, fault)
-    first = next((each for each in faults if each is not None), None)
+    first = next((each for each in faults if each is not None), None)  # the lowest rank's, on all ranks the same
     if first is None and rank == 0:
         size = sum(facts.size_bytes for facts in files.values())
         seconds = time.monotonic() - began
