@@ -140,6 +140,7 @@ def _tokenized(
         return
     pool = ProcessPoolExecutor(
         num_workers,
+        # not fork: it would copy locks that threads of this process hold at that moment
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(tokenizer.path, append_eos),
@@ -148,6 +149,7 @@ def _tokenized(
     try:
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_work, chunk.texts)))
+            # bounded: one slow worker would else let the whole corpus pile up in memory behind it
             if len(under_way) >= num_workers * _CHUNKS_AHEAD:
                 yield _finished(under_way)
         while under_way:
@@ -161,6 +163,7 @@ def _tokenized(
 
 
 def _finished(under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]]) -> tuple[_TextChunk, _Tokens]:
+    # the oldest one, finished or not: chunks are written in the order of the texts
     chunk, future = under_way.popleft()
     return chunk, future.result()
 
@@ -179,6 +182,7 @@ def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # from a thread: sys.exit would end this thread alone
         os._exit(1)
 
 
@@ -189,8 +193,10 @@ def _work(texts: list[str]) -> _Tokens:
 
 def _tokens(tokenizer: Tokenizer, append_eos: bool, texts: list[str]) -> _Tokens:
     """Ids of all texts, joined; texts without a token get no end-of-document token."""
+    # one thread: the workers are the parallelism, and threads on top would fight for processors
     encoded = tokenizer.encode_batch(texts, num_threads=1)
     if append_eos:
         encoded = [[*ids, tokenizer.eos_id] if ids else ids for ids in encoded]
+    # one array of the corpus's own element type: small to send from the worker, and written as it is
     flat = [id_ for ids in encoded for id_ in ids]
     return _Tokens(np.array(flat, element_type(tokenizer.vocab_size)), [len(ids) for ids in encoded])

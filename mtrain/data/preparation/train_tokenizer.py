@@ -71,7 +71,7 @@ def train_tokenizer(
             eos_id=eos_id,
             pad_id=pad_id,
             max_sentence_length=_MAX_LINE_BYTES,
-            num_threads=1,
+            num_threads=1,  # the same inputs have to give the same model, on any number of processors
             minloglevel=2,
             **_LOSSLESS,
         )

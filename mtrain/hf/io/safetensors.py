@@ -138,7 +138,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, without copying."""
     flat = tensor.detach().view(-1)
-    # uint8, since numpy has no bfloat16; a view of no elements has no address
+    # uint8, since numpy has no bfloat16
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

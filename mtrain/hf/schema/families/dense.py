@@ -65,6 +65,7 @@ MISTRAL = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=8),
+        # left out means 4096, as in transformers; null means no window
         Field("sliding_window", "sliding_window", 4096),
         Rope(),
     ),

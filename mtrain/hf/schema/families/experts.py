@@ -61,6 +61,7 @@ MIXTRAL = Family(
         Field("num_local_experts", "experts.num_experts", 8),
         Field("num_experts_per_tok", "experts.top_k", 2),
         Constant("experts.pre_softmax", False),
+        # noise on the input of router and experts, which transformers draws in training; no such draw exists here
         Required("router_jitter_noise", 0.0, 0.0, (None,)),
         Rope(1e6),
     ),
@@ -85,6 +86,7 @@ QWEN3_MOE = Family(
         Field("num_experts_per_tok", "experts.top_k", 8),
         _Renormalised(),
         Required("attention_bias", False, False),
+        # these two could make some layers dense, for which the family has no rules here
         Required("decoder_sparse_step", 1, 1),
         Required("mlp_only_layers", [], [], (None,)),
         Constant("qk_norm", True),
@@ -92,5 +94,6 @@ QWEN3_MOE = Family(
         Rope(),
     ),
     (*VOCABULARY, *NORMS, *ATTENTION, router("mlp.gate.weight"), *experts("mlp.experts")),
+    # transformers' Qwen3MoeConfig has no such field, so it cannot change anything
     inert=("max_window_layers",),
 )

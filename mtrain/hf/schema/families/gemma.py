@@ -65,6 +65,7 @@ class _Ropes(Entry):
         windowed = {"rope_parameters": None if said is None else said.get(_WINDOWED)}
         if "rope_local_base_freq" in config:
             windowed["rope_theta"] = config["rope_local_base_freq"]
+        # each kind of layer has a default of its own: 1e4 with a window, 1e6 without
         local = read_rope(windowed, 1e4)
         if local["scaling"] != "none":
             raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
@@ -72,6 +73,7 @@ class _Ropes(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         base = model.rope.base if model.rope.local_base is None else model.rope.local_base
+        # in the style of the file, so that the version that wrote it can still read it
         if "rope_theta" in config and "rope_parameters" not in config:
             return written_rope(config, model.rope) | {"rope_local_base_freq": base}
         wide = written_rope({}, model.rope)["rope_parameters"]

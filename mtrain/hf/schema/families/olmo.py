@@ -61,6 +61,8 @@ class _OlmoRopes(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         base = model.rope.base if model.rope.local_base is None else model.rope.local_base
+        # The old style has one theta, which two versions of transformers apply to windowed layers differently: it is
+        # clear at the default alone.
         if "rope_theta" in config and "rope_parameters" not in config and base == model.rope.base == _BASE:
             return written_rope(config, model.rope)
         wide = written_rope({}, model.rope)["rope_parameters"]
