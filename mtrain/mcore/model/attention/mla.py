@@ -86,10 +86,12 @@ class LatentAttention(MegatronModule):
         )
         self.kv_layernorm = self._norm(rank)
         num_rows = self.config.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        self.linear_kv_up_proj = self._divided(rank, num_rows)  # its weight alone is used, by the core
+        self.linear_kv_up_proj = self._divided(rank, num_rows, KeyValueProjection)
 
-    def _divided(self, num_columns: int, num_rows: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
+    def _divided(
+        self, num_columns: int, num_rows: int, kind: type[ColumnParallelLinear] = ColumnParallelLinear
+    ) -> ColumnParallelLinear:
+        return kind(
             num_columns,
             num_rows,
             config=self.config,
@@ -139,7 +141,7 @@ class LatentAttention(MegatronModule):
         query = self._queries(hidden_states, rotary_pos_emb)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)
         # Keys and values are made inside the core: where it is recomputed, only their latents are kept until backward.
-        arguments = (query, latent, rotary_key, self.linear_kv_up_proj.weight, attention_mask)
+        arguments = (query, latent, rotary_key, self.linear_kv_up_proj(), attention_mask)
         if self.recomputes_core and self.training:
             # False: saved activations are not spread over TP.
             context = checkpoint(self.core_attention, False, *arguments)
@@ -193,6 +195,19 @@ class LatentAttention(MegatronModule):
         cosine = (turns.cos() * self.magnitude).to(part.dtype)
         sine = (turns.sin() * self.magnitude).to(part.dtype)
         return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
+
+
+class KeyValueProjection(ColumnParallelLinear):
+    """A projection whose weight alone is used: the core multiplies by it, behind the exchange over CP."""
+
+    def forward(self) -> Tensor:
+        """[rows of this rank, kv_lora_rank].
+
+        megatron-core waits for an overlapped gathering in front of the call of the module that owns the parameter
+        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could still be the last step's.
+        """
+        weight: Tensor = self.weight
+        return weight
 
 
 class LatentCore(RowAttention):
