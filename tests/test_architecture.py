@@ -106,7 +106,7 @@ def _as_module(name: str) -> str:
 
 
 def package_of(target: str) -> str | None:
-    """Room of an imported name; None where it is not ours."""
+    """Package of an imported name; None where it is not ours."""
     parts = target.split(".")
     if parts[0] == "tools":
         return "tools"

@@ -11,14 +11,12 @@ from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.data.samples.mtp import moved, mtp_sample
 from mtrain.data.samples.sample import Sample
 from mtrain.loss.aggregation import TokenTerms, aggregate
-
-MAIN = "main"
-"""The term that `loss.function` computes, beside the named side terms."""
+from mtrain.loss.pair import MAIN_TERM
 
 
 def loss_terms(section: LossSection) -> dict[str, TermSection]:
     """Every term by name, the main one first."""
-    return {MAIN: section, **section.side_terms}
+    return {MAIN_TERM: section, **section.side_terms}
 
 
 def collate(
@@ -51,7 +49,7 @@ def collate(
     }
     by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()}
     # lengths of a depth are those of its own mask, which has fewer tokens
-    by_term |= {name: _terms(samples, each, terms[MAIN], first_of_step) for name, each in further.items()}
+    by_term |= {name: _terms(samples, each, terms[MAIN_TERM], first_of_step) for name, each in further.items()}
     # they begin again at each document, as if it stood alone in the row
     positions = [np.arange(seq_length) - start for start in starts]
     return Microbatch(
@@ -75,7 +73,7 @@ def collate(
         ),
         num_padding_tokens=sum(row.num_padding for row in rows),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
-        num_loss_tokens=sum(int(np.count_nonzero(row.weights)) for row in by_term[MAIN]),
+        num_loss_tokens=sum(int(np.count_nonzero(row.weights)) for row in by_term[MAIN_TERM]),
     )
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.collate import MAIN, loss_terms
+from mtrain.data.collate import loss_terms
 from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
-from mtrain.loss.pair import MAIN_TERM
 
 MakeConfig = Callable[..., Config]
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
@@ -267,5 +266,4 @@ def test_a_batch_that_does_not_divide_is_refused(make_config: MakeConfig) -> Non
 
 
 def test_the_main_term_has_the_name_that_the_losses_use(make_config: MakeConfig) -> None:
-    assert MAIN == MAIN_TERM
     assert list(loss_terms(make_config({"kind": "mock"}, loss={"side_terms": SIDE}).loss)) == ["main", "z", "all"]

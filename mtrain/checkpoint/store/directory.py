@@ -129,7 +129,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
     # something was published here: beginning anew would hide that it is lost
     if (root / LATEST_NAME).exists():
         warnings.append(f"{root / LATEST_NAME} says that there was a checkpoint")
-    warnings += [f"{path} is not named as a checkpoint of this program" for path in _foreign_folders(root)]
+    warnings += [f"{path} is not named as a checkpoint of this program" for path in _unknown_folders(root)]
     if warnings:
         raise DataError(
             f"no usable checkpoint in {root}: {'; '.join(warnings)}; restore one, or set another run.dir to start anew"
@@ -357,7 +357,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _foreign_folders(root: Path) -> list[Path]:
+def _unknown_folders(root: Path) -> list[Path]:
     """Folders that are neither checkpoints nor ours to delete, such as another program's."""
     with disk_faults(f"list {root}"):
         folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []

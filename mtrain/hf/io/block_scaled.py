@@ -5,7 +5,7 @@ Weight W lies beside `W_scale_inv`: block (i, j) of W, of 128 x 128 numbers, is 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.schema.values import shown
 
 SCALE_SUFFIX = "_scale_inv"
 _FORMAT = "quantization_config"
+_BLOCK_SIZE = "weight_block_size"
 _FP8 = torch.float8_e4m3fn
 
 
@@ -45,14 +47,14 @@ class Dequantised:
             DataError: The format is another one, or scales are missing or have another shape.
         """
         said = folder.config[_FORMAT]
-        block = said.get("weight_block_size")
+        method, block = (said.get(name) if isinstance(said, dict) else said for name in ("quant_method", _BLOCK_SIZE))
         # codes of another format: read as plain numbers they would mean something else, without an error
-        if said.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+        if method != "fp8" or not _is_block(block):
             raise DataError(
-                f"{folder.path}: weights in {said.get('quant_method')} with weight_block_size={block} are not read; "
-                "take weights in bfloat16, or in fp8 with scales for blocks of two sizes"
+                f"{folder.path}: weights in {shown(method)} with {_BLOCK_SIZE}={shown(block)} are not read; take "
+                "weights in bfloat16, or in fp8 with scales for blocks of two sizes"
             )
-        self._folder, self._rows, self._columns = folder, int(block[0]), int(block[1])
+        self._folder, (self._rows, self._columns) = folder, block
         self._names = {name for name in folder.names() if not name.endswith(SCALE_SUFFIX)}
         # all at once and from the headers alone, so that an import does not fail in the middle
         for name in sorted(folder.names()):
@@ -103,6 +105,11 @@ class Dequantised:
     def _scaled(self, scales: str) -> torch.dtype | None:
         name = scales.removesuffix(SCALE_SUFFIX)
         return self._folder.facts(name)[0] if name in self._folder.names() else None
+
+
+def _is_block(value: object) -> TypeGuard[list[int]]:
+    """Whether it is the rows and columns of a block."""
+    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
 def plain_weights(folder: HfFolder) -> Weights:

@@ -49,7 +49,7 @@ _SHOWN_FIELDS = 4
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 
 
-def refuse_foreign(
+def refuse_fields_of_others(
     config: Mapping[str, Any], model_type: str, own: Collection[str], of_others: Collection[str]
 ) -> None:
     """Refuses what could change the function and is not read.
@@ -66,8 +66,8 @@ def refuse_foreign(
     # apart: here the neutral value is true, so false would pass below
     if config.get("is_causal", True) is not True:
         raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
-    foreign = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
-    found = [name for name in config if name in foreign and not _is_neutral(config[name])]
+    of_another = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
+    found = [name for name in config if name in of_another and not _is_neutral(config[name])]
     if found:
         listing = ", ".join(f"{name}={shown(config[name])}" for name in found[:_SHOWN_FIELDS])
         raise DataError(

@@ -14,7 +14,7 @@ from mtrain.hf.schema.families.gemma import GEMMA3
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.known import refuse_foreign, unknown_fields
+from mtrain.hf.schema.known import refuse_fields_of_others, unknown_fields
 from mtrain.hf.schema.values import shown
 
 # In the order in which `fitting_family` tries them: the plain ones first.
@@ -22,7 +22,7 @@ FAMILIES = {
     family.model_type: family
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS, OLMO2, OLMO3)
 }
-_TOLD_KEYS = 2
+_SHOWN_KEYS = 2
 """Of each family, where none fits."""
 _ALL_NAMES = frozenset(name for family in FAMILIES.values() for name in family.names)
 
@@ -41,7 +41,7 @@ def family_of(config: dict[str, Any]) -> Family:
         )
     own = FAMILIES[name].names
     # here and not in the entries: an entry sees only the fields that it knows
-    refuse_foreign(config, name, own, _ALL_NAMES - own)
+    refuse_fields_of_others(config, name, own, _ALL_NAMES - own)
     return FAMILIES[name]
 
 
@@ -66,7 +66,7 @@ def fitting_family(model: ModelSection) -> Family:
             # tried, not asked: writing and reading back is what shows a difference
             family.config(model, None)
         except UnsayableError as fault:
-            reasons.append(f"{family.model_type} lacks model.{', model.'.join(fault.keys[:_TOLD_KEYS])}")
+            reasons.append(f"{family.model_type} lacks model.{', model.'.join(fault.keys[:_SHOWN_KEYS])}")
         except DataError:
             reasons.append(f"{family.model_type} knows no such sizes")
         else:

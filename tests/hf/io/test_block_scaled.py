@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,5 +79,22 @@ def test_another_quantisation_is_refused(tmp_path: Path) -> None:
     save_published(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(DataError, match=r"weights in awq .* are not read"):
+    with pytest.raises(DataError, match=r"weights in 'awq' .* are not read"):
         import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["fp8", 8, ["fp8"], {"quant_method": "fp8"}]
+    + [{"quant_method": "fp8", "weight_block_size": block} for block in (128, [128], [0, 128], [128, "a"], [128, 1.5])]
+    + [{"quant_method": "gptq", "weight_block_size": [128, 128]}],
+    ids=str,
+)
+def test_another_format_is_one_message(tmp_path: Path, said: Any) -> None:
+    save_published(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    with pytest.raises(DataError, match=r"weights in .* are not read; take weights in bfloat16") as caught:
+        import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
