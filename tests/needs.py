@@ -55,7 +55,7 @@ NOT_RUN = pytest.StashKey[dict[str, list[str]]]()
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the tests off the list whose need is not met, and notes them."""
+    """Takes the tests out whose need is not met, and notes them."""
     not_run = config.stash.setdefault(NOT_RUN, {})
     if os.environ.get(REQUIRE_ALL) == "1":
         return

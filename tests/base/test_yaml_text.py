@@ -49,16 +49,16 @@ yes Yes YES yEs no No NO on On ON off Off OFF true True TRUE tRue false False FA
     "scalar", [*SCALARS.split(), "", " 1 ", "a b", "'a' # c", "| \n  x\n  y", ">\n  x\n  y", "a\n  b"]
 )
 def test_scalars_have_the_types_of_0_1_0(scalar: str) -> None:
-    same_as_0_1_0(f"key: {scalar}\n")
+    assert_same_as_0_1_0(f"key: {scalar}\n")
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.text("0123456789+-._eExXob:~ynsf ", min_size=1, max_size=8))
 def test_whatever_looks_like_a_number_is_what_it_was_in_0_1_0(scalar: str) -> None:
-    same_as_0_1_0(f"key: {scalar}\n")
+    assert_same_as_0_1_0(f"key: {scalar}\n")
 
 
-def same_as_0_1_0(text: str) -> None:
+def assert_same_as_0_1_0(text: str) -> None:
     """The same value, or refused by both; numbers in base 8 and 60 are refused."""
     try:
         wanted = as_0_1_0(text)

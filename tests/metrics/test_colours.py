@@ -1,4 +1,4 @@
-"""Colours of curves: as many as there are curves, told apart and readable."""
+"""Colours of curves: as many as there are curves, distinct and readable."""
 
 import itertools
 

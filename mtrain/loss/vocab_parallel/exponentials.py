@@ -33,7 +33,7 @@ class Exponentials:
 
 
 def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
-    """Logits minus their token's maximum, in one pass from half precision; -inf at padding.
+    """Logits minus their token's maximum, in the maximum's dtype; -inf at padding.
 
     Args:
         local: [..., vocab_local].
@@ -61,7 +61,7 @@ def local_maximum(local: Tensor, num_real: int) -> Tensor:
 def softmax_times(
     exponentials: Exponentials, scale: Tensor, is_masked: Tensor, dtype: torch.dtype, shift: Tensor | None = None
 ) -> Tensor:
-    """Softmax x scale - shift in the logits' dtype, rounded once, without another full-precision copy.
+    """Softmax x scale - shift in the logits' dtype, rounded once.
 
     Args:
         exponentials: Of the logits.

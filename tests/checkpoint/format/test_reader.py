@@ -14,13 +14,13 @@ from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 VALUES = torch.arange(24.0).view(4, 6)
 
 
-def saved(folder: Path, corners: list[tuple[int, int]], sizes: tuple[int, int]) -> CheckpointTensors:
+def saved(folder: Path, offsets: list[tuple[int, int]], sizes: tuple[int, int]) -> CheckpointTensors:
     """VALUES in slices of one size."""
 
     def cut(row: int, column: int) -> Tensor:
         return VALUES[row : row + sizes[0], column : column + sizes[1]].contiguous()
 
-    parts = [Shard("w", (4, 6), TensorSlice(corner, sizes), cut(*corner)) for corner in corners]
+    parts = [Shard("w", (4, 6), TensorSlice(offset, sizes), cut(*offset)) for offset in offsets]
     write_metadata(folder, write_shards(folder / "__0_0.distcp", parts).tensors)
     return CheckpointTensors(folder)
 

@@ -91,9 +91,9 @@ def test_a_row_that_the_trainer_leaves_out_is_missed() -> None:
     (step, *_) = texts_of(given, PLAN).steps
     (first, *others) = StepLoader(given, 0, 1).batches(0)
     expected = expected_fields(step, given)
-    told = {each.name: each.value for each in sample_deviations(1, others, expected)}
-    assert told["tokens"] == 4 / 16
-    assert not any(value for name, value in told.items() if name != "tokens")
+    message = {each.name: each.value for each in sample_deviations(1, others, expected)}
+    assert message["tokens"] == 4 / 16
+    assert not any(value for name, value in message.items() if name != "tokens")
     twice = {each.name: each.value for each in sample_deviations(1, [first, first, *others], expected)}
     assert twice["tokens"] == 4 / 16
     assert torch.equal(first.tokens, StepLoader(given, 0, 1).batches(0)[0].tokens)

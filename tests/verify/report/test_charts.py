@@ -21,8 +21,8 @@ def curves(count: int, points: tuple[tuple[int, float], ...] = EQUAL) -> list[Cu
 
 def picture(text: str) -> Element:
     (svg,) = read_html(text).all("svg")
-    told = "".join(str(each.attributes) for each in svg.everything() if each.name != "title")
-    assert not re.search(r"\b(nan|inf)\b|#0[01][0-9a-f]{4}", told), "a place that is none, or a colour that is none"
+    shown = "".join(str(each.attributes) for each in svg.everything() if each.name != "title")
+    assert not re.search(r"\b(nan|inf)\b|#0[01][0-9a-f]{4}", shown), "a place that is none, or a colour that is none"
     return svg
 
 
@@ -163,12 +163,12 @@ def test_labels_say_where_they_are() -> None:
 def test_an_axis_of_steps_has_whole_numbers(steps: set[int]) -> None:
     svg = picture(value_chart("x", curves(1, tuple((step, 1.0) for step in sorted(steps))), ()))
     texts = [each for each in svg.all("text") if "middle" in str(each.attributes["style"])]
-    told = {int(each.text): float(str(each.attributes["x"])) for each in texts}
-    assert 1 <= len(told) == len(texts) <= 10
-    assert all(min(steps) <= step <= max(steps) for step in told)
-    assert [told[step] for step in sorted(told)] == sorted(told.values())
+    shown = {int(each.text): float(str(each.attributes["x"])) for each in texts}
+    assert 1 <= len(shown) == len(texts) <= 10
+    assert all(min(steps) <= step <= max(steps) for step in shown)
+    assert [shown[step] for step in sorted(shown)] == sorted(shown.values())
     placed = dict(zip(sorted(steps), (x for x, _ in marks(groups(svg)["0"]))))
-    assert all(placed[step] == pytest.approx(told[step], abs=0.01) for step in placed.keys() & told.keys())
+    assert all(placed[step] == pytest.approx(shown[step], abs=0.01) for step in placed.keys() & shown.keys())
 
 
 positive = st.floats(1e-300, 1e300)
@@ -182,7 +182,7 @@ def test_an_axis_of_logarithms_has_room_for_0_and_for_what_is_no_number(values: 
     finite = sorted((value, -heights[place]) for place, value in enumerate(values) if math.isfinite(value))
     for (a, at), (b, after) in itertools.pairwise(finite):
         assert at <= after + 0.001
-        assert at < after or a > 0 or b == 0, "0 is told from everything else"
+        assert at < after or a > 0 or b == 0, "0 is distinct from everything else"
     others = {heights[place] for place, value in enumerate(values) if not math.isfinite(value)}
     assert len(others) <= 1
     assert all(height < min((-y for _, y in finite), default=math.inf) for height in others)

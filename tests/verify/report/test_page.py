@@ -132,13 +132,13 @@ def test_every_tensor_of_every_layout_has_its_square(gradient: float) -> None:
     assert [each.text for each in gradients.all("span", "row")] == list(TENSORS)
     cells = gradients.all("i", "cell")
     assert len(cells) == len(TENSORS) * len(found.layouts)
-    told = [str(cell.attributes["title"]) for cell in cells if "title" in cell.attributes]
-    assert len(told) == len(TENSORS) * 2
+    shown = [str(cell.attributes["title"]) for cell in cells if "title" in cell.attributes]
+    assert len(shown) == len(TENSORS) * 2
     assert sum(cell.attributes["class"] == "cell" for cell in cells) == len(TENSORS) * (len(found.layouts) - 2)
     assert [cell.text for cell in cells if cell.text] == ["✕"] * (not found.passed)
     assert not any(cell.text for cell in updates.all("i", "cell"))
     wanted = f"{TENSORS[-1]}\ntp1-pp1-cp2-dp1-mbs1\nworst at step 2: {gradient:.1e}, tolerance 1.0e-05"
-    assert (wanted in told) == (not found.passed)
+    assert (wanted in shown) == (not found.passed)
     assert ("1 of 6 beyond" in str(gradients.attributes["aria-label"])) == (not found.passed)
 
 
@@ -182,8 +182,8 @@ def test_tolerances_circumstances_and_configuration_are_told() -> None:
     text = page(found).text
     table = next(each for each in page(found).all("table") if "tolerances come from" in each.text)
     assert rows(table)[1] == ["loss", "1.0e-06", "relative", "u", "u = 5.96e-08"]
-    for told in (*found.changes, found.command, found.data, found.created, "2.13", "num_layers: 2"):
-        assert told in text
+    for shown in (*found.changes, found.command, found.data, found.created, "2.13", "num_layers: 2"):
+        assert shown in text
 
 
 def test_whatever_a_text_holds_stays_text(tmp_path: Path, chromium: Browser) -> None:
@@ -192,8 +192,8 @@ def test_whatever_a_text_holds_stays_text(tmp_path: Path, chromium: Browser) -> 
     assert len(read.all("script")) == 1
     assert "window.hit" not in read.all("script")[0].text
     assert read.all("img") == []
-    for told in (found.command, found.data, *found.changes, *found.diagnosis.lines, found.layouts[0].name):
-        assert told in read.text
+    for shown in (found.command, found.data, *found.changes, *found.diagnosis.lines, found.layouts[0].name):
+        assert shown in read.text
     pictures = [*read.all("svg", "chart"), *read.all("div", "heat")]
     assert any(HOSTILE in str(each.attributes["aria-label"]) for each in pictures)
     assert {HOSTILE in each.text for each in pictures[0].all("title")} == {True}
@@ -281,8 +281,8 @@ def test_the_pictures_are_painted(tmp_path: Path, chromium: Browser) -> None:
     colours = painted(tmp_path / "page.png")
     squares = ((f".heat .{kind}", "backgroundColor") for kind in ("b3", "b8"))
     for selector, style in (*squares, (".chart .curve path", "stroke"), (".chart .limit path", "stroke")):
-        told = chromium.evaluate(f"getComputedStyle(document.querySelector('figure {selector}')).{style}")
-        wanted = [int(number) for number in re.findall(r"\d+", told)]
+        shown = chromium.evaluate(f"getComputedStyle(document.querySelector('figure {selector}')).{style}")
+        wanted = [int(number) for number in re.findall(r"\d+", shown)]
         assert np.abs(colours - wanted).max(axis=1).min() <= 3, selector  # edges are blended
 
 
