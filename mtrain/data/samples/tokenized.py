@@ -1,0 +1,34 @@
+"""A finetuning sample as token ids, before it becomes a row: what an encoder makes and the cache keeps."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class TokenizedSample:
+    """One sequence for the loss, whole and without padding."""
+
+    ids: NDArray[np.int32]
+    """[n]: token ids, at least one."""
+    loss_weights: NDArray[np.float32]
+    """[n] at least 0: what predicting ids[t] counts; 0 for prompts and headers. The first is not used, as nothing comes
+    before it."""
+    weight: float = 1.0
+    """What the whole sequence counts, at least 0."""
+
+
+class SampleEncoder(Protocol):
+    """Makes token ids of one record of a finetuning source."""
+
+    fingerprint: str
+    """Changes when tokenizer, template or an option would give other ids or weights for the same record."""
+
+    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+        """A pure function of the record; may run in worker processes.
+
+        Raises:
+            DataError: The record is no sample of this form; says what is wrong, not where it lies.
+        """
