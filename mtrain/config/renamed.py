@@ -21,6 +21,12 @@ KEYS = {
 }
 """Old dotted key -> new one, in the same section."""
 
+VALUES = {
+    "data.kind": {"jsonl": "sft"},
+    "data.too_long": {"truncate": "end"},
+}
+"""Dotted key -> old value -> what it is called now."""
+
 LOSS_FUNCTIONS = {
     "mtrain.loss.next_token:next_token_loss": "next_token",
     "mtrain.loss.z_loss:z_loss": "z_loss",
@@ -65,6 +71,12 @@ def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, An
             raise ConfigError(f"{origin}: {old} and {new} are two names of one key; remove {old}")
         section[new_name] = section.pop(old_name)
         notes.append(_note(f"{old} is called {new} now", origin))
+    for key, names in VALUES.items():
+        section, name = _section(current, key.split(".")[:-1]), key.rpartition(".")[2]
+        value = None if section is None else section.get(name)
+        if section is not None and isinstance(value, str) and value in names:
+            section[name] = names[value]
+            notes.append(_note(f"{key}={value} is called {names[value]} now", origin))
     for key, term in _terms(current):
         path = term.get("function")
         if isinstance(path, str) and path in LOSS_FUNCTIONS:

@@ -6,7 +6,7 @@ from typing import Literal, Protocol, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, JsonlSection, MockSection, SourceSection
+from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.data.formats.jsonl import Lines
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
@@ -106,7 +106,7 @@ class Sources:
         match data:
             case MockSection():
                 return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
-            case IndexedSection() | JsonlSection():
+            case IndexedSection() | SftSection():
                 sources = [self._open(data, section, "train", number) for number, section in enumerate(data.train)]
                 return Blended(seed, [section.weight for section in data.train], sources)
             case _:
@@ -125,17 +125,17 @@ class Sources:
                 seed = key_of(self._config.train.seed, _PARTS.index(part))
                 samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
                 return MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)
-            case IndexedSection() | JsonlSection():
+            case IndexedSection() | SftSection():
                 sections = _held_out_sections(data, part)
                 return HeldOut([self._open(data, each, part, None) for each in sections], limit) if sections else None
             case _:
                 assert_never(data)
 
     def _open(
-        self, data: IndexedSection | JsonlSection, section: SourceSection, part: Part, shuffle_number: int | None
+        self, data: IndexedSection | SftSection, section: SourceSection, part: Part, shuffle_number: int | None
     ) -> SampleSource:
         match data:
-            case JsonlSection():
+            case SftSection():
                 assert self.tokenizer is not None  # a rule of the section
                 lines = self._lines(section.path)
                 numbers = _numbers(data, part, len(lines))
@@ -162,7 +162,7 @@ def _numbers(data: FilesSection, part: Part, total: int) -> range:
 
 def _line_format(data: AnyData, tokenizer: Tokenizer | None) -> LineFormat:
     """Whether messages are refused is known only here: the configuration alone does not tell the tokenizer's folder."""
-    if not isinstance(data, JsonlSection):
+    if not isinstance(data, SftSection):
         return LineFormat()
     if data.chat_format == "plain" or tokenizer is None:
         return LineFormat(frozenset(data.ignore_keys))

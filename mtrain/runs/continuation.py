@@ -30,7 +30,7 @@ class Kept:
 
 KEPT = {
     "optimizer.schedule_convention": Kept("one_ahead", lambda config: True),
-    "data.chat_format": Kept("plain", lambda config: config.data.kind == "jsonl"),
+    "data.chat_format": Kept("plain", lambda config: config.data.kind == "sft"),
 }
 
 _DECAY = "optimizer.decay_steps"

@@ -70,7 +70,7 @@ def generate_text(
             return logits[-1, 0, : config.model.vocab_size].float().cpu()
 
         # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere
-        start = [] if config.data.kind != "jsonl" or tokenizer.bos_id is None else [tokenizer.bos_id]
+        start = [] if config.data.kind != "sft" or tokenizer.bos_id is None else [tokenizer.bos_id]
         eos_id = tokenizer.eos_id
         continuations = [
             continue_ids(start + tokenizer.encode(prompt), next_logits, max_new_tokens, eos_id, temperature, generator)

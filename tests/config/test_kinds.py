@@ -8,11 +8,12 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import load_config
+from mtrain.config.renamed import RenamedKeyWarning
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
 
-JSONL: dict[str, Any] = {"kind": "jsonl", "seq_length": 64, "train": [{"path": "x"}], "tokenizer": "t"}
+JSONL: dict[str, Any] = {"kind": "sft", "seq_length": 64, "train": [{"path": "x"}], "tokenizer": "t"}
 
 
 @pytest.mark.parametrize(
@@ -20,29 +21,29 @@ JSONL: dict[str, Any] = {"kind": "jsonl", "seq_length": 64, "train": [{"path": "
     [
         (
             {"kind": "jsnl", "seq_length": 64},
-            "one of 'indexed', 'jsonl', 'mock' is needed, but 'jsnl' was given",
+            "one of 'indexed', 'sft', 'mock' is needed, but 'jsnl' was given",
         ),
         (
             {"kind": None, "seq_length": 64},
-            "one of 'indexed', 'jsonl', 'mock' is needed, but 'None' was given",
+            "one of 'indexed', 'sft', 'mock' is needed, but 'None' was given",
         ),
         (
             {"kind": [1], "seq_length": 64},
-            "one of 'indexed', 'jsonl', 'mock' is needed, but '[1]' was given",
+            "one of 'indexed', 'sft', 'mock' is needed, but '[1]' was given",
         ),
         (3, "data: a section with keys is needed, but 3 was given"),
         (
             {**INDEXED, "too_long": "drop"},
-            "data.too_long: this is no key of data.kind=indexed, but of jsonl; remove it or change the kind (in ",
+            "data.too_long: this is no key of data.kind=indexed, but of sft; remove it or change the kind (in ",
         ),
-        ({**JSONL, "isolate_documents": True}, "this is no key of data.kind=jsonl, but of indexed and mock;"),
-        ({**INDEXED, "kind": "mock"}, "data.train: this is no key of data.kind=mock, but of indexed and jsonl;"),
+        ({**JSONL, "isolate_documents": True}, "this is no key of data.kind=sft, but of indexed and mock;"),
+        ({**INDEXED, "kind": "mock"}, "data.train: this is no key of data.kind=mock, but of indexed and sft;"),
         ({**JSONL, "to_long": 1}, "data.to_long: there is no such key; did you mean data.too_long?"),
         (
             {**JSONL, "train": [{"pth": 1, "path": "x"}]},
             "data.train[0].pth: there is no such key; did you mean data.tr",
         ),
-        ({"kind": "jsonl", "seq_length": 64, "tokenizer": "t"}, "data.train is empty, but kind=jsonl reads from files"),
+        ({"kind": "sft", "seq_length": 64, "tokenizer": "t"}, "data.train is empty, but kind=sft reads from files"),
         ({"kind": "mock"}, "data.seq_length: no value is given; set it"),
         (None, "data: a section with keys is needed, but nothing was given"),
     ],
@@ -81,7 +82,7 @@ def test_a_later_source_of_another_kind_leaves_the_keys_of_the_old_one_behind(tm
     )
 
 
-@pytest.mark.parametrize("overrides", [["data.kind=jsonl"], ["data.kind=mock", "data.too_long=drop"]], ids=str)
+@pytest.mark.parametrize("overrides", [["data.kind=sft"], ["data.kind=mock", "data.too_long=drop"]], ids=str)
 def test_keys_that_no_later_kind_left_behind_are_refused(overrides: list[str], tmp_path: Path) -> None:
     odd = write(tmp_path / "c.yaml", content(data={**JSONL, "isolate_documents": True}))
     with pytest.raises(ConfigError, match=r"this is no key of data\.kind"):
@@ -99,10 +100,12 @@ def test_a_saved_configuration_of_0_1_0_holds_keys_of_all_kinds(kind: str, tmp_p
         "split": None,
         "tokenizer": "t",
         "isolate_documents": kind == "mock",
-        "too_long": "truncate" if kind == "mock" else "drop",
+        "too_long": "drop" if kind == "jsonl" else "truncate",
         "prefetch_steps": 2,
     }
-    read = load_config([write(tmp_path / "config.yaml", content(data=data))], []).data
+    with pytest.warns(RenamedKeyWarning):
+        read = load_config([write(tmp_path / "config.yaml", content(data=data))], []).data
+    data |= {"kind": "sft" if kind == "jsonl" else kind, "too_long": "end" if kind == "mock" else "drop"}
     own = read.model_dump(mode="json")
     assert {key: value for key, value in data.items() if key in own} == {key: own[key] for key in data if key in own}
 
@@ -110,6 +113,6 @@ def test_a_saved_configuration_of_0_1_0_holds_keys_of_all_kinds(kind: str, tmp_p
 def test_editors_get_a_schema_with_one_section_a_kind() -> None:
     schema = Config.model_json_schema()
     choices = [schema["$defs"][each["$ref"].rpartition("/")[2]] for each in schema["properties"]["data"]["oneOf"]]
-    assert [each["properties"]["kind"]["const"] for each in choices] == ["indexed", "jsonl", "mock"]
+    assert [each["properties"]["kind"]["const"] for each in choices] == ["indexed", "sft", "mock"]
     assert ["kind" in each["required"] for each in choices] == [False, True, True], "one section fits without a kind"
     assert all(each["additionalProperties"] is False for each in choices)

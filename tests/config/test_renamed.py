@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import config_yaml, load_config
-from mtrain.config.renamed import KEYS, LOSS_FUNCTIONS, RenamedKeyWarning, with_current_names
+from mtrain.config.renamed import KEYS, LOSS_FUNCTIONS, VALUES, RenamedKeyWarning, with_current_names
 from tests.config.samples import config
 
 OLD_MLA = {"q_rank": 8, "kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 2, "value_head_dim": 4}
@@ -37,6 +37,17 @@ def test_old_paths_of_losses_mean_their_names(tmp_path: Path, old: str, new: str
     with pytest.warns(RenamedKeyWarning) as caught:
         assert load_config([path], [f"loss.function={old}"]) == named
     assert any("loss.side_terms.more" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"), [(key, *pair) for key, names in VALUES.items() for pair in names.items()]
+)
+def test_old_values_mean_the_new_ones_and_are_noted(key: str, old: str, new: str) -> None:
+    section, name = key.split(".")
+    with pytest.warns(RenamedKeyWarning) as caught:
+        assert with_current_names({section: {name: old}}, "a.yaml") == {section: {name: new}}
+    assert f"a.yaml: {key}={old} is called {new} now; version 0.2" in str(caught[0].message)
+    assert with_current_names({section: {name: [old]}}, "a.yaml") == {section: {name: [old]}}, "no text is no name"
 
 
 def test_a_key_under_both_names_is_refused() -> None:

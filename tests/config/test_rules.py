@@ -62,18 +62,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"data": {**INDEXED, "split": [0.9, 0.2, 0]}}, "data.split=[0.9, 0.2, 0.0] needs three shares"),
     ({"data": {**INDEXED, "split": [1.1, -0.1, 0]}}, "data.split=[1.1, -0.1, 0.0] needs three shares"),
     ({"data": {**INDEXED, "split": [0, 0.5, 0.5]}}, "data.split=[0.0, 0.5, 0.5] needs three shares"),
-    ({"data": {"kind": "jsonl", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer is not given"),
+    ({"data": {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer is not given"),
     (
         {
             "data": {
-                "kind": "jsonl",
+                "kind": "sft",
                 "seq_length": 64,
                 "train": [{"path": "t"}],
                 "tokenizer": "m",
                 "isolate_documents": 1,
             }
         },
-        "data.isolate_documents: this is no key of data.kind=jsonl, but of indexed and mock",
+        "data.isolate_documents: this is no key of data.kind=sft, but of indexed and mock",
     ),
     ({"model__mtp_depths": 1, "loss__denominator": "measured"}, "model.mtp_depths=1 adds terms that are scaled before"),
     ({"model__mtp_depths": 64}, "model.mtp_depths=64 must be below data.seq_length=64"),

@@ -22,7 +22,7 @@ WriteJsonl = Callable[[Sequence[dict[str, Any]]], Path]
 SIDE = {"z": {"aggregation": "seq-mean-token-mean"}, "all": {"aggregation": "sum"}}
 
 
-@pytest.fixture(params=["mock", "indexed", "isolated", "jsonl"])
+@pytest.fixture(params=["mock", "indexed", "isolated", "sft"])
 def config(
     request: pytest.FixtureRequest,
     make_config: MakeConfig,
@@ -36,9 +36,9 @@ def config(
     match request.param:
         case "mock":
             data: dict[str, Any] = {"kind": "mock"}
-        case "jsonl":
+        case "sft":
             samples = [{"prompt": a, "response": f"{b} {a}"} for a in letters for b in letters[:3]]
-            data = {"kind": "jsonl", "train": [{"path": str(write_jsonl(samples))}], "tokenizer": str(word_tokenizer)}
+            data = {"kind": "sft", "train": [{"path": str(write_jsonl(samples))}], "tokenizer": str(word_tokenizer)}
             data["split"] = [0.6, 0.4, 0.0]
             model = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}}
         case _:
@@ -165,7 +165,7 @@ def test_rows_that_fill_up_are_not_sequences_even_where_empty_ones_count(
     held_out = StepLoader(
         make_config(
             {
-                "kind": "jsonl",
+                "kind": "sft",
                 "train": [{"path": path}],
                 "valid": [{"path": path}],
                 "tokenizer": str(word_tokenizer),
@@ -184,7 +184,7 @@ def test_padding_is_what_holds_no_text_and_whole_rows_that_fill_up(
     make_config: MakeConfig, write_jsonl: WriteJsonl, word_tokenizer: Path
 ) -> None:
     path = str(write_jsonl([{"prompt": "a b", "response": "c d e"}]))
-    data = {"kind": "jsonl", "train": [{"path": path}], "valid": [{"path": path}], "tokenizer": str(word_tokenizer)}
+    data = {"kind": "sft", "train": [{"path": path}], "valid": [{"path": path}], "tokenizer": str(word_tokenizer)}
     experts = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}}
     held_out = StepLoader(make_config(data, model=experts), 0, 1).held_out()
     assert held_out is not None
@@ -246,7 +246,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     make_config: MakeConfig, write_jsonl: WriteJsonl, word_tokenizer: Path
 ) -> None:
     path = write_jsonl([{"prompt": "a", "response": "b"}])
-    data = {"kind": "jsonl", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer)}
+    data = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer)}
     with pytest.raises(DataError, match=r"tokenizer.json has 18 tokens, but model.vocab_size is 17"):
         StepLoader(make_config(data, model={"vocab_size": 17}), 0, 1)
 

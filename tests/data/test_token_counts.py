@@ -24,7 +24,7 @@ def test_the_loader_counts_rows_and_what_fills_them_up(
     write_jsonl: Callable[[Sequence[dict[str, Any]]], Path], word_tokenizer: Path, make_config: Callable[..., Config]
 ) -> None:
     path = str(write_jsonl(LINES))
-    data = {"kind": "jsonl", "train": [{"path": path}], "valid": [{"path": path}], "tokenizer": str(word_tokenizer)}
+    data = {"kind": "sft", "train": [{"path": path}], "valid": [{"path": path}], "tokenizer": str(word_tokenizer)}
     config = make_config({**data, "seq_length": 16}, train={"global_batch_size": 4})
     batches = StepLoader(config, 0, 1).batches(0)
     assert sum(batch.num_padding_tokens for batch in batches) == POSITIONS - TEXT
@@ -48,7 +48,7 @@ def test_a_run_reports_text_and_padding_apart(
     layout: str,
 ) -> None:
     data = [
-        "data.kind=jsonl",
+        "data.kind=sft",
         f"data.tokenizer={word_tokenizer}",
         f"data.train=[{{path: {write_jsonl(LINES)}}}]",
         layout,

@@ -8,7 +8,7 @@ import yaml
 
 from mtrain.base.errors import RunFolderError
 from mtrain.config.load import config_yaml
-from mtrain.config.schema.data import JsonlSection
+from mtrain.config.schema.data import SftSection
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.continuation import continued, kept_lines
 from tests.config.samples import config
@@ -47,17 +47,17 @@ def test_a_run_of_an_old_version_keeps_its_learning_rates_and_says_so() -> None:
 
 
 def test_a_finetuning_of_an_old_version_keeps_its_form_of_chat_and_says_so() -> None:
-    data = {"kind": "jsonl", "seq_length": 64, "tokenizer": "x.model", "train": [{"path": "x.jsonl"}]}
+    data = {"kind": "sft", "seq_length": 64, "tokenizer": "x.model", "train": [{"path": "x.jsonl"}]}
     kept = continued(config(data=data), of_old_version(data=data), FOLDER, 3)
-    assert isinstance(kept.data, JsonlSection)
+    assert isinstance(kept.data, SftSection)
     assert kept.data.chat_format == "plain"
     assert "data.chat_format=plain stays, as this run began with it" in kept_lines(config(data=data), kept)
     unchanged = continued(config(data=data), config_yaml(config(data=data)), FOLDER, 3).data
-    assert isinstance(unchanged, JsonlSection)
+    assert isinstance(unchanged, SftSection)
     assert unchanged.chat_format == "auto"
     named = config(data={**data, "ignore_keys": ["id"]})
     given = continued(named, of_old_version(data=data), FOLDER, 3).data
-    assert isinstance(given, JsonlSection)
+    assert isinstance(given, SftSection)
     assert given.ignore_keys == ("id",)
 
 

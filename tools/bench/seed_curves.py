@@ -109,7 +109,7 @@ def prepare(work: Path, steps: int) -> dict[str, Any]:
         "train": {"global_batch_size": 16, "micro_batch_size": 1, "num_steps": steps, "precision": "fp32"},
         "optimizer": {"lr": 2e-3, "schedule": "constant", "warmup_steps": 4},
         "data": {
-            "kind": "jsonl",
+            "kind": "sft",
             "seq_length": 128,
             "tokenizer": str(work / "tokenizer.model"),
             "train": [{"path": str(work / "qa-train.jsonl")}],

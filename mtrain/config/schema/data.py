@@ -12,7 +12,7 @@ class SourceSection(Section):
     """One corpus of a blend."""
 
     path: Annotated[str, bounds.PATH] = Field(min_length=1)
-    """indexed: the prefix of the .bin/.idx pair. jsonl: the file."""
+    """indexed: the prefix of the .bin/.idx pair. sft: the file."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
 
@@ -25,7 +25,7 @@ class DataSection(Section):
     seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
     """Tokens in a sample."""
     tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. jsonl needs it."""
+    """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
 
@@ -70,12 +70,13 @@ class IndexedSection(FilesSection):
     """Attention and positions start again at each document, and no token is predicted across an edge."""
 
 
-class JsonlSection(FilesSection):
+class SftSection(FilesSection):
     """Finetuning on JSONL, one sample a line."""
 
-    kind: Literal["jsonl"]
-    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """What happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted."""
+    kind: Literal["sft"]
+    too_long: Literal["end", "drop", "refuse"] = "end"
+    """What happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted: end cuts it at
+    the end, drop leaves it out, refuse ends the run."""
     chat_format: Literal["auto", "plain"] = "auto"
     """For `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages where
     the tokenizer's folder has a chat template, which is not applied."""
@@ -91,7 +92,7 @@ class JsonlSection(FilesSection):
     def text_needs_a_tokenizer(self) -> str | None:
         if self.tokenizer is not None:
             return None
-        return "tokenizer is not given, but kind=jsonl holds text; name the tokenizer that turns it into tokens"
+        return "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
 
 
 class MockSection(DataSection):
@@ -103,8 +104,6 @@ class MockSection(DataSection):
 
 
 AnyData = Annotated[
-    Annotated[IndexedSection, Tag("indexed")]
-    | Annotated[JsonlSection, Tag("jsonl")]
-    | Annotated[MockSection, Tag("mock")],
+    Annotated[IndexedSection, Tag("indexed")] | Annotated[SftSection, Tag("sft")] | Annotated[MockSection, Tag("mock")],
     by_kind("indexed"),
 ]

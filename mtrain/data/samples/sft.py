@@ -13,7 +13,7 @@ The header is the plain text "### role\\n", with "\\n\\n" before it from the sec
 response, header, content) is tokenised by itself, so no token lies half in the loss.
 
 A sample fits a row when it has at most seq_length + 1 tokens, as the last one is only predicted. Longer ones are cut at
-the end (truncate), left out (drop) or an error (refuse); a cut sample may have nothing left to learn and then counts as
+the end (end), left out (drop) or an error (refuse); a cut sample may have nothing left to learn and then counts as
 an empty sequence (loss.empty_sequences). drop and refuse tokenise the whole file when it is opened.
 """
 
@@ -109,7 +109,7 @@ class SFTDataset:
         numbers: range,
         tokenizer: Tokenizer,
         seq_length: int,
-        too_long: Literal["truncate", "drop", "refuse"],
+        too_long: Literal["end", "drop", "refuse"],
         form: LineFormat,
     ) -> None:
         """
@@ -129,7 +129,7 @@ class SFTDataset:
         # numbers of lines, not texts: a file may be larger than memory
         self._kept = np.arange(numbers.start, numbers.stop)
         match too_long:
-            case "truncate":
+            case "end":
                 pass
             case "drop":
                 self._kept = self._kept[np.array([self._excess(number) <= 0 for number in numbers], bool)]
@@ -179,7 +179,7 @@ class SFTDataset:
                 raise DataError(
                     f"{self._lines.path} line {number + 1}: has {takes + excess} tokens, but "
                     f"data.seq_length={self._seq_length} takes {takes}; raise it, shorten the sample, or set "
-                    "data.too_long to truncate or drop"
+                    "data.too_long to end or drop"
                 )
 
 

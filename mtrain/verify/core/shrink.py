@@ -15,7 +15,7 @@ from typing import Any, assert_never
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
-from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, JsonlSection, MockSection
+from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features import FEATURES, SmallRun
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
@@ -90,7 +90,7 @@ def has_files(data: AnyData) -> bool:
             return False
         case IndexedSection():
             paths = [Path(f"{source.path}.idx") for source in data.train]
-        case JsonlSection():
+        case SftSection():
             paths = [Path(source.path) for source in data.train]
         case _:
             assert_never(data)
@@ -186,8 +186,8 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
     if not reads_files:
         return {"kind": "mock", "isolate_documents": data.isolate_documents}
     match data:
-        case JsonlSection():
-            return data.model_dump() | _training_only(data) | {"too_long": "truncate"}
+        case SftSection():
+            return data.model_dump() | _training_only(data) | {"too_long": "end"}
         case IndexedSection():
             return data.model_dump() | _training_only(data)
         case MockSection():

@@ -13,7 +13,7 @@ from typing import assert_never
 import numpy as np
 
 from mtrain.config import Config
-from mtrain.config.schema.data import FilesSection, IndexedSection, JsonlSection, MockSection
+from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.sources import Blended, Sources
@@ -65,7 +65,7 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
     assert not isinstance(data, MockSection), "random tokens are no blend"
     faults = list(broken_order(turns, sizes, [section.weight for section in data.train]))
     match data:
-        case JsonlSection():
+        case SftSection():
             return _answers(data, sources, turns[:count], sizes, faults.append), tuple(faults)
         case IndexedSection():
             return _windows(data, stream, turns[:count], faults.append), tuple(faults)
@@ -80,13 +80,13 @@ def _random(samples: MockSamples, number: int) -> Text:
 
 
 def _answers(
-    data: JsonlSection, sources: Sources, turns: list[Draw], sizes: list[int], tell: Callable[[str], None]
+    data: SftSection, sources: Sources, turns: list[Draw], sizes: list[int], tell: Callable[[str], None]
 ) -> list[Text]:
     assert sources.tokenizer is not None, "a rule of the section"
     paths = [Path(section.path) for section in data.train]
     for source, path in enumerate(paths):
         count = _in_training(num_lines(path), data)
-        if sizes[source] != count and data.too_long == "truncate":
+        if sizes[source] != count and data.too_long == "end":
             tell(f"source {source} has {sizes[source]} samples, but {path} has {count} lines of training")
     lines = [
         objects(path, {turn.index for turn in turns if turn.source == number}) for number, path in enumerate(paths)

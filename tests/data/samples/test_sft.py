@@ -25,7 +25,7 @@ def conversations(
     path: Path,
     tokenizer: Path,
     seq_length: int,
-    too_long: Literal["truncate", "drop", "refuse"] = "truncate",
+    too_long: Literal["end", "drop", "refuse"] = "end",
     numbers: range | None = None,
 ) -> SFTDataset:
     lines, form = Lines(path, LineFormat().check), LineFormat()
@@ -181,7 +181,7 @@ def test_named_keys_are_dropped_on_purpose(write_jsonl: WriteJsonl, word_tokeniz
     form = LineFormat(frozenset({"id", "name", "weight"}))
     full = {"messages": [{**CHAT[0], "name": "x", "weight": 9}, CHAT[1]], "id": 1, "weight": 0.5}
     path = write_jsonl([full, {"messages": CHAT}])
-    rows = SFTDataset(Lines(path, form.check), range(2), load_tokenizer(word_tokenizer), 8, "truncate", form)
+    rows = SFTDataset(Lines(path, form.check), range(2), load_tokenizer(word_tokenizer), 8, "end", form)
     assert rows.sample(0, 0).tokens.tolist() == rows.sample(0, 1).tokens.tolist()
     assert rows.sample(0, 0).weight == 0.5, "a key of the form is never dropped"
 
@@ -225,7 +225,7 @@ def test_messages_are_refused_where_a_chat_template_is_not_applied(
         with_template(word_tokenizer, tmp_path / "tokenizer", *TEMPLATES[kind]),
         write_jsonl([{"messages": CHAT}]),
     )
-    data = {"kind": "jsonl", "train": [{"path": str(path)}], "seq_length": 8}
+    data = {"kind": "sft", "train": [{"path": str(path)}], "seq_length": 8}
     for tokenizer in (folder, folder / "tokenizer.json"):
         with (
             notice,

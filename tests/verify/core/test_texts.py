@@ -67,7 +67,7 @@ def test_answers_are_read_as_the_trainer_reads_them(word_tokenizer: Path, tmp_pa
     ]
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    sections = {"data__kind": "jsonl", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
+    sections = {"data__kind": "sft", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
     assert_rows_are_the_trainers(user(sections, data__split=[0.9, 0.1, 0.0]))
 
 

@@ -192,7 +192,7 @@ def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
     sections = {
-        "data__kind": "jsonl",
+        "data__kind": "sft",
         "data__train": [{"path": str(path)}],
         "data__tokenizer": str(word_tokenizer),
         "data__too_long": "refuse",
@@ -211,7 +211,7 @@ def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
     samples = [{"prompt": "a", "response": "b c d", "weight": weight} for weight in weights]
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
-    sections = {"data__kind": "jsonl", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
+    sections = {"data__kind": "sft", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
     report = check(pool, config(**sections), "mbs1", num_steps=4)
     found = [step.denominators["main"] for layout in report.layouts for step in layout.steps[:4]]
     assert {step.denominators["main"] for step in report.layouts[0].expected[:4]} == {48.0}, "a whole number"
