@@ -1,0 +1,58 @@
+"""What records of every form have in common: known keys, texts and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from typing import Any
+
+from mtrain.base.errors import DataError
+
+
+def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place: str = "") -> None:
+    """Refuses a key that nobody reads: what is dropped without a word may be what the model should have seen.
+
+    Args:
+        found: A record, or an object inside one.
+        known: Keys that are read.
+        ignored: Keys that are dropped on purpose; a known key is never dropped.
+        place: Begins the message, such as "messages[0] "; empty for the record itself.
+
+    Raises:
+        DataError: There is such a key.
+    """
+    unknown = next((key for key in found if key not in known and key not in ignored), None)
+    if unknown is not None:
+        raise DataError(
+            f"{place}has the key {unknown!r}, which is not read; known are {', '.join(sorted(known))}: remove it, or "
+            "name it in data.ignore_keys to train without it"
+        )
+
+
+def check_text(text: object, name: str) -> str:
+    """The text itself.
+
+    Raises:
+        DataError: It is none; `name` stands in the message.
+    """
+    if text is None:
+        raise DataError(f"{name} is null, but must be a text; write it, or remove the line")
+    if not isinstance(text, str):
+        raise DataError(f"{name} is a {type(text).__name__}, but must be a text; put it in quotes")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{name} holds half a surrogate pair, which is not text; fix the escape sequence") from None
+    return text
+
+
+def check_weight(weight: object, name: str = "'weight'") -> float:
+    """The weight as a number.
+
+    Raises:
+        DataError: It is not a finite number of at least 0.
+    """
+    # bool first: True is an int in Python
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise DataError(f"{name} is {weight!r}, but must be a finite number of at least 0; change it")
+    return float(weight)
