@@ -1,16 +1,21 @@
 """JSON lines on disk: one scan finds where each line begins, and lines are read when they are needed."""
 
+import gzip
 import hashlib
-import json
+import io
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, assert_never, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.plain_files import parsed_json
+from mtrain.data.formats.recognise import FileKind, check_text
+from mtrain.data.formats.rows import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
 """Longer lines are refused: they are nearly always a file of another kind, and would fill the memory."""
@@ -32,7 +37,7 @@ class Lines:
         self.path = Path(path)
         digest = hashlib.sha256()
         offsets = [0]
-        for number, line in enumerate(_raw_lines(self.path), start=1):
+        for number, line in enumerate(raw_lines(self.path), start=1):
             digest.update(line)
             offsets.append(offsets[-1] + len(line))
             # all lines at the start: a bad one would else end the run days later
@@ -65,7 +70,7 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         DataError: a line is bad; names file and line.
     """
-    for number, line in enumerate(_raw_lines(path), start=1):
+    for number, line in enumerate(raw_lines(path), start=1):
         yield number, parsed(line, path, number)
 
 
@@ -84,35 +89,89 @@ def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
         DataError: it is not UTF-8, not JSON, or not an object; names file and line.
     """
     try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as fault:
-        raise DataError(
-            f"{path} line {number}: byte {fault.start + 1} is not UTF-8; save the file in that encoding"
-        ) from None
-    if not text.strip():
-        raise DataError(f"{path} line {number}: the line is empty, but a JSON object is needed; remove it")
+        return parsed_line(line)
+    except DataError as fault:
+        raise DataError(f"{path} line {number}: {fault}") from None
+
+
+def parsed_line(line: bytes) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        DataError: it is not UTF-8, not JSON as the standard has it, or not an object; does not say where it lies.
+    """
+    if not line.strip():
+        raise DataError("the line is empty, but a JSON object is needed; remove it")
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise DataError(f"{path} line {number}: not JSON ({fault}); write one JSON object a line") from None
+        found = parsed_json(line)
+    except UnicodeDecodeError as fault:
+        raise DataError(f"byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
+    except UnicodeEncodeError:
+        raise DataError("holds half a surrogate pair, which is not text; fix the escape sequence") from None
+    except ValueError as fault:
+        raise DataError(f"not JSON ({fault}); write one JSON object a line") from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} line {number}: holds a {type(found).__name__}, but a JSON object is needed; fix it")
+        raise DataError(f"holds a {type(found).__name__}, but a JSON object is needed; fix it")
     return found
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
+    """Yields the lines of a file, unpacked where it is compressed.
+
+    Args:
+        path: The file.
+        kind: Not one of tables.
+
+    Raises:
+        DataError: it cannot be read, is damaged, is no text, or a line is too long.
+    """
     try:
-        file = path.open("rb")
+        with _opened(path, kind) as file:
+            # a stream cannot be read twice, so what is in the pack is looked at on the way
+            first = file.readline(MAX_LINE_BYTES + 1)
+            if kind is not FileKind.LINES:
+                check_text(first, path)
+            yield from _lines(file, first, path)
+    except EOFError as fault:
+        raise _damaged(path, kind, fault) from fault
+    except zlib.error as fault:
+        raise _damaged(path, kind, fault) from fault
     except OSError as fault:
+        if kind is not FileKind.LINES and fault.errno is None:  # of the pack, not of the disk
+            raise _damaged(path, kind, fault) from fault
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
-    with file:
-        number = 1
-        # one byte more than allowed, to see that a line is longer without reading all of it
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"{path} line {number}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object a line, and "
-                    "cut long texts into several"
-                )
-            yield line
-            number += 1
+
+
+def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:
+    number = 1
+    while line:
+        # one byte more than allowed was asked for, to see that a line is longer without reading all of it
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{path} line {number}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object a line, and "
+                "cut long texts into several"
+            )
+        yield line
+        line = file.readline(MAX_LINE_BYTES + 1)
+        number += 1
+
+
+def _opened(path: Path, kind: FileKind) -> BinaryIO:
+    match kind:
+        case FileKind.LINES:
+            return path.open("rb")
+        case FileKind.GZIP:
+            return cast(BinaryIO, gzip.open(path, "rb"))
+        case FileKind.ZSTD:
+            library = pyarrow(path, kind)
+            # not the package zstandard: it takes a file that was cut off for a whole one
+            return io.BufferedReader(library.CompressedInputStream(library.OSFile(str(path)), "zstd"))
+        case FileKind.PARQUET | FileKind.ARROW_FILE | FileKind.ARROW_STREAM:
+            raise AssertionError("rows are no lines")
+        case _:
+            assert_never(kind)
+
+
+def _damaged(path: Path, kind: FileKind, fault: Exception) -> DataError:
+    shown = " ".join(str(fault).split())[:200]
+    return DataError(f"{path} is damaged {kind.value} ({shown}); copy or pack it again")

@@ -115,19 +115,12 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
     for document in texts:
         group.append(document.text)
         size += len(document.text)
-        num_bytes += len(_encodable(document))
+        num_bytes += len(document.text.encode())
         if size >= _CHUNK_CHARACTERS:
             yield _TextChunk(group, num_bytes)
             group, size, num_bytes = [], 0, 0
     if group:
         yield _TextChunk(group, num_bytes)
-
-
-def _encodable(document: Document) -> bytes:
-    try:
-        return document.text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"{document.place}: the text holds half a surrogate pair; fix the escape sequence") from None
 
 
 def _tokenized(

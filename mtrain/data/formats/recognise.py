@@ -1,0 +1,115 @@
+"""What a file is, by its first bytes and not by its name; what it should be instead, where it cannot be read."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import open_plain_file
+
+
+class FileKind(enum.Enum):
+    """A form in which records lie on disk."""
+
+    LINES = "JSON lines"
+    GZIP = "gzip"
+    ZSTD = "zstd"
+    PARQUET = "parquet"
+    ARROW_FILE = "Arrow file"
+    ARROW_STREAM = "Arrow stream"
+
+    @property
+    def is_arrow(self) -> bool:
+        """Whether records are rows of a table, which pyarrow reads."""
+        return self in (FileKind.PARQUET, FileKind.ARROW_FILE, FileKind.ARROW_STREAM)
+
+
+_HEAD_BYTES = 4096
+
+_KINDS = (
+    (b"PAR1", FileKind.PARQUET),
+    (b"ARROW1", FileKind.ARROW_FILE),
+    (b"\xff\xff\xff\xff", FileKind.ARROW_STREAM),  # of a Hugging Face dataset that was saved to disk
+    (b"\x1f\x8b", FileKind.GZIP),
+    (b"\x28\xb5\x2f\xfd", FileKind.ZSTD),
+)
+
+_AS_LINES = "write one JSON object a line"
+_UNPACK = "unpack it, or compress it with gzip or zstd"
+_REFUSED = (
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "fetch it with git lfs pull"),
+    (b"\x80\x02", "a pickle, which could run code", _AS_LINES),
+    (b"\x80\x03", "a pickle, which could run code", _AS_LINES),
+    (b"\x80\x04", "a pickle, which could run code", _AS_LINES),
+    (b"\x80\x05", "a pickle, which could run code", _AS_LINES),
+    (b"PK\x03\x04", "a zip archive (or a file of torch, numpy or a spreadsheet)", f"{_AS_LINES}, or unpack it"),
+    (b"\x93NUMPY", "an array of numpy", _AS_LINES),
+    (b"\x89HDF", "an HDF5 file", _AS_LINES),
+    (b"SQLite format 3", "a SQLite database", _AS_LINES),
+    (b"ORC", "an ORC table", "write it as parquet"),
+    (b"Obj\x01", "an Avro file", "write it as parquet"),
+    (b"PARE", "an encrypted parquet file", "write it without encryption"),
+    (b"BZh", "compressed by bzip2", _UNPACK),
+    (b"\xfd7zXZ", "compressed by xz", _UNPACK),
+    (b"\x04\x22\x4d\x18", "compressed by lz4", _UNPACK),
+    (b"\x7fELF", "a program", _AS_LINES),
+    (b"%PDF", "a PDF", _AS_LINES),
+    (b"\x89PNG", "a picture", _AS_LINES),
+    (b"\xff\xd8\xff", "a picture", _AS_LINES),
+    (b"\xff\xfe", "text in UTF-16", "save it as UTF-8"),
+    (b"\xfe\xff", "text in UTF-16", "save it as UTF-8"),
+    (b"[", "one JSON list", f"{_AS_LINES}, without brackets and commas around them"),
+)
+_TAR_MAGIC, _TAR_PLACE = b"ustar", 257
+_PAGES = (b"<!doctype", b"<html", b"<?xml")
+
+
+def kind_of_file(path: Path) -> FileKind:
+    """Looks at the first bytes of a file.
+
+    Raises:
+        DataError: It cannot be read, is empty, or holds no records; says what it is and what to do.
+    """
+    try:
+        with open_plain_file(path) as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
+    kind = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
+    if kind is None:
+        check_text(head, path)
+        kind = FileKind.LINES
+    return kind
+
+
+def check_text(head: bytes, path: Path) -> None:
+    """Refuses what are no JSON lines.
+
+    Args:
+        head: The first bytes of the text, unpacked where the file is compressed.
+        path: For the message.
+
+    Raises:
+        DataError: Says what it is and what to do.
+    """
+    if not head:
+        raise DataError(f"{path} is empty, but at least one line is needed; give a file that holds samples")
+    if found := _no_text(head):
+        what, change = found
+        raise DataError(f"{path} is {what}, but JSON lines, parquet or Arrow are needed; {change}")
+
+
+def _no_text(head: bytes) -> tuple[str, str] | None:
+    """What it is, and what to do."""
+    known = next(((what, change) for magic, what, change in _REFUSED if head.startswith(magic)), None)
+    if known is not None:
+        return known
+    if head.lstrip().lower().startswith(_PAGES):
+        return "a web page (a failed download is often one)", "download the file again"
+    if head[_TAR_PLACE:].startswith(_TAR_MAGIC):
+        return "a tar archive", _UNPACK
+    if any(head.startswith(magic) for magic, _ in _KINDS):
+        return "packed twice", _UNPACK
+    # JSON never holds NUL as it is, and pads nothing with it
+    return ("binary", _AS_LINES) if b"\0" in head else None

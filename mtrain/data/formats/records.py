@@ -1,0 +1,101 @@
+"""The records of a source: one after the other, in pieces that can be read apart, whatever the form of its files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mtrain.data.formats.jsonl import parsed_line, raw_lines
+from mtrain.data.formats.record_files import RecordFile
+from mtrain.data.formats.rows import records_of, tables
+
+_CHUNK_BYTES = 1 << 18
+_CHUNK_RECORDS = 256
+"""Small enough to share the work of a short file, large enough that handing it over costs nothing beside it."""
+
+
+@dataclass(frozen=True)
+class Chunk(ABC):
+    """Records that lie behind each other in one file, not parsed yet."""
+
+    file: int
+    """Of the source's files, counted from 0."""
+    first: int
+    """Number of the first record in its file, counted from 1."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Records."""
+
+    @abstractmethod
+    def record(self, index: int) -> dict[str, Any]:
+        """The record of this index, counted from 0.
+
+        Raises:
+            DataError: It is none; says what is wrong, not where it lies.
+        """
+
+
+@dataclass(frozen=True)
+class LineChunk(Chunk):
+    """Lines of JSON."""
+
+    lines: tuple[bytes, ...]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def record(self, index: int) -> dict[str, Any]:
+        return parsed_line(self.lines[index])
+
+
+@dataclass(frozen=True)
+class RowChunk(Chunk):
+    """Rows of a table."""
+
+    batch: Any
+    """Of pyarrow."""
+
+    def __len__(self) -> int:
+        return int(self.batch.num_rows)
+
+    def record(self, index: int) -> dict[str, Any]:
+        return self._records[index]
+
+    @cached_property
+    def _records(self) -> list[dict[str, Any]]:
+        return records_of(self.batch)
+
+
+def chunks(files: Sequence[RecordFile]) -> Iterator[Chunk]:
+    """Yields all records; where a chunk ends depends on the files alone.
+
+    Raises:
+        DataError: A file is damaged.
+        MachineError: pyarrow, which reads one of them, is not installed.
+    """
+    for number, file in enumerate(files):
+        yield from _rows(number, file) if file.kind.is_arrow else _lines(number, file)
+
+
+def _rows(number: int, file: RecordFile) -> Iterator[Chunk]:
+    first = 1
+    for batch in tables(file.path, file.kind, _CHUNK_RECORDS):
+        yield RowChunk(number, first, batch)
+        first += batch.num_rows
+
+
+def _lines(number: int, file: RecordFile) -> Iterator[Chunk]:
+    lines: list[bytes] = []
+    first, size = 1, 0
+    for line in raw_lines(file.path, file.kind):
+        lines.append(line)
+        size += len(line)
+        if size >= _CHUNK_BYTES or len(lines) == _CHUNK_RECORDS:
+            yield LineChunk(number, first, tuple(lines))
+            first, size, lines = first + len(lines), 0, []
+    if lines:
+        yield LineChunk(number, first, tuple(lines))
