@@ -141,9 +141,10 @@ def refusals(config: Config) -> Iterator[str]:
 def documents_need_torch_layers(config: Config) -> Iterator[str]:
     """TransformerEngine's attention does not see the documents of a row."""
     if config.model.backend == "te" and config.data.isolate_documents:
+        key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
         yield (
-            "model.backend=te lets attention cross the documents of a row, but data.isolate_documents=true; use "
-            "model.backend=auto, or set data.isolate_documents to false"
+            f"model.backend=te lets attention cross the documents of a row, but {key}; use model.backend=auto, or "
+            f"{'remove data.packing' if config.data.packing else 'set data.isolate_documents to false'}"
         )
 
 
@@ -167,7 +168,7 @@ CLIPPING = Note(
 TORCH_LAYERS = Note(
     lambda config: config.model.backend == "auto" and config.data.isolate_documents,
     "model.backend=auto takes torch layers even where TransformerEngine is there, because its attention does not see "
-    "the documents of a row (data.isolate_documents=true)",
+    "the documents of a row (data.isolate_documents=true or data.packing)",
 )
 LAYOUT_DEPENDENT = Note(
     lambda config: bool(layout_dependent_keys(config.model, config.loss)),

@@ -83,13 +83,42 @@ def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
 
 
-def sequence(layout: LayoutSection, data: AnyData) -> Iterator[str]:
-    """Context parallelism cuts a sequence into 2 x cp chunks; sequence parallelism cuts a rank's part over tp."""
+def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
+    """Packed rows may be wider than the longest sample."""
+    width = train.tokens_per_micro_batch
+    if width is None:
+        return
+    if data.packing is None:
+        yield (
+            f"train.tokens_per_micro_batch={width} is the width of packed rows, but data.packing is not given; set "
+            "data.packing.batch=sequences, or remove train.tokens_per_micro_batch"
+        )
+    if width < data.seq_length:
+        yield (
+            f"train.tokens_per_micro_batch={width} must be at least data.seq_length={data.seq_length}, as every sample "
+            "needs a row that takes it; raise the one or lower the other"
+        )
+    if train.micro_batch_size > 1:
+        yield (
+            f"train.tokens_per_micro_batch={width} makes one row a microbatch, but train.micro_batch_size="
+            f"{train.micro_batch_size}; remove one of the two"
+        )
+
+
+def row_width(train: TrainSection, data: AnyData) -> int:
+    """Positions of a row."""
+    return data.seq_length if train.tokens_per_micro_batch is None else train.tokens_per_micro_batch
+
+
+def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Iterator[str]:
+    """Context parallelism cuts a row into 2 x cp chunks; sequence parallelism cuts a rank's part over tp."""
     factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
     divisor = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
-    if data.seq_length % divisor:
+    width = row_width(train, data)
+    if width % divisor:
+        key = "data.seq_length" if train.tokens_per_micro_batch is None else "train.tokens_per_micro_batch"
         yield (
-            f"data.seq_length={data.seq_length} must be a multiple of {divisor} = {' x '.join(filter(None, factors))}; "
+            f"{key}={width} must be a multiple of {divisor} = {' x '.join(filter(None, factors))}; "
             "change it or the layout"
         )
 

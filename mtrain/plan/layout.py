@@ -14,6 +14,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config, rules
 from mtrain.config.schema.layout import LayoutSection
 
+_GROUP_KEY = "microbatch_group_size_per_vp_stage"
+
 
 class Coordinate(NamedTuple):
     """Where a rank stands, by the axes of the dense model."""
@@ -156,7 +158,7 @@ def broken_rules(config: Config, world_size: int) -> list[str]:
     return [
         *rules.tensor_parallel(config.model, section),
         *rules.pipeline(config.model, section),
-        *rules.sequence(section, config.data),
+        *rules.sequence(section, config.train, config.data),
         *_ranks(config, world_size),
     ]
 
@@ -172,13 +174,34 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         )
         return
     yield from _experts(section, world_size)
-    if train.global_batch_size % (dp * train.micro_batch_size):
+    if config.data.packing is not None:
+        # how many rows a step has is known with its samples; ranks get as many as the schedule needs
+        yield from _interleaved_schedule(config, microbatches_come_in(config))
+    elif train.global_batch_size % (dp * train.micro_batch_size):
         yield (
             f"train.global_batch_size={train.global_batch_size} must be a multiple of {dp * train.micro_batch_size} = "
             f"dp={dp} (world size {world_size}) x train.micro_batch_size={train.micro_batch_size}; change one of them"
         )
     else:
         yield from _interleaved_schedule(config, train.global_batch_size // (dp * train.micro_batch_size))
+
+
+def microbatches_come_in(config: Config) -> int:
+    """What the number of microbatches of a packed step is a multiple of: an interleaved schedule passes them on in
+    groups."""
+    if config.layout.vpp == 1:
+        return 1
+    given = config.model.megatron.get(_GROUP_KEY)
+    return given if isinstance(given, int) and given > 0 else config.layout.pp
+
+
+def most_microbatches(config: Config, layout: Layout) -> int:
+    """Forward passes of a data-parallel rank in one step; of a packed one, the number for samples that share no row."""
+    train = config.train
+    if config.data.packing is None:
+        return layout.num_microbatches(train.global_batch_size, train.micro_batch_size)
+    a_round = layout.dp * train.micro_batch_size * microbatches_come_in(config)
+    return -(-train.global_batch_size // a_round) * microbatches_come_in(config)
 
 
 def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
@@ -198,12 +221,11 @@ def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str
     section = config.layout
     if section.vpp == 1:
         return
-    key = "microbatch_group_size_per_vp_stage"
-    given = config.model.megatron.get(key)
+    given = config.model.megatron.get(_GROUP_KEY)
     group = given if isinstance(given, int) else section.pp
     last = num_microbatches % group if group > 0 else 0
     if not section.pp <= group <= num_microbatches or 0 < last < section.pp:
-        name = f"model.megatron.{key}={group}" if isinstance(given, int) else f"layout.pp={group}"
+        name = f"model.megatron.{_GROUP_KEY}={group}" if isinstance(given, int) else f"layout.pp={group}"
         yield (
             f"layout.vpp={section.vpp} passes microbatches on in groups of {name}, but there are {num_microbatches} "
             f"microbatches a step, and no group may be smaller than layout.pp={section.pp}; change "

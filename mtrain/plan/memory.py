@@ -11,7 +11,7 @@ from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.features import LAYER_PARTS
 from mtrain.plan.features.feature import hidden_local
-from mtrain.plan.layout import Layout
+from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.parameters import matrices_on_rank, padded_vocab_size, parameters_on_rank
 
 _FP32_BYTES = 4
@@ -73,7 +73,7 @@ def _element_bytes(config: Config) -> int:
 def _activations_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     """What backward keeps of all microbatches in flight, and the logits of one on the last stage."""
     model, train = config.model, config.train
-    tokens = train.micro_batch_size * config.data.seq_length // layout.cp
+    tokens = train.micro_batch_size * config.row_width // layout.cp
     is_last = pp_rank == layout.pp - 1
     chunks = [_chunk_elements(config, layout, pp_rank, chunk) for chunk in range(layout.vpp)]
     elements = _chunks_in_flight(config, layout, pp_rank) * max(chunks)
@@ -104,7 +104,7 @@ def _layer_elements(model: ModelSection, layout: Layout, layer: int) -> int:
 
 def _chunks_in_flight(config: Config, layout: Layout, pp_rank: int) -> int:
     """Forward passes of a virtual chunk whose backward has not run, at most: the schedule's warm-up and one more."""
-    num = layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    num = most_microbatches(config, layout)
     if layout.vpp == 1:
         return min(layout.pp - pp_rank, num)
     warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp

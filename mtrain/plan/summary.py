@@ -8,7 +8,7 @@ from mtrain import plan
 from mtrain.config import Config, known_issues
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.hf.schema.exportable import refuse_unexportable
-from mtrain.plan.layout import Layout
+from mtrain.plan.layout import Layout, most_microbatches
 
 _GIB = 2**30
 _PLAIN_WIDTH = 160
@@ -36,7 +36,7 @@ def print_plan(config: Config, world_size: int) -> None:
 
 def _facts(config: Config, layout: Layout) -> dict[str, str]:
     train, model = config.train, config.model
-    num_microbatches = layout.num_microbatches(train.global_batch_size, train.micro_batch_size)
+    at_most = "" if config.data.packing is None else "at most "
     tokens = train.global_batch_size * config.data.seq_length
     flops = plan.flops_per_token(model, config.data.seq_length)
     parameters = (
@@ -46,14 +46,21 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         parameters += f", {plan.num_active_parameters(model):,} for each token"
     return {
         "layout": f"{layout} on {layout.world_size} ranks",
-        "batch": f"{train.global_batch_size} samples = {num_microbatches} microbatches x {train.micro_batch_size} "
-        f"x dp {layout.dp}",
-        "tokens per step": f"{tokens:,}",
-        "tokens of the run": f"{tokens * train.num_steps:,}",
+        "batch": f"{train.global_batch_size} samples = {_rows(config, layout)} x dp {layout.dp}",
+        "tokens per step": f"{at_most}{tokens:,}",
+        "tokens of the run": f"{at_most}{tokens * train.num_steps:,}",
         "parameters": parameters,
         "FLOPs per token": f"{flops:.4e}",
-        "FLOPs per step": f"{flops * tokens:.4e}",
+        "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
     }
+
+
+def _rows(config: Config, layout: Layout) -> str:
+    """What a data-parallel rank computes in a step."""
+    microbatches = f"{most_microbatches(config, layout)} microbatches x {config.train.micro_batch_size}"
+    if config.data.packing is None:
+        return microbatches
+    return f"at most {microbatches} packed rows of {config.row_width}"
 
 
 def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:

@@ -26,6 +26,7 @@ NEUTRAL_KEYS = (
     "metrics",
     "train.num_steps",
     "train.micro_batch_size",
+    "train.tokens_per_micro_batch",
     "train.device",
     "train.recompute",
     "train.distributed_optimizer",
@@ -36,6 +37,7 @@ NEUTRAL_KEYS = (
     "model.backend",
     "model.hf",
     "data.prefetch_steps",
+    "data.packing",
     "data.ignore_keys",
 )
 """Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""

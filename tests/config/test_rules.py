@@ -20,6 +20,7 @@ LATENT: dict[str, Any] = {
     "model__mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
 }
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"layout__sp": True}, "layout.sp=true needs tp > 1, but tp=1"),
@@ -53,6 +54,28 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"model__qk_norm": True, "model__qk_norm_width": "full", "model__norm": "layernorm"},
         "model.qk_norm_width=full needs norm=rmsnorm, but norm=layernorm; change one of them",
+    ),
+    (
+        {"data": {**INDEXED, "packing": {}}},
+        "data.packing puts samples of different length into rows, but kind=indexed cuts running text into full rows",
+    ),
+    ({"data__packing": {}}, "data.packing keeps the samples of a row apart, but isolate_documents=false; set it to"),
+    ({"train__tokens_per_micro_batch": 64}, "train.tokens_per_micro_batch=64 is the width of packed rows, but"),
+    (
+        {**PACKED, "train__tokens_per_micro_batch": 63},
+        "train.tokens_per_micro_batch=63 must be at least data.seq_length=64",
+    ),
+    (
+        {**PACKED, "train__tokens_per_micro_batch": 128, "train__micro_batch_size": 2},
+        "train.tokens_per_micro_batch=128 makes one row a microbatch, but train.micro_batch_size=2",
+    ),
+    (
+        {**PACKED, "train__tokens_per_micro_batch": 130, "layout__cp": 2},
+        "train.tokens_per_micro_batch=130 must be a multiple of 4 = 2 x layout.cp",
+    ),
+    (
+        {**PACKED, "model__backend": "te"},
+        "model.backend=te lets attention cross the documents of a row, but data.packing puts several into one",
     ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
-from mtrain.plan.layout import Coordinate, Layout, broken_rules
+from mtrain.plan.layout import Coordinate, Layout, broken_rules, microbatches_come_in, most_microbatches
 from tests.config.samples import config
 
 degrees = st.integers(1, 5)
@@ -160,6 +160,28 @@ def test_experts_divide_the_ranks_of_a_stage() -> None:
     ]
     (found,) = broken_rules(with_experts, 8)
     assert found.startswith("world size 8 / layout.pp=1 must be a multiple of layout.ep=3 x layout.etp=1")
+
+
+PACKED = {"kind": "mock", "seq_length": 64, "isolate_documents": True, "packing": {}}
+
+
+def test_packed_samples_need_not_divide_over_ranks() -> None:
+    given = config(data=PACKED, train__micro_batch_size=3)
+    assert broken_rules(given, 2) == []
+    # 16 samples in rows of their own: 3 a microbatch on each of 2 ranks
+    assert most_microbatches(given, Layout(dp=2)) == 3
+    assert most_microbatches(config(), Layout(dp=2)) == 8
+
+
+@pytest.mark.parametrize(("megatron", "group"), [({}, 4), ({"microbatch_group_size_per_vp_stage": 5}, 5)], ids=str)
+def test_packed_microbatches_come_in_groups_of_the_interleaved_schedule(megatron: dict[str, int], group: int) -> None:
+    given = config(data=PACKED, layout={"pp": 4, "vpp": 2}, model__megatron=megatron)
+    assert broken_rules(given, 4) == []
+    assert microbatches_come_in(given) == group
+    assert most_microbatches(given, Layout(pp=4, vpp=2)) == {4: 16, 5: 20}[group]
+    smaller = config(data=PACKED, layout={"pp": 4, "vpp": 2}, model__megatron={"microbatch_group_size_per_vp_stage": 3})
+    (found,) = broken_rules(smaller, 4)
+    assert "no group may be smaller than layout.pp=4" in found
 
 
 @given(st.integers(2, 4), st.integers(1, 24), st.integers(1, 8))

@@ -17,6 +17,14 @@ class SourceSection(Section):
     """Share of the samples, relative to the other sources."""
 
 
+class PackingSection(Section):
+    """Several samples in a row; attention and positions begin again at each, and the loss counts samples, not rows."""
+
+    batch: Literal["sequences"] = "sequences"
+    """What train.global_batch_size counts. sequences: samples, so that a step holds those that it holds without
+    packing, whatever the width of rows and the number of ranks."""
+
+
 class DataSection(Section):
     """What all kinds of data have."""
 
@@ -28,6 +36,8 @@ class DataSection(Section):
     """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
+    packing: PackingSection | None = None
+    """Where it is given, as in `packing: {batch: sequences}`, samples share rows; else each has a row of its own."""
 
 
 class FilesSection(DataSection):
@@ -69,6 +79,15 @@ class IndexedSection(FilesSection):
     isolate_documents: bool = False
     """Attention and positions start again at each document, and no token is predicted across an edge."""
 
+    @rule
+    def running_text_fills_its_rows(self) -> str | None:
+        if self.packing is None:
+            return None
+        return (
+            "packing puts samples of different length into rows, but kind=indexed cuts running text into full rows; "
+            "remove packing, or set isolate_documents=true to keep the documents of a row apart"
+        )
+
 
 class SftSection(FilesSection):
     """Finetuning on JSONL, one sample a line."""
@@ -85,8 +104,8 @@ class SftSection(FilesSection):
 
     @property
     def isolate_documents(self) -> bool:
-        """A row is one sample, so there is no edge to isolate."""
-        return False
+        """Only packed rows have edges."""
+        return self.packing is not None
 
     @rule
     def text_needs_a_tokenizer(self) -> str | None:
@@ -101,6 +120,12 @@ class MockSection(DataSection):
     kind: Literal["mock"]
     isolate_documents: bool = False
     """As with indexed; each sample is one document."""
+
+    @rule
+    def packed_samples_are_documents(self) -> str | None:
+        if self.packing is None or self.isolate_documents:
+            return None
+        return "packing keeps the samples of a row apart, but isolate_documents=false; set it to true"
 
 
 AnyData = Annotated[

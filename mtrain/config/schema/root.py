@@ -32,6 +32,11 @@ class Config(Section):
         draws of dropout."""
         return bool(rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self.model))
 
+    @property
+    def row_width(self) -> int:
+        """Positions of a row: of one sample, or of several that are packed."""
+        return rules.row_width(self.train, self.data)
+
     @rule
     def a_run_starts_from_one_place(self) -> str | None:
         if self.model.hf is None or self.checkpoint.initialize_from is None:
@@ -75,7 +80,11 @@ class Config(Section):
 
     @rule
     def the_sequence_divides_over_ranks(self) -> str | None:
-        return _lines(rules.sequence(self.layout, self.data))
+        return _lines(rules.sequence(self.layout, self.train, self.data))
+
+    @rule
+    def packed_rows_take_every_sample(self) -> str | None:
+        return _lines(rules.packing(self.train, self.data))
 
     @rule
     def documents_are_seen_by_attention(self) -> str | None:

@@ -14,7 +14,9 @@ class TrainSection(Section):
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
     """Samples in one optimizer step, over all data-parallel ranks."""
     micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
-    """Samples in one forward pass of one data-parallel rank."""
+    """Samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
+    tokens_per_micro_batch: Annotated[int | None, bounds.POSITIONS] = Field(None, gt=1)
+    """With data.packing: positions of a row, and one row a forward pass. By default rows have data.seq_length."""
     num_steps: Annotated[int, bounds.STEPS] = Field(gt=0)
     """Optimizer steps of the whole run, resumed ones included."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)

@@ -1,0 +1,126 @@
+"""Which samples of a step lie in which row of which rank.
+
+Packing is layout: a step holds the samples that it would hold without packing. They are first put into rows, which
+depends on their lengths and the width of a row alone, then rows are dealt to microbatches and data-parallel ranks. All
+ranks compute the same plan from the lengths of all samples of the step, so nothing is sent.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.data.packing.balance import costs, dealt
+from mtrain.data.packing.best_fit import PackedRows, packed
+from mtrain.plan.layout import microbatches_come_in
+
+FILLER: tuple[int, ...] = ()
+"""A row without a sample, which makes the number of rows equal on all ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Rows of one step, the same on every rank."""
+
+    num_microbatches: int
+    """Of every rank."""
+    fill: float
+    """Positions with text, as a share of those of the rows that hold any; 1 for a step without samples."""
+    imbalance: float
+    """Cost of the rank with the most work over the mean of all ranks; 1 where they are equal."""
+    _slots: PackedRows
+    _places: NDArray[np.int64]
+    """[num_microbatches, dp_size, micro_batch_size]: number of the row; -1 for a filler."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with samples, over all ranks."""
+        return len(self._slots.ends)
+
+    def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
+        """The rows of one forward pass, micro_batch_size of them: each the slots of its samples, in their order inside
+        the row; FILLER where a rank has fewer rows than others."""
+        return tuple(FILLER if row < 0 else self._slots.row(row) for row in self._places[microbatch, dp_rank].tolist())
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a plan needs to know of the run."""
+
+    row_width: int
+    """Positions of a row."""
+    micro_batch_size: int
+    """Rows of one forward pass of one rank."""
+    dp_size: int
+    """Data-parallel ranks."""
+    hidden_size: int
+    """Of the model: says how much attention costs beside the rest."""
+    multiple_of: int = 1
+    """The number of microbatches is a multiple of it: pp for an interleaved pipeline, else 1."""
+
+    @classmethod
+    def of(cls, config: Config, dp_size: int) -> "StepShape":
+        """The shape that a configuration asks for."""
+        return cls(
+            row_width=config.row_width,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_size=dp_size,
+            hidden_size=config.model.hidden_size,
+            multiple_of=microbatches_come_in(config),
+        )
+
+
+def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
+    """Packs the samples of one step and deals the rows.
+
+    Rows do not depend on dp_size, micro_batch_size, hidden_size or multiple_of.
+
+    Args:
+        lengths: [num_slots] positions that the sample in each slot takes, at least 1; 0 for a slot without one, as
+            beyond the end of a validation set.
+        shape: PackedRows, ranks and microbatches.
+
+    Raises:
+        DataError: a sample is longer than a row.
+    """
+    _refuse_longer(lengths, shape.row_width)
+    present = np.flatnonzero(lengths)
+    rows = packed(lengths[present], shape.row_width)
+    slots = PackedRows(present[rows.samples], rows.ends)
+    row_costs = _sums(costs(lengths, shape.hidden_size)[slots.samples], slots.ends)
+    num_microbatches = num_microbatches_of(len(slots.ends), shape)
+    turns = dealt(row_costs, num_microbatches * shape.micro_batch_size, shape.dp_size)
+    loads = np.append(row_costs, 0)[turns].sum(axis=0)
+    return StepPlan(
+        num_microbatches=num_microbatches,
+        fill=int(lengths.sum()) / (len(slots.ends) * shape.row_width) if len(slots.ends) else 1.0,
+        imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        _slots=slots,
+        # consecutive turns of a rank form a microbatch
+        _places=turns.reshape(num_microbatches, shape.micro_batch_size, shape.dp_size).transpose(0, 2, 1),
+    )
+
+
+def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
+    """Of every rank, for so many rows over all ranks; at least 1, as a step without samples is a step too."""
+    a_round = shape.dp_size * shape.micro_batch_size * shape.multiple_of
+    return max(1, -(-num_rows // a_round)) * shape.multiple_of
+
+
+def _sums(values: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[num_rows]: sum of the values of each row."""
+    sums: NDArray[np.int64] = np.append(0, np.cumsum(values))
+    of_rows: NDArray[np.int64] = np.diff(sums[np.append(0, ends)])
+    return of_rows
+
+
+def _refuse_longer(lengths: NDArray[np.int64], row_width: int) -> None:
+    longer = np.flatnonzero(lengths > row_width)
+    if longer.size:
+        slot = int(longer[0])
+        raise DataError(
+            f"sample {slot} of the step takes {lengths[slot]} positions, but a packed row has {row_width}; shorten it, "
+            "or raise train.tokens_per_micro_batch or, where that is not given, data.seq_length"
+        )

@@ -1,0 +1,26 @@
+"""What `mtrain check` prints of a configuration."""
+
+import pytest
+
+from mtrain.plan.summary import print_plan
+from tests.config.samples import config
+
+PACKED = {"kind": "mock", "seq_length": 64, "isolate_documents": True, "packing": {}}
+
+
+def test_packed_rows_are_counted_by_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(config(data=PACKED, train__tokens_per_micro_batch=256), world_size=2)
+    lines = {line[:18].strip(): line[18:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["batch"] == "16 samples = at most 8 microbatches x 1 packed rows of 256 x dp 2"
+    assert lines["tokens per step"] == "at most 1,024"
+    assert lines["tokens of the run"] == "at most 10,240"
+    assert lines["FLOPs per step"].startswith("at most ")
+
+
+def test_the_memory_of_wide_rows_is_that_of_their_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    def activations(width: int) -> float:
+        changes = {"train__global_batch_size": 1024, "train__tokens_per_micro_batch": width}
+        print_plan(config(data=PACKED, **changes), world_size=1)
+        return float(capsys.readouterr().out.splitlines()[-1].split()[-2])
+
+    assert activations(65536) == pytest.approx(2 * activations(32768), rel=0.01)
