@@ -1,0 +1,169 @@
+"""How tokenised samples lie on disk: plain arrays, one behind the other, that are mapped and never loaded.
+
+What each token counts is kept as runs of equal weights: a conversation has few of them, and a sample with a weight for
+every token loses nothing. Runs are as long as they can be, so the same samples give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.samples.tokenized import TokenizedSample
+
+DTYPES: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "run_lengths": np.int32,
+    "run_weights": np.float32,
+    "offsets": np.int64,
+    "run_offsets": np.int64,
+    "weights": np.float64,
+    "records": np.int64,
+    "checksums": np.uint32,
+}
+"""Array -> element. ids: of all samples. run_*: their loss weights. offsets, run_offsets: [samples + 1]. weights: what
+a sample counts, [samples]. records: number of the record in its source, counted from 0. checksums: of ids and runs of
+each sample, so that reading one notices a flipped bit without reading the others."""
+
+OF_SAMPLES = ("ids", "run_lengths", "run_weights")
+"""Large ones: verified sample by sample when they are read. The others are verified whole when they are opened."""
+
+_OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights")
+"""What training sees, so what the fingerprint of the data is made of."""
+
+
+class EncodedChunk(NamedTuple):
+    """The samples of some records, as a worker hands them over."""
+
+    file: int
+    """Of the source's files."""
+    first: int
+    """Number of the first record in its file, counted from 1."""
+    num_records: int
+    """Bad ones too."""
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    """Tokens of each sample."""
+    run_lengths: NDArray[np.int32]
+    run_weights: NDArray[np.float32]
+    run_counts: NDArray[np.int32]
+    """Runs of each sample."""
+    weights: NDArray[np.float64]
+    numbers: NDArray[np.int64]
+    """Of each sample's record in its file, counted from 1."""
+    bad: tuple[tuple[int, str], ...]
+    """Number of each record that is no sample, and what is wrong with it."""
+
+
+def runs_of(loss_weights: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Lengths and weights of the runs of equal weights; at least one run for [n], n > 0."""
+    # a first edge at 0, so that every run has one
+    edges = np.flatnonzero(np.concatenate([[True], loss_weights[1:] != loss_weights[:-1]]))
+    lengths = np.diff(edges, append=len(loss_weights)).astype(np.int32)
+    return lengths, loss_weights[edges]
+
+
+def checksum(ids: NDArray[np.int32], run_lengths: NDArray[np.int32], run_weights: NDArray[np.float32]) -> int:
+    """CRC-32 of one sample."""
+    crc = zlib.crc32(ids.data)
+    crc = zlib.crc32(run_lengths.data, crc)
+    return zlib.crc32(run_weights.data, crc)
+
+
+def encoded(
+    file: int,
+    first: int,
+    num_records: int,
+    samples: Sequence[tuple[int, TokenizedSample]],
+    bad: Sequence[tuple[int, str]],
+) -> EncodedChunk:
+    """Samples with the numbers of their records, as arrays."""
+    runs = [runs_of(sample.loss_weights) for _, sample in samples]
+    return EncodedChunk(
+        file,
+        first,
+        num_records,
+        ids=_joined([sample.ids for _, sample in samples], np.int32),
+        lengths=np.array([len(sample.ids) for _, sample in samples], np.int32),
+        run_lengths=_joined([lengths for lengths, _ in runs], np.int32),
+        run_weights=_joined([weights for _, weights in runs], np.float32),
+        run_counts=np.array([len(lengths) for lengths, _ in runs], np.int32),
+        weights=np.array([sample.weight for _, sample in samples], np.float64),
+        numbers=np.array([number for number, _ in samples], np.int64),
+        bad=tuple(bad),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+class ArrayWriter:
+    """Writes the arrays of a new entry one after the other; to be used in a `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._digests = {name: hashlib.sha256() for name in DTYPES}
+        self._sizes = dict.fromkeys(DTYPES, 0)
+        self.num_tokens = self.num_runs = self.num_samples = 0
+
+    def __enter__(self) -> Self:
+        for name in DTYPES:
+            self._files[name] = (self._folder / name).open("wb")
+        self._write("offsets", np.zeros(1, np.int64))
+        self._write("run_offsets", np.zeros(1, np.int64))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, chunk: EncodedChunk, first_of_file: int) -> None:
+        """Appends the samples of a chunk; `first_of_file`: records of the files before its own."""
+        ends = np.cumsum(chunk.lengths, dtype=np.int64)
+        run_ends = np.cumsum(chunk.run_counts, dtype=np.int64)
+        checksums = [
+            checksum(chunk.ids[start:end], chunk.run_lengths[low:high], chunk.run_weights[low:high])
+            for start, end, low, high in zip(ends - chunk.lengths, ends, run_ends - chunk.run_counts, run_ends)
+        ]
+        self._write("ids", chunk.ids)
+        self._write("run_lengths", chunk.run_lengths)
+        self._write("run_weights", chunk.run_weights)
+        self._write("offsets", ends + self.num_tokens)
+        self._write("run_offsets", run_ends + self.num_runs)
+        self._write("weights", chunk.weights)
+        self._write("records", chunk.numbers - 1 + first_of_file)
+        self._write("checksums", np.array(checksums, np.uint32))
+        self.num_tokens += len(chunk.ids)
+        self.num_runs += len(chunk.run_lengths)
+        self.num_samples += len(chunk.lengths)
+
+    def flush(self) -> None:
+        """Hands all of it to the disk's cache; a full disk is noticed here at the latest."""
+        for file in self._files.values():
+            file.flush()
+
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values, DTYPES[name]).tobytes()
+        self._files[name].write(data)
+        self._digests[name].update(data)
+        self._sizes[name] += len(data)
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Array -> its size in bytes and SHA-256."""
+        return {name: {"bytes": self._sizes[name], "sha256": self._digests[name].hexdigest()} for name in DTYPES}
+
+
+def fingerprint_of(facts: dict[str, dict[str, Any]]) -> str:
+    """Of everything that training sees; not of the form, the path or the numbering of the records."""
+    return hashlib.sha256("".join(facts[name]["sha256"] for name in _OF_TRAINING).encode()).hexdigest()

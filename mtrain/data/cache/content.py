@@ -1,0 +1,103 @@
+"""What is in a file, without reading it at every start.
+
+The SHA-256 of a file is remembered beside its size, inode, mtime and ctime. ctime is what makes that safe: programs set
+mtime back (cp -p, rsync -t, tar), but nobody sets ctime. What was changed within _SETTLED_NS before it was hashed is
+not remembered, since clocks of file systems are coarse: a second change in the same tick would leave no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
+
+_SETTLED_NS = 10 * 10**9
+"""Longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What changes with every write to a file."""
+
+    bytes: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """
+        Raises:
+            DataError: The file cannot be looked at.
+        """
+        try:
+            found = os.stat(path)
+        except OSError as fault:
+            raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
+        return cls(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """A file at one moment."""
+
+    path: Path
+    state: FileState
+    sha256: str
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            DataError: The file has been written to since.
+        """
+        if FileState.of(self.path) != self.state:
+            raise DataError(f"{self.path} was changed while it was read; start again when nothing writes to it")
+
+
+def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
+    """The content of a file.
+
+    Args:
+        path: The file.
+        memory: Folder of what is remembered; where it cannot be written, nothing is.
+        reads_all: Whether the file is hashed in any case.
+
+    Raises:
+        DataError: The file cannot be read, or changes meanwhile.
+    """
+    state = FileState.of(path)
+    note = memory / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
+    if not reads_all and (known := _remembered(note, state)) is not None:
+        return FileContent(path, state, known)
+    began_ns = time.time_ns()
+    content = FileContent(path, state, _hashed(path))
+    content.check_unchanged()
+    if max(state.mtime_ns, state.ctime_ns) < began_ns - _SETTLED_NS:
+        with contextlib.suppress(OSError):  # a folder that cannot be written costs time, not correctness
+            memory.mkdir(parents=True, exist_ok=True)
+            write_atomically(note, json.dumps(asdict(state) | {"sha256": content.sha256}))
+    return content
+
+
+def _remembered(note: Path, state: FileState) -> str | None:
+    try:
+        known = json.loads(note.read_bytes())
+        digest = str(known.pop("sha256"))
+        return digest if known == asdict(state) and len(digest) == hashlib.sha256().digest_size * 2 else None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def _hashed(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault

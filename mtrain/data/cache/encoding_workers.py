@@ -1,0 +1,133 @@
+"""Records to tokens in several processes, always in the order of the records.
+
+Each worker reads the files itself and encodes every n-th chunk: unpacking and splitting lines is cheap beside
+tokenising. The parent takes chunk k from worker k modulo n, so the order needs no sorting, and a worker that is ahead
+waits until its chunk is taken.
+
+Workers are programs of their own, not children of `multiprocessing`: those import the program that started them again,
+and a user's program need not be made for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import mtrain
+from mtrain.base.errors import DataError, MachineError, MtrainError
+from mtrain.data.cache.arrays import EncodedChunk, encoded
+from mtrain.data.formats.record_files import RecordFile
+from mtrain.data.formats.records import Chunk, chunks
+from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """What a worker has to know; can be sent to another process."""
+
+    files: tuple[RecordFile, ...]
+    make_encoder: Callable[[], SampleEncoder]
+
+
+def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]:
+    """Yields the samples of all records, in their order, whatever the number of workers.
+
+    Args:
+        job: Files and encoder.
+        num_workers: 1 works in this process.
+
+    Raises:
+        DataError: A file is damaged; a bad record is no error here.
+        MachineError: A worker died.
+    """
+    if num_workers == 1:
+        encoder = job.make_encoder()
+        for chunk in chunks(job.files):
+            yield _encoded(chunk, encoder)
+        return
+    with ExitStack() as started:
+        workers = [started.enter_context(_Worker(job, number, num_workers)) for number in range(num_workers)]
+        turn = 0
+        while (found := workers[turn].next_chunk()) is not None:
+            yield found
+            turn = (turn + 1) % num_workers
+
+
+def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
+    samples: list[tuple[int, TokenizedSample]] = []
+    bad: list[tuple[int, str]] = []
+    for index in range(len(chunk)):
+        try:
+            samples.append((chunk.first + index, encoder.encode(chunk.record(index))))
+        except DataError as fault:
+            bad.append((chunk.first + index, str(fault)))
+    return encoded(chunk.file, chunk.first, len(chunk), samples, bad)
+
+
+class _Worker:
+    """A process that encodes its share of the chunks; ended with the `with` block."""
+
+    def __init__(self, job: EncodingJob, number: int, num_workers: int) -> None:
+        self._connection, other = Pipe()
+        package = str(Path(mtrain.__file__).parents[1])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, str(other.fileno())],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError as fault:
+            raise MachineError(f"a process that tokenises cannot be started: {fault}; free memory") from fault
+        other.close()  # else this process would hold the worker's end, and never see that it died
+        self._connection.send((job, number, num_workers))
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def next_chunk(self) -> EncodedChunk | None:
+        """The next chunk of its share; None where there is no further one."""
+        try:
+            found = self._connection.recv()
+        except (EOFError, OSError) as fault:
+            raise MachineError(
+                f"a process that tokenises has died (exit code {self._process.wait()}), probably for lack of memory; "
+                "free memory and start again"
+            ) from fault
+        if isinstance(found, MtrainError):
+            raise found
+        assert found is None or isinstance(found, EncodedChunk)
+        return found
+
+
+def _work(connection: Connection) -> None:
+    job, own, num_workers = connection.recv()
+    try:
+        encoder = job.make_encoder()
+        for number, chunk in enumerate(chunks(job.files)):
+            if number % num_workers == own:
+                connection.send(_encoded(chunk, encoder))
+        connection.send(None)
+    except MtrainError as fault:
+        connection.send(fault)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers, and tells the user once
+    try:
+        _work(Connection(int(sys.argv[1])))
+    except BrokenPipeError:  # the parent is gone, and nobody waits for the rest
+        sys.exit(1)

@@ -1,0 +1,174 @@
+"""One entry of the cache: the tokenised samples of a source, mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
+from mtrain.data.cache.arrays import DTYPES, OF_SAMPLES, ArrayWriter, checksum, fingerprint_of
+from mtrain.data.formats.record_files import RecordFile
+from mtrain.data.samples.tokenized import TokenizedSample
+
+_FACTS = "entry.json"
+FORMAT = 1
+"""Raised when the files of an entry mean something else; part of its key."""
+
+
+class DamagedEntryError(Exception):
+    """An entry cannot be used; it can be built again."""
+
+
+@dataclass(frozen=True)
+class BadRecords:
+    """Records that are no samples."""
+
+    count: int
+    first: tuple[tuple[int, int, str], ...]
+    """Of the first few: file of the source, number in it, and what is wrong."""
+
+
+class TokenCache:
+    """The samples of one source, in the order of its records; safe to use from several threads."""
+
+    def __init__(self, folder: Path, files: tuple[RecordFile, ...]) -> None:
+        """Maps the arrays and verifies all but the tokens, which are verified when they are read.
+
+        Args:
+            folder: Of the entry.
+            files: Of the source, for messages.
+
+        Raises:
+            DamagedEntryError: A file is missing or not what was written.
+        """
+        self.folder, self.files = folder, files
+        facts = _read_facts(folder)
+        self.num_records: int = facts["num_records"]
+        """Bad ones too."""
+        self.file_starts: tuple[int, ...] = tuple(facts["file_starts"])
+        """Records before each file."""
+        self.highest_id: int = facts["highest_id"]
+        self.bad = BadRecords(facts["bad"]["count"], tuple((*each,) for each in facts["bad"]["first"]))
+        arrays = {name: _mapped(folder, name, facts["arrays"][name]) for name in DTYPES}
+        self._ids, self._run_lengths, self._run_weights = (arrays[name] for name in OF_SAMPLES)
+        self._offsets, self._run_offsets = arrays["offsets"], arrays["run_offsets"]
+        self._weights, self._records, self._checksums = arrays["weights"], arrays["records"], arrays["checksums"]
+        self.fingerprint = fingerprint_of(facts["arrays"])
+        """Of the samples: the same for the same records in any form, under any path."""
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples."""
+        return int(self._offsets[-1])
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[samples]: tokens of each."""
+        return np.diff(self._offsets)
+
+    def read(self, index: int) -> TokenizedSample:
+        """A sample, whole.
+
+        Raises:
+            DataError: It is not what was written.
+        """
+        start, end = self._offsets[index], self._offsets[index + 1]
+        low, high = self._run_offsets[index], self._run_offsets[index + 1]
+        ids, lengths, weights = self._ids[start:end], self._run_lengths[low:high], self._run_weights[low:high]
+        if checksum(ids, lengths, weights) != self._checksums[index]:
+            raise DataError(
+                f"{self.folder}: the tokens of sample {index} ({self.place(index)}) are not those that were written; "
+                "remove this folder, it is made again at the next start, and check the disk"
+            )
+        return TokenizedSample(np.array(ids), np.repeat(weights, lengths), float(self._weights[index]))
+
+    def place(self, index: int) -> str:
+        """File and number of the record that a sample was made of."""
+        record = int(self._records[index])
+        file = int(np.searchsorted(self.file_starts, record, side="right")) - 1
+        return self.files[file].place(record - self.file_starts[file] + 1)
+
+    def bad_places(self) -> list[str]:
+        """The first few bad records with what is wrong."""
+        return [f"{self.files[file].place(number)}: {why}" for file, number, why in self.bad.first]
+
+    def trained_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens that count something lie before each position of `ids`, all samples laid end to end."""
+        ends, counted, is_trained = self._runs
+        run = np.searchsorted(ends, positions, side="right")
+        before = np.concatenate([[0], counted])[run]
+        starts = np.concatenate([[0], ends])[run]
+        inside = np.append(is_trained, False)[run]
+        return before + np.where(inside, positions - starts, 0)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[samples + 1]: where each sample begins when all are laid end to end."""
+        return self._offsets
+
+    @cached_property
+    def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Of each run: where it ends, trained tokens up to there, whether its own are; read when they are asked for."""
+        is_trained = self._run_weights > 0
+        trained = np.cumsum(np.where(is_trained, self._run_lengths, 0), dtype=np.int64)
+        return np.cumsum(self._run_lengths, dtype=np.int64), trained, is_trained
+
+
+@dataclass(frozen=True)
+class EntryFacts:
+    """What is known of an entry when its arrays are written."""
+
+    file_starts: tuple[int, ...]
+    num_records: int
+    highest_id: int
+    bad: BadRecords
+
+
+def write_facts(folder: Path, writer: ArrayWriter, facts: EntryFacts) -> None:
+    """Completes an entry."""
+    content = {
+        "format": FORMAT,
+        "arrays": writer.facts(),
+        "file_starts": facts.file_starts,
+        "num_records": facts.num_records,
+        "highest_id": facts.highest_id,
+        "bad": {"count": facts.bad.count, "first": facts.bad.first},
+    }
+    text = json.dumps(content, sort_keys=True)
+    write_atomically(folder / _FACTS, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    try:
+        digest, text, _ = (folder / _FACTS).read_text().split("\n")
+    except (OSError, ValueError) as fault:
+        raise DamagedEntryError(f"{_FACTS}: {fault}") from fault
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise DamagedEntryError(f"{_FACTS} is not what was written")
+    facts: dict[str, Any] = json.loads(text)
+    return facts
+
+
+def _mapped(folder: Path, name: str, fact: dict[str, Any]) -> NDArray[Any]:
+    path, dtype = folder / name, np.dtype(DTYPES[name])
+    try:
+        size = path.stat().st_size
+        if size != fact["bytes"]:
+            raise DamagedEntryError(f"{name} has {size} bytes, not {fact['bytes']}")
+        values = np.memmap(path, dtype, mode="r")
+    except OSError as fault:
+        raise DamagedEntryError(f"{name}: {fault.strerror or fault}") from fault
+    if name not in OF_SAMPLES and hashlib.sha256(values.data).hexdigest() != fact["sha256"]:
+        raise DamagedEntryError(f"{name} is not what was written")
+    return values

@@ -1,0 +1,185 @@
+"""Finds the token cache of a source, or makes it: one process builds, the others wait for it.
+
+Below the folder of the cache lie `entries/KEY/`, one for each source and way of tokenising, and `files/`, where the
+content of files is remembered. KEY is made of the content of the files, not of their paths. An entry appears in one
+move when it is complete, and is never written to again; any of them may be removed while no run starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain.base.errors import MachineError
+from mtrain.base.files import LockOutcome, disk_faults, remove, sync_folder, try_lock
+from mtrain.data.cache.building import Progress, build_entry
+from mtrain.data.cache.content import FileContent, content_of
+from mtrain.data.cache.encoding_workers import EncodingJob
+from mtrain.data.cache.entry import FORMAT, DamagedEntryError, TokenCache
+from mtrain.data.formats.record_files import RecordFile
+
+_POLL_S = 0.2
+_WAITING_LINE_S = 30.0
+_BUILDING = ".building-"
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Where and how."""
+
+    folder: Path
+    reads_all: bool = False
+    """Whether every file is hashed at every start."""
+    num_workers: int | None = None
+    """Processes that tokenise; None: as many as the data are worth, up to the processors of this process."""
+    stops_at_bad: bool = True
+    """Whether a record that is no sample ends the build."""
+    say: Callable[[str], None] = lambda line: None
+    """Called with a line for the user from time to time."""
+
+
+def default_folder() -> Path:
+    """Where caches lie unless data.cache_dir says otherwise: `$XDG_CACHE_HOME/mtrain`, by default `~/.cache/mtrain`.
+
+    Raises:
+        MachineError: There is no home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME")
+    if given and Path(given).is_absolute():  # others are to be ignored, as the XDG specification says
+        return Path(given) / "mtrain"
+    try:
+        return Path.home() / ".cache" / "mtrain"
+    except RuntimeError as fault:
+        raise MachineError("this user has no home folder for the token cache; set data.cache_dir") from fault
+
+
+def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> TokenCache:
+    """The tokens of a source.
+
+    Args:
+        job: Files and encoder.
+        fingerprint: Changes with everything but the files that decides what the tokens are, or which records are bad.
+        options: Where and how.
+
+    Raises:
+        DataError: A file is missing or damaged, a record is bad where that ends the build, or there is no sample.
+        MachineError: The disk is full or cannot be written, or a worker died.
+    """
+    contents = [content_of(file.path, options.folder / "files", options.reads_all) for file in job.files]
+    key = _key([content.sha256 for content in contents], fingerprint)
+    entry = options.folder / "entries" / key
+    found = _opened(entry, job.files, options.say)
+    if found is not None:
+        return found
+    with disk_faults(f"write the token cache {options.folder} (data.cache_dir)"):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(entry, options.say) as outcome:
+            # another process may have built it while this one waited
+            found = _opened(entry, job.files, options.say)
+            if found is None:
+                if outcome is LockOutcome.TAKEN:
+                    _clean(entry.parent)
+                _build(entry, job, contents, options)
+                found = TokenCache(entry, job.files)
+    return found
+
+
+def _key(contents: Sequence[str], fingerprint: str) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, fingerprint, *contents]).encode()).hexdigest()
+
+
+def _opened(entry: Path, files: tuple[RecordFile, ...], say: Callable[[str], None]) -> TokenCache | None:
+    """The entry; None where there is none, or none that can be used."""
+    if not entry.is_dir():
+        return None
+    try:
+        return TokenCache(entry, files)
+    except DamagedEntryError as fault:
+        say(f"the token cache {entry} is damaged ({fault}); it is built again")
+        return None
+
+
+def _build(entry: Path, job: EncodingJob, contents: Sequence[FileContent], options: CacheOptions) -> None:
+    staging = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
+    progress = Progress(sum(content.state.bytes for content in contents), contents[0].path, options.say)
+    staging.mkdir()
+    try:
+        build_entry(staging, job, _num_workers(contents, options), options.stops_at_bad, progress)
+        for content in contents:
+            content.check_unchanged()  # else the key would promise another content than the one that was read
+        _publish(staging, entry)
+    finally:
+        with suppress(FileNotFoundError):
+            remove(staging)
+
+
+def _publish(staging: Path, entry: Path) -> None:
+    sync_folder(staging)
+    if entry.exists():
+        # a damaged one; or a whole one of another node, where the file system has no locks: both are as good as ours
+        replaced = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
+        with suppress(OSError):  # somebody else was faster
+            entry.rename(replaced)
+            remove(replaced)
+    try:
+        staging.rename(entry)
+    except OSError:
+        if not entry.is_dir():
+            raise
+    sync_folder(entry.parent)
+
+
+_BYTES_A_WORKER = 4 << 20
+"""Starting a process takes about as long as tokenising this much."""
+
+
+def _num_workers(contents: Sequence[FileContent], options: CacheOptions) -> int:
+    if options.num_workers is not None:
+        return options.num_workers
+    size = sum(content.state.bytes for content in contents)
+    return max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_A_WORKER))
+
+
+@contextmanager
+def _locked(entry: Path, say: Callable[[str], None]) -> Iterator[LockOutcome]:
+    """Inside the `with` block nobody else builds this entry, where the file system has locks.
+
+    Without locks two may build it at once: each in a folder of its own, and the first one to finish is taken.
+    """
+    descriptor = os.open(_lock_file(entry), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        began = said = time.monotonic()
+        while (outcome := try_lock(descriptor, fcntl.LOCK_EX)) is LockOutcome.BUSY:
+            now = time.monotonic()
+            if now - said >= _WAITING_LINE_S:
+                say(f"waiting since {now - began:.0f} s for another process that tokenises the same data")
+                said = now
+            time.sleep(_POLL_S)
+        yield outcome
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _lock_file(entry: Path) -> Path:
+    return entry.with_name(f".lock-{entry.name}")
+
+
+def _clean(entries: Path) -> None:
+    """Removes what killed builders left; those that still build hold their locks."""
+    for left in entries.glob(f"{_BUILDING}*"):
+        key = left.name.removeprefix(_BUILDING).partition("-")[0]
+        descriptor = os.open(_lock_file(entries / key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if try_lock(descriptor, fcntl.LOCK_EX) is LockOutcome.TAKEN:
+                with suppress(FileNotFoundError):
+                    remove(left)
+        finally:
+            os.close(descriptor)

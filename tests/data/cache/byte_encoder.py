@@ -1,0 +1,41 @@
+"""An encoder whose tokens can be read: one for each byte of `text`; capital letters are trained, ! is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain.base.errors import DataError
+from mtrain.data.samples.tokenized import TokenizedSample
+
+COUNT_FILE = "MTRAIN_TEST_ENCODED"
+"""Names a file that grows by a byte with every record that any process encodes."""
+
+
+class ByteEncoder:
+    """Each byte is a token."""
+
+    fingerprint = "bytes"
+
+    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+        """As of `SampleEncoder`."""
+        if COUNT_FILE in os.environ:
+            with Path(os.environ[COUNT_FILE]).open("ab") as file:
+                file.write(b".")
+        text = record["text"]
+        if "!" in text:
+            raise DataError("holds an !")
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        weights = np.array([float(character.isupper()) for character in text], np.float32)
+        return TokenizedSample(ids, weights * np.float32(record.get("factor", 1)), record.get("weight", 1.0))
+
+
+class FatalEncoder(ByteEncoder):
+    """Its process dies of a record."""
+
+    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+        """As of `SampleEncoder`."""
+        os._exit(9)
