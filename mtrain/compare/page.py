@@ -32,6 +32,7 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(f"A difference is expected: {comparison.expected}.")
     notes.append(f"Tolerance: {comparison.allowed}, {comparison.allowed.reason}.")
     notes.append(f"{name_a} has recorded {comparison.num_steps[0]} steps, {name_b} {comparison.num_steps[1]}.")
+    notes += [f"Changed on the way, with consent: {change}." for change in comparison.on_the_way]
     notes += [f"Tokens of {name}: {tokens}." for name, tokens in zip(comparison.names, comparison.tokens, strict=True)]
     return notes
 

@@ -94,6 +94,8 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     listing |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
     listing["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
     listing["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
+    if comparison.on_the_way:
+        listing["changed"] = "; ".join(comparison.on_the_way)
     listing["environment"] = _in_one_line(comparison.environment)
     if comparison.unrecorded:
         listing["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"

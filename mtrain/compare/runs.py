@@ -91,6 +91,8 @@ class Comparison:
     """Of the environment; differences there may excuse last digits, nothing more."""
     tokens: tuple[str, str]
     """What the shared steps of each run hold, in words."""
+    on_the_way: tuple[str, ...]
+    """Keys that a run gave another value at a later start, in words."""
     unrecorded: tuple[str, ...]
     """Names of the runs that do not tell their environment."""
     quantities: tuple[Quantity, ...]
@@ -134,7 +136,8 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
     """
     if rtol is not None and not 0 <= rtol < math.inf:
         raise ConfigError(f"--rtol must be a number from 0 on, but is {rtol}; give one such as 1e-5")
-    recorded = [{record.step: record for record in load_curves(run).steps} for run in (run_a, run_b)]
+    curves = [load_curves(run) for run in (run_a, run_b)]
+    recorded = [{record.step: record for record in each.steps} for each in curves]
     shared = sorted(recorded[0].keys() & recorded[1].keys())
     if not shared:
         raise DataError(
@@ -153,6 +156,11 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
         expected=expected_difference(configs, config_changes, environments),
         changes=tuple(config_changes),
         environment=tuple(_environment_changes(*environments)),
+        on_the_way=tuple(
+            f"{name} after step {change.step}: {change}"
+            for name, each in zip((name_a, name_b), curves, strict=True)
+            for change in each.changes
+        ),
         unrecorded=tuple(name for name, shown in zip((name_a, name_b), environments, strict=True) if shown is None),
         tokens=(_tokens([recorded[0][step] for step in shared]), _tokens([recorded[1][step] for step in shared])),
         quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], tolerances)),

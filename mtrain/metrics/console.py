@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from mtrain.metrics.record import MAIN_TERM, Record, StepRecord, ValidRecord
+from mtrain.metrics.record import MAIN_TERM, ChangeRecord, Record, StepRecord, ValidRecord
 
 ETA_WINDOW_STEPS = 50
 """The remaining time follows from the pace of so many steps, validation and saving between them included."""
@@ -56,6 +56,8 @@ class ConsoleSink:
                 parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
                 parts += [*_side_terms(record), f"samples {record.samples}", f"{record.seconds:.1f} s"]
                 self._print("  ".join(parts + [_LAYOUT_DEPENDENT] * record.layout_dependent))
+            case ChangeRecord():
+                self._print(f"step {record.step}/{self._num_steps}  from here on {record}")
 
     def close(self) -> None:
         """Leaves the bar as it stands and gives the terminal back."""
@@ -133,7 +135,7 @@ def _numbers(record: StepRecord) -> str:
     return "  ".join(parts)
 
 
-def _side_terms(record: Record) -> list[str]:
+def _side_terms(record: StepRecord | ValidRecord) -> list[str]:
     """The means of all terms but the main one, without coefficients."""
     return [
         f"{name} {term.loss:.4g}" if term.denominator else f"{name} -"

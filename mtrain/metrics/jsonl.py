@@ -8,7 +8,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.base.plain_files import open_plain_file
 from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.record import Record, StepRecord, from_json_line, to_json_line
+from mtrain.metrics.record import ChangeRecord, Record, StepRecord, from_json_line, to_json_line
 
 _LONGEST_LINE = 1 << 20
 """Characters; a record of a hundred terms has 20,000."""
@@ -57,12 +57,19 @@ def rewind(path: Path, resume_step: int) -> None:
         new.open("w", encoding="utf-8") as file,
     ):
         for line, record in _whole_lines(path):
-            if 0 < resume_step >= record.step:
+            if _is_kept(record, resume_step):
                 file.write(line)
                 num_steps += isinstance(record, StepRecord)
     if num_steps < resume_step:
         text = f"warning: {path} lacks {resume_step - num_steps} of the {resume_step} steps before this start"
         print(text, file=sys.stderr, flush=True)
+
+
+def _is_kept(record: Record, resume_step: int) -> bool:
+    if isinstance(record, ChangeRecord):
+        # one at the very step was brought by a start that saved nothing with it; this start writes its own
+        return record.step < resume_step
+    return 0 < resume_step >= record.step
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -13,7 +13,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.metrics.colours import curve_colour
 from mtrain.metrics.jsonl import read_records
-from mtrain.metrics.record import StepRecord, ValidRecord
+from mtrain.metrics.record import ChangeRecord, StepRecord, ValidRecord
 
 SMOOTH_ABOVE_STEPS = 100
 """Runs longer than this show their curve in a light tone under its running mean over a fiftieth of the steps."""
@@ -26,6 +26,8 @@ class Curves:
     steps: list[StepRecord]
     """In order of the step; of a step written twice, the last."""
     passes: list[ValidRecord]
+    changes: list[ChangeRecord]
+    """Keys that got another value on the way, in the order of their steps."""
 
 
 def load_curves(run_folder: Path) -> Curves:
@@ -43,7 +45,8 @@ def load_curves(run_folder: Path) -> Curves:
         raise DataError(f"{path} holds no record yet; wait for the first step")
     steps = {record.step: record for record in records if isinstance(record, StepRecord)}
     passes = {record.step: record for record in records if isinstance(record, ValidRecord)}
-    return Curves([steps[step] for step in sorted(steps)], [passes[step] for step in sorted(passes)])
+    changes = [record for record in records if isinstance(record, ChangeRecord)]
+    return Curves([steps[step] for step in sorted(steps)], [passes[step] for step in sorted(passes)], changes)
 
 
 def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:

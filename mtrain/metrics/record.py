@@ -89,13 +89,31 @@ class ValidRecord:
     """As in `StepRecord`."""
 
 
-Record = StepRecord | ValidRecord
+@dataclass(frozen=True, kw_only=True)
+class ChangeRecord:
+    """A key that a start gave another value than its checkpoint had, as checkpoint.allow_changed let it."""
+
+    step: int
+    """Optimizer updates completed before it: those that follow are made with the new value."""
+    key: str
+    """Dotted."""
+    old: str | None = None
+    """As JSON; None where the key was missing."""
+    new: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old or 'missing'} -> {self.new or 'missing'}"
+
+
+Record = StepRecord | ValidRecord | ChangeRecord
+
+_KINDS: dict[type[Record], str] = {StepRecord: "step", ValidRecord: "valid", ChangeRecord: "change"}
+"""What a line of JSON calls it."""
 
 
 def to_json_line(record: Record) -> str:
     """One line, newline included, that `from_json_line` turns back into an equal record."""
-    kind = "step" if isinstance(record, StepRecord) else "valid"
-    return json.dumps({"kind": kind} | _plain_fields(record), allow_nan=False) + "\n"
+    return json.dumps({"kind": _KINDS[type(record)]} | _plain_fields(record), allow_nan=False) + "\n"
 
 
 def from_json_line(line: str) -> Record:
@@ -113,6 +131,8 @@ def from_json_line(line: str) -> Record:
                 return StepRecord(**_fields_read(StepRecord, values), terms=by_name)
             case "valid":
                 return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name)
+            case "change":
+                return ChangeRecord(**_fields_read(ChangeRecord, values))
             case other:
                 raise ValueError(f"kind is {other!r}")
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as fault:

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mtrain.base.files import disk_faults
 from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.record import Record, StepRecord, ValidRecord
+from mtrain.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord
 
 _numbers = itertools.count()
 
@@ -62,6 +62,8 @@ def _framed(event: Event) -> bytes:
 
 def _scalars(record: Record) -> dict[str, float]:
     match record:
+        case ChangeRecord():
+            return {}
         case ValidRecord():
             return {"valid/loss": record.valid_loss} | _term_means(record, "valid_terms")
         case StepRecord():
@@ -85,6 +87,6 @@ def _scalars(record: Record) -> dict[str, float]:
             }
 
 
-def _term_means(record: Record, prefix: str) -> dict[str, float]:
+def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, float]:
     """Terms that had something to learn."""
     return {f"{prefix}/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}

@@ -12,8 +12,11 @@ from pydantic_core import PydanticUndefined
 
 from mtrain.base.errors import RunFolderError
 from mtrain.config import Config
+from mtrain.config.consent import is_permitted
 from mtrain.config.load import config_yaml
 from mtrain.config.messages import sections_at
+from mtrain.config.schema.data import SourceSection
+from mtrain.config.schema.train import AnyOptimizer
 from mtrain.plan.lr import decay_steps, learning_rate
 from mtrain.runs.folder import Change, changes, flat_keys
 
@@ -33,6 +36,12 @@ KEPT = {
     "data.chat_format": Kept("plain", lambda config: config.data.kind == "sft"),
 }
 
+_SEEN_IN_FINGERPRINT = ("data.tokenizer",)
+"""A file that may lie elsewhere: the fingerprint of the data, which a checkpoint holds, has its content in it."""
+_SOURCE_DEFAULTS = {
+    name: field.default for name, field in SourceSection.model_fields.items() if not field.is_required()
+}
+
 _DECAY = "optimizer.decay_steps"
 """Compared by what it stands for: left out, it follows train.num_steps."""
 
@@ -47,15 +56,38 @@ def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Con
         newest_step: Updates completed in the newest checkpoint.
 
     Raises:
-        RunFolderError: This start describes another run; names the keys and says how to go on.
+        RunFolderError: This start describes another run, without consent; names the keys and says how to go on.
     """
-    earlier = flat_keys(saved)
-    kept = _with_kept(config, earlier)
-    changed = [each.key for each in changes(saved, config_yaml(kept)) if each.key != _DECAY and _is_other_run(each)]
-    if changed:
-        raise _other_run(folder, changed)
-    _refuse_another_schedule(kept, earlier, folder, newest_step)
+    kept = _with_kept(config, flat_keys(saved))
+    allowed_changes(kept, saved, folder, newest_step)
     return kept
+
+
+def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list[Change]:
+    """What a run does otherwise from a step on, with the consent of checkpoint.allow_changed; neutral keys left out.
+
+    Args:
+        config: As `continued` gives it.
+        saved: The resolved configuration that a checkpoint was saved with, as YAML.
+        folder: The run folder, for messages.
+        step: Updates completed in the checkpoint.
+
+    Raises:
+        RunFolderError: As `continued`.
+    """
+    found = [each for each in changes(saved, config_yaml(config)) if each.key != _DECAY and _is_other_run(each)]
+    permitted = config.checkpoint.allow_changed
+    if refused := [each.key for each in found if not is_permitted(each.key, permitted)]:
+        raise _other_run(folder, refused)
+    if any(each.key == "optimizer.schedule" for each in found):
+        return found  # consent to another schedule is consent to its decay
+    try:
+        _refuse_another_schedule(config, flat_keys(saved), folder, step)
+    except RunFolderError:
+        if not is_permitted(_DECAY, permitted):
+            raise
+        found += _changes_of_decay(config, flat_keys(saved), folder)
+    return found
 
 
 def kept_lines(given: Config, kept: Config) -> Iterator[str]:
@@ -81,10 +113,25 @@ def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
 
 def _is_other_run(change: Change) -> bool:
     """Whether a run with this change is another one; a key that an older version did not have may stand as it meant."""
-    if change.is_neutral:
+    if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _is_only_elsewhere(change):
         return False
     meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
     return change.old is not None or change.new != json.dumps(meant, ensure_ascii=False, default=str)
+
+
+def _is_only_elsewhere(change: Change) -> bool:
+    """Whether the same sources are named by other paths; the fingerprint of the data says whether they are the same."""
+    if change.key != "data.train" or change.old is None or change.new is None:
+        return False
+    old, new = (_without_paths(json.loads(text)) for text in (change.old, change.new))
+    return bool(old == new)
+
+
+def _without_paths(sources: Any) -> Any:
+    """With every other key at its default where an older version did not have it."""
+    if not isinstance(sources, list):
+        return sources
+    return [{**_SOURCE_DEFAULTS, **source, "path": None} if isinstance(source, dict) else source for source in sources]
 
 
 def _default(key: str) -> Any:
@@ -99,14 +146,14 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.schedule == "constant":
         return
-    old_num_steps = _count(earlier, "train.num_steps", folder)
-    old = optimizer.model_copy(update={"decay_steps": earlier.get(_DECAY) and _count(earlier, _DECAY, folder)})
+    old, old_num_steps = _earlier_schedule(config, earlier, folder)
     old_decay, lengths = decay_steps(old, old_num_steps), f"train.num_steps={num_steps} was {old_num_steps}"
     if optimizer.decay_steps is None and num_steps != old_num_steps:
         raise RunFolderError(
             f"{lengths} at the earlier start in {folder}, and the {optimizer.schedule} schedule ends with it, so every "
             f"learning rate would change; set {_DECAY}={old_decay} to keep the decay as it was, "
-            f"train.num_steps={old_num_steps}, or another run.dir"
+            f"train.num_steps={old_num_steps}, or another run.dir; or let the rates change from here on, with "
+            f"checkpoint.allow_changed=[{_DECAY}]"
         )
     if decay_steps(optimizer, num_steps) != old_decay:
         raise _other_run(folder, [_DECAY])
@@ -119,6 +166,23 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
         )
 
 
+def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) -> list[Change]:
+    """A decay that was changed with consent: by itself, or as it follows from train.num_steps."""
+    old, old_num_steps = _earlier_schedule(config, earlier, folder)
+    num_steps = config.train.num_steps
+    numbers = {
+        _DECAY: (decay_steps(old, old_num_steps), decay_steps(config.optimizer, num_steps)),
+        "train.num_steps": (old_num_steps, num_steps),
+    }
+    return [Change(key, str(before), str(now), False) for key, (before, now) in numbers.items() if before != now]
+
+
+def _earlier_schedule(config: Config, earlier: Mapping[str, Any], folder: Path) -> tuple[AnyOptimizer, int]:
+    """The optimizer with the decay of the earlier start, and its number of steps."""
+    given = earlier.get(_DECAY) and _count(earlier, _DECAY, folder)
+    return config.optimizer.model_copy(update={"decay_steps": given}), _count(earlier, "train.num_steps", folder)
+
+
 def _count(earlier: Mapping[str, Any], key: str, folder: Path) -> int:
     value = earlier.get(key)
     if not isinstance(value, int):
@@ -129,5 +193,12 @@ def _count(earlier: Mapping[str, Any], key: str, folder: Path) -> int:
 def _other_run(folder: Path, keys: list[str]) -> RunFolderError:
     return RunFolderError(
         f"{folder} holds checkpoints of a run whose {', '.join(keys)} had other values; "
-        "set another run.dir, or the same values"
+        "set the same values, or another run.dir, or name in checkpoint.allow_changed what is meant to change from "
+        f"here on{_never(keys)}"
     )
+
+
+def _never(keys: list[str]) -> str:
+    """Which of the keys no consent changes."""
+    fixed = [key for key in keys if not is_permitted(key, keys)]
+    return f" ({', '.join(fixed)} cannot change in a run)" if fixed else ""

@@ -14,33 +14,10 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
 from mtrain.base.yaml_text import MAX_BYTES, read_yaml
+from mtrain.config.consent import NEUTRAL_KEYS, lies_in
 from mtrain.config.kinds import of_one_kind
 from mtrain.config.renamed import current_names
 from mtrain.runs.lock import Patience, RunLock, locked
-
-NEUTRAL_KEYS = (
-    "run",
-    "layout",
-    "valid",
-    "checkpoint",
-    "metrics",
-    "train.num_steps",
-    "train.micro_batch_size",
-    "train.tokens_per_micro_batch",
-    "train.device",
-    "train.recompute",
-    "train.distributed_optimizer",
-    "train.overlap_grad_reduce",
-    "train.overlap_param_gather",
-    "train.process_group_timeout_s",
-    "train.max_skipped_steps",
-    "model.backend",
-    "model.hf",
-    "data.prefetch_steps",
-    "data.packing",
-    "data.ignore_keys",
-)
-"""Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +216,7 @@ def changes(old_yaml: str, new_yaml: str) -> list[Change]:
     old, new = flat_keys(old_yaml), flat_keys(new_yaml)
     missing = object()
     return [
-        Change(key, _shown(old, key), _shown(new, key), _is_neutral(key))
+        Change(key, _shown(old, key), _shown(new, key), lies_in(key, NEUTRAL_KEYS))
         for key in sorted(old.keys() | new.keys())
         if old.get(key, missing) != new.get(key, missing) and not _stands_for_a_section(key, old, new)
     ]
@@ -251,10 +228,6 @@ def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) ->
         key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
         for one, other in ((old, new), (new, old))
     )
-
-
-def _is_neutral(key: str) -> bool:
-    return any(key == neutral or key.startswith(f"{neutral}.") for neutral in NEUTRAL_KEYS)
 
 
 def _shown(flat: dict[str, Any], key: str) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
@@ -42,6 +43,8 @@ class Run:
     validation: ValidationSet | None
     start_step: int
     """Optimizer updates already completed."""
+    changes: tuple[ChangeInfo, ...] = ()
+    """Keys that the run changed on its way, with consent; those of `start_step` come with this start."""
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
@@ -121,6 +124,6 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
     validation = ValidationSet.open(loader)
-    start_step = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
+    resumed = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
-    return Run(config, groups, *model, loader, validation, start_step)
+    return Run(config, groups, *model, loader, validation, resumed.step, resumed.changes)

@@ -6,12 +6,13 @@ import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError, RunFolderError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
+from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
@@ -24,6 +25,16 @@ from mtrain.mcore.state.load import load_checkpoint, load_weights
 from mtrain.mcore.state.shards import non_finite_state
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
+from mtrain.training.changed import changes_since
+
+
+class Resumed(NamedTuple):
+    """Where a start goes on."""
+
+    step: int
+    """Completed updates."""
+    changes: tuple[ChangeInfo, ...] = ()
+    """Of the run so far; those of this very step come with this start."""
 
 
 def resume_or_initialize(
@@ -33,7 +44,7 @@ def resume_or_initialize(
     chunks: list[Any],
     optimizer: Optimizer,
     loader: StepLoader | None,
-) -> int:
+) -> Resumed:
     """Loads the run's newest good checkpoint, else the weights it starts from. Collective over the world.
 
     A checkpoint that is passed over because of its bytes, or as it holds nan or inf, is set aside, so that its step can
@@ -48,18 +59,18 @@ def resume_or_initialize(
         loader: Of the training data; None on ranks that do not read any.
 
     Returns:
-        The number of completed updates.
+        What was found; step 0 where the run begins.
 
     Raises:
-        DataError: No checkpoint is good, it does not fit, or the training data are others; the weights to start from
-            are not finite.
-        RunFolderError: checkpoint.resume=never, but there is a checkpoint.
+        DataError: No checkpoint is good, it does not fit, or the training data are others without consent; the weights
+            to start from are not finite.
+        RunFolderError: checkpoint.resume=never, but there is a checkpoint; or a key has changed without consent.
     """
     # a checkpoint of its own goes first: initialize_from says where a run began, not where it is
-    step = _resume(config, folder, groups, chunks, optimizer, loader)
-    if step is None:
+    resumed = _resume(config, folder, groups, chunks, optimizer, loader)
+    if resumed is None:
         initialize(config, groups, chunks, optimizer)
-    return step or 0
+    return resumed or Resumed(0)
 
 
 def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
@@ -83,8 +94,8 @@ def _resume(
     chunks: list[Any],
     optimizer: Optimizer,
     loader: StepLoader | None,
-) -> int | None:
-    """The number of updates in the newest good checkpoint, which is loaded; None where the run has none."""
+) -> Resumed | None:
+    """From the newest good checkpoint, which is loaded; None where the run has none."""
     damaged: dict[int, str] = {}
 
     def find(unusable: Mapping[int, str]) -> Newest:
@@ -97,13 +108,13 @@ def _resume(
             if entry is None:
                 return None
             # the first rank reads data; the comparison is before the load, which takes long
-            on_first_rank(functools.partial(check_dataset, entry, loader))
+            changes = on_first_rank(functools.partial(_changes, entry, loader, config, folder))
             state = load_checkpoint(entry, chunks, optimizer, groups, config)
             fault = non_finite_state(chunks, optimizer, groups)
             if fault is None:
                 # only now that another one is known to be good: nothing is moved where the start fails
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
-                return state.step
+                return Resumed(state.step, changes)
         damaged[entry.step] = fault  # the next one overwrites all that was loaded
 
 
@@ -141,16 +152,12 @@ def _resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str]) -
     return newest
 
 
-def check_dataset(entry: CheckpointEntry, loader: StepLoader | None) -> None:
-    """Resuming at step k is starting at k only on the same samples. On the first rank, which reads data."""
-    assert loader is not None
-    saved = entry.manifest.dataset
-    if saved is not None and saved != loader.fingerprint:
-        raise DataError(
-            f"the training data are not those that {entry.path} has seen (fingerprint {loader.fingerprint}, not "
-            f"{saved}): resuming would repeat or leave out samples; restore the data, or start a new run from these "
-            f"weights with another run.dir and checkpoint.initialize_from={entry.path}"
-        )
+def _changes(
+    entry: CheckpointEntry, loader: StepLoader | None, config: Config, folder: RunFolder
+) -> tuple[ChangeInfo, ...]:
+    """Resuming at step k is starting at k only with the same settings on the same samples. On the first rank."""
+    assert loader is not None, "the first rank reads data"
+    return changes_since(entry, loader, config, folder.path)
 
 
 def announced(newest: Newest) -> CheckpointEntry | None:

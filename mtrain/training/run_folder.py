@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from mtrain.checkpoint.store.directory import clean_leftovers, published_steps
+from mtrain.checkpoint.store.directory import clean_leftovers, published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.runs.continuation import continued, kept_lines
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
+from mtrain.training.changed import checkpoint_config
 from mtrain.training.export import clean_staging
 from mtrain.training.resume import say
 
@@ -40,6 +41,8 @@ def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Clai
     saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
     # without a checkpoint nothing binds: a run that failed before its first save may start with another configuration
     if saved is not None and steps:
+        # of the checkpoint, not of the last start, which may have changed something and crashed before it saved
+        saved = checkpoint_config(folder.checkpoints / step_name(steps[-1])) or saved
         config = continued(given, saved, folder.path, steps[-1])
         for line in kept_lines(given, config):
             say(line)

@@ -26,16 +26,18 @@ from mtrain.mcore.engine.loss_reduction import StepTotals
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
-from mtrain.metrics.record import StepRecord
+from mtrain.metrics.record import ChangeRecord, StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
 from mtrain.plan import flops_per_token, mfu, peak_flops
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
+from mtrain.training.changed import note_on_order
 from mtrain.training.checkpoint_self_test import run_self_test
 from mtrain.training.evaluate import evaluate, term_records
 from mtrain.training.export import Exporter
+from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
 
 
@@ -92,6 +94,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         run = build(config, groups, folder)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal before step {run.start_step + 1}"))
+        if run.start_step >= config.train.num_steps and groups.rank == 0:
+            say(_finished(run, folder))
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         sinks = held.enter_context(_open_sinks(run, folder))
@@ -112,13 +116,21 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             folder.set_requeue("stopped by a signal before all checkpoints were exported")
 
 
+def _finished(run: Run, folder: RunFolder) -> str:
+    """Of a start that finds nothing left to train; the exports that are missing are still made."""
+    return (
+        f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and train.num_steps="
+        f"{run.config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set another run.dir"
+    )
+
+
 def _origin(run: Run) -> Provenance:
     """What a manifest tells of this run; the first rank writes it."""
     if run.groups.rank != 0 or run.loader is None:
         return Provenance()
     checkout = git_checkout()
     git = None if checkout is None else GitState(commit=checkout.commit, dirty=checkout.dirty)
-    return Provenance(run.loader.fingerprint, git)
+    return Provenance(run.loader.fingerprint, git, run.changes)
 
 
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
@@ -141,7 +153,14 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
     metrics, start = run.config.metrics, run.start_step
     console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
     tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
-    return Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
+    sinks = Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
+    if start < run.config.train.num_steps:
+        new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
+        for change in new:
+            sinks.write(change)
+        if (note := note_on_order(new, run.config.train.global_batch_size)) is not None:
+            say(note)
+    return sinks
 
 
 def _loop(

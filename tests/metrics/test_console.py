@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mtrain.metrics.console import ConsoleSink, as_duration
-from mtrain.metrics.record import Record
+from mtrain.metrics.record import Record, StepRecord, ValidRecord
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
@@ -83,8 +83,8 @@ def test_padding_is_told_apart_where_there_is_some() -> None:
 
 
 def test_numbers_that_only_one_layout_gives_say_so_everywhere() -> None:
-    records: dict[float, Record] = {1.0: step_record(1), 2.0: valid_record(1)}
-    assert "this layout" not in shown(records, num_steps=1)
+    records: dict[float, StepRecord | ValidRecord] = {1.0: step_record(1), 2.0: valid_record(1)}
+    assert "this layout" not in shown({**records}, num_steps=1)
     text = shown({time: replace(record, layout_dependent=True) for time, record in records.items()}, num_steps=1)
     assert ["(of this layout only)" in line for line in text.splitlines()] == [True, True]
 

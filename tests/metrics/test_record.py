@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
-from mtrain.metrics.record import StepRecord, TermRecord, ValidRecord, from_json_line, to_json_line
+from mtrain.metrics.record import (
+    ChangeRecord,
+    Record,
+    StepRecord,
+    TermRecord,
+    ValidRecord,
+    from_json_line,
+    to_json_line,
+)
 from tests.metrics.records import step_record
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -51,8 +59,17 @@ def test_a_line_written_before_passes_had_terms_is_read() -> None:
     assert from_json_line(line.replace(', "terms": {}', "")) == from_json_line(line)
 
 
-@given(steps | passes)
-def test_a_record_survives_its_line_bit_for_bit(record: StepRecord | ValidRecord) -> None:
+changes = st.builds(
+    ChangeRecord,
+    step=st.integers(0, 2**40),
+    key=st.text(),
+    old=st.none() | st.text(),
+    new=st.none() | st.text(),
+)
+
+
+@given(steps | passes | changes)
+def test_a_record_survives_its_line_bit_for_bit(record: Record) -> None:
     line = to_json_line(record)
     assert line.count("\n") == 1
     assert line.endswith("\n")

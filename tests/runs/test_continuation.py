@@ -7,10 +7,12 @@ import pytest
 import yaml
 
 from mtrain.base.errors import RunFolderError
+from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import SftSection
 from mtrain.plan.lr import learning_rate
-from mtrain.runs.continuation import continued, kept_lines
+from mtrain.runs.continuation import allowed_changes, continued, kept_lines
+from mtrain.runs.folder import Change
 from tests.config.samples import config
 from tests.fault_table import Notice
 
@@ -182,3 +184,66 @@ def test_a_damaged_count_is_named() -> None:
     saved = config_yaml(config()).replace("num_steps: 10", "num_steps: ten")
     with pytest.raises(RunFolderError, match=r"runs/first has train.num_steps='ten', but a number is needed"):
         continued(config(), saved, FOLDER, 3)
+
+
+def allowing(*keys: str, **changes: Any) -> Config:
+    return config(checkpoint__allow_changed=list(keys), **changes)
+
+
+def test_what_was_allowed_changes_and_is_named_with_both_values() -> None:
+    saved = config_yaml(config())
+    given = allowing("optimizer.lr", "loss", optimizer__lr=2e-3, loss__aggregation="sum")
+    assert continued(given, saved, FOLDER, 3) == given
+    assert allowed_changes(given, saved, FOLDER, 3) == [
+        Change("loss.aggregation", '"token-mean"', '"sum"', is_neutral=False),
+        Change("optimizer.lr", "0.001", "0.002", is_neutral=False),
+    ]
+    assert allowed_changes(allowing("optimizer.lr"), saved, FOLDER, 3) == [], "nothing has changed"
+
+
+@pytest.mark.fault(
+    "input",
+    "a run goes on with other values than those that checkpoint.allow_changed names",
+    happens="refused; names those keys alone, and which of them no run can change",
+    exit_code=6,
+)
+def test_consent_to_one_key_is_none_to_another(notice: Notice) -> None:
+    given = allowing("optimizer.lr", optimizer__lr=2e-3, optimizer__clip_grad=2.0, train__seed=5)
+    words = r"whose optimizer.clip_grad, train.seed had other values.*\(train.seed cannot change in a run\)"
+    with notice, pytest.raises(RunFolderError, match=words) as caught:
+        continued(given, config_yaml(config()), FOLDER, 3)
+    assert caught.value.exit_code == notice.exit_code
+
+
+@pytest.mark.parametrize(("schedule", "decay"), DECAYS)
+def test_a_schedule_is_rewritten_with_consent_only(schedule: str, decay: int) -> None:
+    saved = config_yaml(config(optimizer__schedule=schedule))
+    given = allowing("optimizer.decay_steps", optimizer__schedule=schedule, train__num_steps=30)
+    new = 30 if decay == 10 else 3
+    assert allowed_changes(given, saved, FOLDER, 3) == [
+        Change("optimizer.decay_steps", str(decay), str(new), is_neutral=False),
+        Change("train.num_steps", "10", "30", is_neutral=False),
+    ]
+    with pytest.raises(RunFolderError, match=r"checkpoint.allow_changed=\[optimizer.decay_steps\]"):
+        allowed_changes(allowing("optimizer.lr", optimizer__schedule=schedule, train__num_steps=30), saved, FOLDER, 3)
+
+
+def test_consent_to_another_schedule_is_one_to_its_decay() -> None:
+    saved = config_yaml(config(optimizer__schedule="constant"))
+    given = allowing("optimizer.schedule", optimizer__schedule="cosine", train__num_steps=30)
+    assert [each.key for each in allowed_changes(given, saved, FOLDER, 3)] == ["optimizer.schedule"]
+
+
+def of_files(path: str, weight: float = 1.0, **keys: Any) -> dict[str, Any]:
+    return {"kind": "indexed", "seq_length": 64, "train": [{"path": path, "weight": weight}], **keys}
+
+
+def test_data_are_known_by_what_they_are_and_not_by_where_they_lie() -> None:
+    saved = config_yaml(config(data=of_files("old/corpus", tokenizer="old.model", valid=[{"path": "old/valid"}])))
+    moved = config(data=of_files("new/place", tokenizer="new.model"))
+    assert continued(moved, saved, FOLDER, 3) == moved
+    with pytest.raises(RunFolderError, match=r"whose data.train had other values"):
+        continued(config(data=of_files("new/place", weight=2.0)), saved, FOLDER, 3)
+    blended = of_files("old/corpus", train=[{"path": "old/corpus"}, {"path": "more"}])
+    with pytest.raises(RunFolderError, match=r"whose data.train had other values"):
+        continued(config(data=blended), saved, FOLDER, 3)

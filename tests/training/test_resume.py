@@ -16,7 +16,7 @@ from mtrain.checkpoint.store.directory import begin_staging, newest_good, publis
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
-from mtrain.training.resume import check_dataset
+from mtrain.training.changed import change_of_data
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.training.test_trainer import command, finished, numbers, start
@@ -112,11 +112,11 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, notice: Notice) -> No
         (attempt.path / "file").write_text("x")
         return publish(attempt, CheckpointInfo(step=step, layout="", config_hash="", versions={}, dataset=dataset))
 
-    check_dataset(entry(1, loader.fingerprint), loader)
-    check_dataset(entry(2, None), other)
+    assert change_of_data(entry(1, loader.fingerprint), loader, configured()) is None
+    assert change_of_data(entry(2, None), other, configured()) is None
     message = r"training data are not those that .*step_00000003 has seen.*initialize_from"
     with notice, pytest.raises(DataError, match=message):
-        check_dataset(entry(3, loader.fingerprint), other)
+        change_of_data(entry(3, loader.fingerprint), other, configured())
     assert notice.exit_code == DataError.exit_code
 
 

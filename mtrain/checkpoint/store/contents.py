@@ -99,5 +99,10 @@ def described(contents: Contents) -> dict[str, str]:
         shown["git"] = manifest.git.commit + (" with local changes" if manifest.git.dirty else "")
     if manifest.valid_loss is not None:
         shown["validation"] = f"{manifest.valid_loss} nats"
+    if manifest.changes:
+        shown["changed"] = "; ".join(
+            f"after step {each.step} {each.key}: {each.old or 'missing'} -> {each.new or 'missing'}"
+            for each in manifest.changes
+        )
     size = sum(facts.size_bytes for facts in manifest.files.values())
     return shown | {"files": f"{len(manifest.files)}, {size:,} bytes"}

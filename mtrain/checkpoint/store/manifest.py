@@ -54,6 +54,20 @@ class GitState(BaseModel):
     """Whether tracked files differed from the commit."""
 
 
+class ChangeInfo(BaseModel):
+    """A key that a start gave another value than its checkpoint had, with consent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(ge=0, le=_MOST_COUNT)
+    """Updates made before it; those that follow are made with the new value."""
+    key: str
+    """Dotted."""
+    old: str | None
+    """As JSON; None where the key was missing."""
+    new: str | None
+
+
 class CheckpointInfo(BaseModel):
     """What the program that saves knows about a checkpoint."""
 
@@ -76,6 +90,8 @@ class CheckpointInfo(BaseModel):
     """None where the program did not run from a git checkout."""
     valid_loss: float | None = None
     """Of a validation at this step, in nats; None where there was none."""
+    changes: tuple[ChangeInfo, ...] = ()
+    """Of the run up to this step, in order."""
 
 
 class Manifest(CheckpointInfo):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mtrain.config import known_issues, rules
+from mtrain.config import consent, known_issues, rules
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
@@ -36,6 +36,10 @@ class Config(Section):
     def row_width(self) -> int:
         """Positions of a row: of one sample, or of several that are packed."""
         return rules.row_width(self.train, self.data)
+
+    @rule
+    def what_is_allowed_to_change_can_change(self) -> str | None:
+        return _lines(consent.broken_rules(type(self), self.checkpoint.allow_changed))
 
     @rule
     def a_run_starts_from_one_place(self) -> str | None:

@@ -39,6 +39,9 @@ class CheckpointSection(Section):
     """Save, load and compare everything once before the first step, and print the time and memory that it takes."""
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest good checkpoint of the run folder; never refuses a run folder that has one."""
+    allow_changed: tuple[str, ...] = ()
+    """Keys, such as [optimizer.lr, data.train], that this start may give other values than the checkpoint that it goes
+    on from was saved with; a section means every key in it that can change. What changed is recorded with its step."""
     initialize_from: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """A checkpoint directory, or a run folder (its newest one), whose weights this run starts from; optimizer, step
     and data order start anew. Of Megatron-LM or Megatron-Bridge (torch_dist): an iteration, or its parent."""

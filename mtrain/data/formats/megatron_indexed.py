@@ -9,6 +9,7 @@ megatron-core reads and writes the pair. Its import takes seconds, so it happens
 
 import hashlib
 import itertools
+import re
 import struct
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _ELEMENTS: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Code in the header -> element type; the two codes of floats are left out."""
+_TOKENS = "~"
+"""Begins the part of a fingerprint that follows from tokens."""
+_NUM_PLACES, _PLACE_BYTES = 64, 1 << 14
 _REBUILD = "copy or build the pair again"
 
 
@@ -56,7 +60,8 @@ class Corpus:
         self.document_lengths = _document_lengths(lengths, edges)
         """[documents]: tokens of each document, in file order; a document may be empty."""
         self.fingerprint = _fingerprint(self.idx_path, self.bin_path)
-        """Changes when documents are added, removed or cut otherwise; computed without reading the tokens."""
+        """Changes when documents are added, removed or cut otherwise, or tokens change at one of the places that are
+        looked at; see `same_fingerprint`."""
 
     def read(self, document: int, offset: int, length: int) -> NDArray[np.int64]:
         """[length] tokens of a document, from its token `offset` on.
@@ -216,13 +221,27 @@ def _document_lengths(lengths: NDArray[np.int32], edges: NDArray[np.int64]) -> N
     return np.diff(ends[edges])
 
 
+def same_fingerprint(saved: str, now: str) -> bool:
+    """Whether the fingerprint `now` is of the same data as `saved`, which 0.1.0 made without looking at tokens."""
+    return saved == (now if _TOKENS in saved else re.sub(rf"{_TOKENS}[0-9a-f]+", "", now))
+
+
 def _fingerprint(idx_path: Path, bin_path: Path) -> str:
-    # the index and the size of the .bin: hashing terabytes of tokens at each start would take hours
-    digest = hashlib.sha256(str(bin_path.stat().st_size).encode())
+    """Of the whole index, the size of the .bin, and its tokens at a few places spread over it.
+
+    Hashing terabytes of tokens at each start would take hours; corpora cut into equal documents have equal indices.
+    """
+    size = bin_path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
     with idx_path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return digest.hexdigest()
+    tokens = hashlib.sha256()
+    with bin_path.open("rb") as file:
+        for place in range(_NUM_PLACES):
+            file.seek(place * max(0, size - _PLACE_BYTES) // (_NUM_PLACES - 1))
+            tokens.update(file.read(_PLACE_BYTES))
+    return f"{digest.hexdigest()}{_TOKENS}{tokens.hexdigest()[:16]}"
 
 
 def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:

@@ -39,7 +39,7 @@ from mtrain.checkpoint.store.directory import (
     publish,
     step_name,
 )
-from mtrain.checkpoint.store.manifest import CONFIG_NAME, CheckpointInfo, FileInfo, GitState
+from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo, CheckpointInfo, FileInfo, GitState
 from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
@@ -60,6 +60,8 @@ class Provenance(NamedTuple):
     dataset: str | None = None
     """Fingerprint of the training data; needed on the first rank only."""
     git: GitState | None = None
+    changes: tuple[ChangeInfo, ...] = ()
+    """Keys that the run changed on its way."""
 
 
 @dataclass
@@ -158,6 +160,7 @@ class Saver:
             versions=self._versions,
             dataset=self._origin.dataset,
             git=self._origin.git,
+            changes=self._origin.changes,
             valid_loss=valid_loss,
         )
         work = started(lambda: self._write(attempt, parts), f"save-{step}")

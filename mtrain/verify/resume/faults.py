@@ -76,7 +76,12 @@ def _stale_shard() -> contextlib.AbstractContextManager[None]:
 
 def _one_step_later() -> contextlib.AbstractContextManager[None]:
     original = resume.resume_or_initialize
-    return replaced(build, "resume_or_initialize", lambda *arguments: original(*arguments) + 1)
+
+    def faulty(*arguments: Any) -> resume.Resumed:
+        found = original(*arguments)
+        return found._replace(step=found.step + 1)
+
+    return replaced(build, "resume_or_initialize", faulty)
 
 
 def _first_samples() -> contextlib.AbstractContextManager[None]:

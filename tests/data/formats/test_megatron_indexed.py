@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from mtrain.base.errors import DataError
-from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, writing_corpus
+from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, same_fingerprint, writing_corpus
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
@@ -145,3 +145,14 @@ def test_a_split_cuts_documents_in_file_order_without_loss(total: int, split: tu
     assert [number for part in parts for number in part] == list(range(total))
     for part, share in zip(parts, split, strict=True):
         assert abs(len(part) - share * total) <= 1
+
+
+def test_the_fingerprint_tells_tokens_apart_where_documents_are_alike(write_corpus: WriteCorpus) -> None:
+    texts = {"one": 1, "last": 2}
+    corpora = {name: write_corpus(name, [[1] * 40_000, [1] * 999 + [last]]) for name, last in texts.items()}
+    one, last = (Corpus(prefix, 1000).fingerprint for prefix in corpora.values())
+    assert one != last
+    assert same_fingerprint(one, one)
+    assert not same_fingerprint(one, last)
+    assert same_fingerprint(f"2*{one.partition('~')[0]}-0-9-64", f"2*{one}-0-9-64"), "of version 0.1.0"
+    assert not same_fingerprint(f"1*{one.partition('~')[0]}-0-9-64", f"2*{one}-0-9-64")

@@ -23,7 +23,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.runs.folder import RunFolder
-from mtrain.training.resume import resume_or_initialize
+from mtrain.training.resume import Resumed, resume_or_initialize
 from tests.known_issues.expert_ranks import with_their_router
 from tests.known_issues.plain import plain_config
 from tests.mcore.state.checkpoint_ranks import build
@@ -119,7 +119,8 @@ def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> f
     """The loss of our model on the same batch."""
     parts = build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
-    assert resume_or_initialize(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader) == 0
+    found = resume_or_initialize(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader)
+    assert found == Resumed(0)
     whole = gather_whole(parameter_shards(parts.chunks, groups))
     assert whole is None or not whole["embedding.word_embeddings.weight"][config.model.vocab_size :].any()
     return parts.training.forward_backward(None if loader is None else loader.batches(0)).loss

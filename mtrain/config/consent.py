@@ -1,0 +1,116 @@
+"""`checkpoint.allow_changed`: which keys a run that goes on may change with consent, and which never.
+
+What decides which samples a step reads, or what the numbers in a checkpoint mean, cannot change under a run: it would
+no longer be the run of its steps so far. Keys of NEUTRAL_KEYS may change without being asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_origin
+
+from mtrain.config.schema.section import Section, sections_in
+
+NEUTRAL_KEYS = (
+    "run",
+    "layout",
+    "valid",
+    "checkpoint",
+    "metrics",
+    "train.num_steps",
+    "train.micro_batch_size",
+    "train.tokens_per_micro_batch",
+    "train.device",
+    "train.recompute",
+    "train.distributed_optimizer",
+    "train.overlap_grad_reduce",
+    "train.overlap_param_gather",
+    "train.process_group_timeout_s",
+    "train.max_skipped_steps",
+    "model.backend",
+    "model.hf",
+    "data.prefetch_steps",
+    "data.packing",
+    "data.ignore_keys",
+    "data.valid",
+    "data.test",
+)
+"""Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""
+
+_WITH_CONSENT = (
+    "optimizer",
+    "loss",
+    "data",
+    "train",
+    "model.attention_dropout",
+    "model.hidden_dropout",
+    "model.rope",
+    "model.sliding_window",
+    "model.experts.bias_update_rate",
+    "model.experts.capacity_factor",
+)
+_STATE = "its state in the checkpoint means nothing to another"
+_ORDER = "it decides which samples a step reads, so samples would be repeated or left out"
+_NEVER = {
+    "optimizer.kind": _STATE,
+    "train.precision": "the optimizer keeps other state in another precision",
+    "train.global_batch_size": _ORDER,
+    "train.seed": _ORDER,
+}
+_OTHER_MODEL = "the weights in the checkpoint are those of this model"
+
+
+def lies_in(key: str, sections: Iterable[str]) -> bool:
+    """Whether a dotted key is one of `sections`, or below one."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def is_permitted(key: str, allow_changed: Sequence[str]) -> bool:
+    """Whether `checkpoint.allow_changed` lets a key change; naming a section lets what may change in it."""
+    return lies_in(key, allow_changed) and key not in _NEVER and lies_in(key, _WITH_CONSENT)
+
+
+def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[str]:
+    """Says of each entry that cannot be allowed why.
+
+    Args:
+        root: The class of a whole configuration.
+        allow_changed: Dotted keys.
+    """
+    for key in allow_changed:
+        entry = f"checkpoint.allow_changed names {key!r}"
+        if not _exists(root, key.split(".")):
+            yield f"{entry}, but there is no such key; write a key as section.key, such as optimizer.lr, or remove it"
+        elif lies_in(key, NEUTRAL_KEYS):
+            yield f"{entry}, which may change without consent{_of_length(key)}; remove it"
+        elif key in _NEVER or not lies_in(key, _WITH_CONSENT):
+            yield (
+                f"{entry}, which cannot change in a run: {_NEVER.get(key, _OTHER_MODEL)}; remove it, and start a new "
+                "run from the weights with checkpoint.initialize_from and another run.dir"
+            )
+
+
+def _of_length(key: str) -> str:
+    """What a person means who names the run's length."""
+    if key != "train.num_steps":
+        return ""
+    return " (a learning rate that follows from it is optimizer.decay_steps)"
+
+
+def _exists(root: type[Section], parts: Sequence[str]) -> bool:
+    """Whether a configuration can have the key; below a mapping of plain values any name can be one."""
+    found: tuple[type[Section], ...] = (root,)
+    rest = iter(parts)
+    for part in rest:
+        fields = [section.model_fields[part] for section in found if part in section.model_fields]
+        if not fields:
+            return False
+        annotation = fields[0].annotation
+        found = sections_in(annotation)
+        if get_origin(annotation) is dict:
+            if not found:
+                return True
+            next(rest, None)  # the name of a section in a mapping of them
+        elif get_origin(annotation) is tuple:
+            found = ()  # a list is one value
+    return True

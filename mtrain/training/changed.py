@@ -1,0 +1,110 @@
+"""What a start does otherwise than the checkpoint that it goes on from, with the user's consent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults
+from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
+from mtrain.base.yaml_text import MAX_BYTES, read_yaml
+from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo
+from mtrain.config import Config
+from mtrain.config.consent import is_permitted
+from mtrain.data.formats.megatron_indexed import same_fingerprint
+from mtrain.data.loader import StepLoader
+from mtrain.metrics.record import ChangeRecord
+from mtrain.runs.continuation import allowed_changes
+from mtrain.runs.folder import Change
+
+DATA = "data.train"
+"""The key under which training data with another fingerprint are recorded."""
+
+
+def changes_since(
+    entry: CheckpointEntry, loader: StepLoader, config: Config, run_folder: Path
+) -> tuple[ChangeInfo, ...]:
+    """All changes of a run up to this start: those that its checkpoint knows, and those that this start brings.
+
+    Compared with the checkpoint, not with the last start: one that changed something and crashed before it saved left
+    no update behind.
+
+    Args:
+        entry: The checkpoint, verified.
+        loader: Of the training data of this start.
+        config: Of this start.
+        run_folder: For messages.
+
+    Raises:
+        RunFolderError: A key has another value without consent.
+        DataError: The training data are others, without consent.
+    """
+    saved = checkpoint_config(entry.path)
+    found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step)
+    fingerprint = change_of_data(entry, loader, config, found)
+    new = [*found, fingerprint] if fingerprint is not None else found
+    return (
+        *entry.manifest.changes,
+        *(ChangeInfo(step=entry.step, key=each.key, old=each.old, new=each.new) for each in new),
+    )
+
+
+def change_of_data(
+    entry: CheckpointEntry, loader: StepLoader, config: Config, found: Sequence[Change] = ()
+) -> Change | None:
+    """Training data with another fingerprint; None where they are the same, wherever they lie.
+
+    Args:
+        entry: The checkpoint.
+        loader: Of the training data.
+        config: Of this start.
+        found: Keys that changed with consent; one of `data` explains another fingerprint.
+
+    Raises:
+        DataError: They are others, without consent.
+    """
+    saved = entry.manifest.dataset
+    if saved is None or same_fingerprint(saved, loader.fingerprint):
+        return None
+    is_explained = any(each.key.startswith("data.") for each in found)
+    if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
+        return Change(DATA, f"fingerprint {saved}", f"fingerprint {loader.fingerprint}", is_neutral=False)
+    raise DataError(
+        f"the training data are not those that {entry.path} has seen (fingerprint {loader.fingerprint}, not {saved}): "
+        "resuming would repeat or leave out samples; restore the data, start a new run from these weights with another "
+        f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
+        f"checkpoint.allow_changed=[{DATA}]"
+    )
+
+
+def checkpoint_config(path: Path) -> str | None:
+    """The resolved configuration that a checkpoint was saved with, as YAML; None where it cannot be read.
+
+    Raises:
+        MachineError: The disk refuses.
+    """
+    with disk_faults(f"read {path / CONFIG_NAME}"):
+        try:
+            text = read_plain_file(path / CONFIG_NAME, MAX_BYTES).decode()
+            return text if isinstance(read_yaml(text).content, dict) else None
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as fault:
+            # something else of this name: a damaged checkpoint, which gives way to another one later
+            if fault.errno not in NOT_A_PLAIN_FILE:
+                raise
+            return None
+
+
+def note_on_order(changes: Sequence[ChangeRecord], global_batch_size: int) -> str | None:
+    """Says which samples follow where a start brings other data; None where it does not."""
+    of_data = [each for each in changes if each.key.startswith("data.")]
+    if not of_data:
+        return None
+    first = of_data[0].step * global_batch_size
+    return (
+        f"the data go on with sample {first} of their new order, as if they had been these from the start: samples "
+        "that the new order has before it are not read in that epoch"
+    )
