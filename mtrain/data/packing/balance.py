@@ -1,15 +1,18 @@
 """Rows to data-parallel ranks, so that ranks do equal work.
 
-What is balanced: ranks of a pipeline, and of one that exchanges tokens between experts, wait for each other at every
-microbatch, all others at the end of the step. So the rows that the ranks compute at the same time are neighbours in a
-list sorted by cost, which makes the sum over microbatches of the dearest row as small as it can be; and among the
-ranks they are dealt so that the sums over the step are equal.
+A rank computes one row in each turn. Ranks wait for each other at the end of a step, so what counts is the sum of a
+rank's rows, whether its microbatches pass through a pipeline or not. Where ranks exchange tokens between experts they
+wait in every turn, and what counts is the sum over turns of the dearest row. Rows sorted by cost and cut into turns
+make that as small as it can be; within turns they are then dealt so that the sums are equal. Ranks that wait only at
+the end may also exchange rows of different turns, which makes their sums more equal.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MAX_ROUNDS = 16
+_EQUAL_ENOUGH = 1.001
+"""Largest load over the mean that no exchange improves further."""
 
 
 def costs(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.int64]:
@@ -23,27 +26,28 @@ def costs(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.int64]:
     return wide * (6 * hidden_size + wide)
 
 
-def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int) -> NDArray[np.int64]:
-    """Deals rows to ranks.
+def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_turns: bool) -> NDArray[np.int64]:
+    """Deals rows to ranks; the same on every machine.
 
     Args:
         row_costs: [num_rows], num_rows <= num_turns x dp_size.
-        num_turns: PackedRows of every rank.
+        num_turns: Rows of every rank.
         dp_size: Ranks.
+        wait_in_turns: Whether ranks wait for each other in every turn, or at the end alone.
 
     Returns:
-        [num_turns, dp_size]: the row that each rank computes in each turn, -1 for none. Turns cost less at both ends
-        than in the middle.
+        [num_turns, dp_size]: the row that each rank computes in each turn, -1 for none.
     """
     dearest_first = np.argsort(-row_costs, kind="stable")
     missing = num_turns * dp_size - len(row_costs)
     turns = np.pad(dearest_first, (0, missing), constant_values=-1).reshape(num_turns, dp_size)
     # -1 takes the 0 at the end
-    turn_costs = np.append(row_costs, 0)[turns]
-    ranks = _ranks_of_equal_load(turn_costs)
-    by_rank = np.empty_like(turns)
-    np.put_along_axis(by_rank, ranks, turns, axis=1)
-    return by_rank[_cheap_at_both_ends(num_turns)]
+    with_none = np.append(row_costs, 0)
+    turns = np.take_along_axis(turns, np.argsort(_ranks_of_equal_load(with_none[turns]), axis=1), axis=1)
+    if not wait_in_turns:
+        _exchange(turns, with_none)
+        turns = np.take_along_axis(turns, np.argsort(-with_none[turns], axis=0, kind="stable"), axis=0)
+    return turns[_cheap_at_both_ends(num_turns)]
 
 
 def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -59,7 +63,7 @@ def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
     loads = np.zeros(turn_costs.shape[1], np.int64)
     for turn, each in enumerate(turn_costs):
         ranks[turn] = _deal(loads, each)
-    # once all are dealt, a turn taken back and dealt again makes the spread smaller or leaves it
+    # once all are dealt, a turn that is taken back and dealt again makes the spread smaller or leaves it
     for _ in range(_MAX_ROUNDS):
         before = loads.copy()
         for turn, each in enumerate(turn_costs):
@@ -77,10 +81,35 @@ def _deal(loads: NDArray[np.int64], descending: NDArray[np.int64]) -> NDArray[np
     return ranks
 
 
+def _exchange(turns: NDArray[np.int64], row_costs: NDArray[np.int64]) -> None:
+    """Exchanges rows between the ranks with the most and the least work as long as that brings them closer.
+
+    Args:
+        turns: [num_turns, dp_size] rows; changed in place.
+        row_costs: Of each row, and 0 for -1 at the end.
+    """
+    loads = row_costs[turns].sum(axis=0)
+    # every exchange brings two loads closer, so it ends; the bound is for very many ranks
+    for _ in range(4 * turns.shape[1]):
+        most, least = int(loads.argmax()), int(loads.argmin())
+        gap = int(loads[most] - loads[least])
+        if loads[most] <= _EQUAL_ENOUGH * loads.mean():
+            return
+        differences = row_costs[turns[:, most]][:, None] - row_costs[turns[:, least]][None, :]
+        # half the gap would make both equal
+        given, taken = np.unravel_index(np.abs(2 * differences - gap).argmin(), differences.shape)
+        difference = int(differences[given, taken])
+        if not 0 < difference < gap:
+            return
+        turns[given, most], turns[taken, least] = turns[taken, least], turns[given, most]
+        loads[most] -= difference
+        loads[least] += difference
+
+
 def _cheap_at_both_ends(num_turns: int) -> NDArray[np.int64]:
     """An order of turns that are sorted from the dearest: ..., 3, 1, 0, 2, 4, ...
 
-    A pipeline fills with its first microbatch and drains with its last one, and later stages wait for both; in between
+    A pipeline fills with its first microbatch and drains with its last one, and other stages wait for both; in between
     a stage waits for the difference between one microbatch and the next.
     """
     dearest_first = np.arange(num_turns)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_WORD_BITS = 9
+_WORD_MASK = (1 << _WORD_BITS) - 1
+
 
 class PackedRows(NamedTuple):
     """Samples in rows."""
@@ -25,12 +28,42 @@ class PackedRows(NamedTuple):
         return tuple(self.samples[start : int(self.ends[number])].tolist())
 
 
-class _Group(NamedTuple):
-    """Rows of equal content."""
+_Group = tuple[tuple[int, ...], int]
+"""Rows of equal content: a length, how many samples of it, the next smaller length, ..., and the number of rows. Plain
+tuples of numbers, as the garbage collector does not follow them: others would take a third of the time."""
 
-    content: tuple[tuple[int, int], ...]
-    """Length, and how many samples of it, decreasing."""
-    num_rows: int
+
+class _Numbers:
+    """A set of numbers that knows its smallest from a bound on.
+
+    Two levels of bits: one integer for all would be copied whole at every step, 16 KiB for rows of 128k positions.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self._words = [0] * ((largest >> _WORD_BITS) + 1)
+        self._used = 0
+        """Which words have a bit set."""
+
+    def add(self, number: int) -> None:
+        self._words[number >> _WORD_BITS] |= 1 << (number & _WORD_MASK)
+        self._used |= 1 << (number >> _WORD_BITS)
+
+    def remove(self, number: int) -> None:
+        word = number >> _WORD_BITS
+        self._words[word] ^= 1 << (number & _WORD_MASK)
+        if not self._words[word]:
+            self._used ^= 1 << word
+
+    def smallest_from(self, bound: int) -> int | None:
+        """None where all are below."""
+        word = bound >> _WORD_BITS
+        if rest := self._words[word] >> (bound & _WORD_MASK):
+            return bound + (rest & -rest).bit_length() - 1
+        if later := self._used >> (word + 1):
+            word += (later & -later).bit_length()
+            bits = self._words[word]
+            return (word << _WORD_BITS) + (bits & -bits).bit_length() - 1
+        return None
 
 
 def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
@@ -51,32 +84,35 @@ def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
         counts: [row_width + 1] samples of each length.
         row_width: Positions of a row.
     """
-    # of each number of free positions the rows that have so many; the set bits of `free` say where there are any
+    # of each number of free positions the rows that have so many; `spaces` says of which there are any
     waiting: dict[int, list[_Group]] = {}
-    free, full = 0, []
+    spaces = _Numbers(row_width)
+    full: list[_Group] = []
+    empty: tuple[int, ...] = ()
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
-            if fitting := free >> length:
-                space = length + (fitting & -fitting).bit_length() - 1
-                content, num_rows = waiting[space].pop()
-            else:
+            space = spaces.smallest_from(length)
+            if space is None:
                 # a new row for every sample that is left, as far as they do not share one
-                space, content, num_rows = row_width, (), left
+                space, of_space, content, num_rows = row_width, None, empty, left
+            else:
+                of_space = waiting[space]
+                content, num_rows = of_space.pop()
             # the fullest row that takes a sample takes the next one too, until it is too full
             repeats = min(space // length, left)
             used = min(num_rows, left // repeats)
             left -= used * repeats
-            if fitting:
+            if of_space is not None:
                 if used < num_rows:
-                    waiting[space].append(_Group(content, num_rows - used))
-                elif not waiting[space]:
-                    free ^= 1 << space
-            group = _Group((*content, (length, repeats)), used)
+                    of_space.append((content, num_rows - used))
+                elif not of_space:
+                    spaces.remove(space)
+            group = ((*content, length, repeats), used)
             space -= length * repeats
             if space:
                 waiting.setdefault(space, []).append(group)
-                free |= 1 << space
+                spaces.add(space)
             else:
                 full.append(group)
     return full + [group for space in sorted(waiting) for group in waiting[space]]
@@ -96,16 +132,19 @@ def _filled(groups: list[_Group], counts: NDArray[np.int64], longest_first: NDAr
     """Rows of samples from rows of lengths."""
     # where the next sample of each length lies: the longer ones come before it
     following = (len(longest_first) - np.cumsum(counts)).tolist()
-    row_sizes = [sum(repeats for _, repeats in content) for content, _ in groups]
+    row_sizes = [sum(content[1::2]) for content, _ in groups]
     ends = np.cumsum(np.repeat(np.array(row_sizes, np.int64), [num_rows for _, num_rows in groups]))
     samples = np.empty(len(longest_first), np.int64)
     start = 0
     for (content, num_rows), row_size in zip(groups, row_sizes):
-        block = samples[start : start + num_rows * row_size].reshape(num_rows, row_size)
+        stop = start + num_rows * row_size
+        block = samples[start:stop].reshape(num_rows, row_size)
         column = 0
-        for length, repeats in content:
-            taken = following[length] + num_rows * repeats
-            block[:, column : column + repeats] = longest_first[following[length] : taken].reshape(num_rows, repeats)
-            following[length], column = taken, column + repeats
-        start += num_rows * row_size
+        for length, repeats in zip(content[::2], content[1::2]):
+            first = following[length]
+            following[length] = first + num_rows * repeats
+            taken = longest_first[first : following[length]]
+            block[:, column : column + repeats] = taken if num_rows == 1 else taken.reshape(num_rows, repeats)
+            column += repeats
+        start = stop
     return PackedRows(samples, ends)

@@ -29,7 +29,8 @@ class StepPlan:
     fill: float
     """Positions with text, as a share of those of the rows that hold any; 1 for a step without samples."""
     imbalance: float
-    """Cost of the rank with the most work over the mean of all ranks; 1 where they are equal."""
+    """Work of the rank with the most over the mean of all ranks; 1 where they are equal. Where ranks wait for each
+    other in every microbatch, the sum over microbatches of the most work over the mean."""
     _slots: PackedRows
     _places: NDArray[np.int64]
     """[num_microbatches, dp_size, micro_batch_size]: number of the row; -1 for a filler."""
@@ -59,6 +60,9 @@ class StepShape:
     """Of the model: says how much attention costs beside the rest."""
     multiple_of: int = 1
     """The number of microbatches is a multiple of it: pp for an interleaved pipeline, else 1."""
+    wait_in_microbatches: bool = False
+    """Whether data-parallel ranks wait for each other in every microbatch, as where they exchange tokens between
+    experts; else at the end of a step alone."""
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> "StepShape":
@@ -69,6 +73,7 @@ class StepShape:
             dp_size=dp_size,
             hidden_size=config.model.hidden_size,
             multiple_of=microbatches_come_in(config),
+            wait_in_microbatches=config.layout.ep > 1,
         )
 
 
@@ -80,7 +85,7 @@ def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
     Args:
         lengths: [num_slots] positions that the sample in each slot takes, at least 1; 0 for a slot without one, as
             beyond the end of a validation set.
-        shape: PackedRows, ranks and microbatches.
+        shape: Rows, ranks and microbatches.
 
     Raises:
         DataError: a sample is longer than a row.
@@ -91,15 +96,16 @@ def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
     slots = PackedRows(present[rows.samples], rows.ends)
     row_costs = _sums(costs(lengths, shape.hidden_size)[slots.samples], slots.ends)
     num_microbatches = num_microbatches_of(len(slots.ends), shape)
-    turns = dealt(row_costs, num_microbatches * shape.micro_batch_size, shape.dp_size)
-    loads = np.append(row_costs, 0)[turns].sum(axis=0)
+    num_turns = num_microbatches * shape.micro_batch_size
+    turns = dealt(row_costs, num_turns, shape.dp_size, shape.wait_in_microbatches)
+    # consecutive turns of a rank form a microbatch
+    places = turns.reshape(num_microbatches, shape.micro_batch_size, shape.dp_size).transpose(0, 2, 1)
     return StepPlan(
         num_microbatches=num_microbatches,
         fill=int(lengths.sum()) / (len(slots.ends) * shape.row_width) if len(slots.ends) else 1.0,
-        imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        imbalance=_imbalance(np.append(row_costs, 0)[places].sum(axis=2), shape.wait_in_microbatches),
         _slots=slots,
-        # consecutive turns of a rank form a microbatch
-        _places=turns.reshape(num_microbatches, shape.micro_batch_size, shape.dp_size).transpose(0, 2, 1),
+        _places=places,
     )
 
 
@@ -107,6 +113,15 @@ def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
     """Of every rank, for so many rows over all ranks; at least 1, as a step without samples is a step too."""
     a_round = shape.dp_size * shape.micro_batch_size * shape.multiple_of
     return max(1, -(-num_rows // a_round)) * shape.multiple_of
+
+
+def _imbalance(work: NDArray[np.int64], wait_in_microbatches: bool) -> float:
+    """Of [num_microbatches, dp_size] costs."""
+    if not work.any():
+        return 1.0
+    loads = work.sum(axis=0)
+    slowest = work.max(axis=1).sum() if wait_in_microbatches else loads.max()
+    return float(slowest / loads.mean())
 
 
 def _sums(values: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,5 +1,7 @@
 """Rows of a step on their ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -69,6 +71,26 @@ def test_rows_do_not_depend_on_ranks_or_microbatches(lengths: list[int], one: St
 def test_fill_is_the_share_of_positions_with_text(lengths: list[int], shape: StepShape) -> None:
     planned = plan(lengths, shape)
     assert planned.fill == pytest.approx(sum(lengths) / (WIDTH * planned.num_rows) if sum(lengths) else 1.0)
+
+
+@given(LENGTHS, SHAPES, st.booleans())
+def test_the_imbalance_is_that_of_the_ranks_work(lengths: list[int], shape: StepShape, wait: bool) -> None:
+    shape = replace(shape, wait_in_microbatches=wait)
+    planned = plan(lengths, shape)
+    work = [
+        [
+            sum(cost(lengths[slot], shape) for row in planned.rows(microbatch, rank) for slot in row)
+            for rank in range(shape.dp_size)
+        ]
+        for microbatch in range(planned.num_microbatches)
+    ]
+    slowest = sum(map(max, work)) if wait else max(map(sum, zip(*work)))
+    mean = sum(map(sum, work)) / shape.dp_size
+    assert planned.imbalance == pytest.approx(slowest / mean if mean else 1.0)
+
+
+def cost(length: int, shape: StepShape) -> int:
+    return 6 * shape.hidden_size * length + length**2
 
 
 @pytest.mark.fault(
