@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.training_state import read_state
-from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.directory import checkpoint_at, reading
 from mtrain.checkpoint.store.verification import verify_files
 
 _MAIN = "optimizer.state.param."
@@ -26,8 +28,11 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class _Weights(Mapping[str, NDArray[np.float32]]):
     """Global name -> array; each is read when it is asked for."""
 
-    def __init__(self, tensors: CheckpointTensors, vocab_size: int) -> None:
+    def __init__(self, tensors: CheckpointTensors, vocab_size: int, held: contextlib.ExitStack) -> None:
         self._tensors, self._vocab_size = tensors, vocab_size
+        # A caller has no `with` block around a mapping, and arrays are read for as long as he has it: so what keeps a
+        # run beside him from deleting the files ends with the mapping.
+        weakref.finalize(self, held.close)
         # _extra_state is TransformerEngine's, an object instead of numbers
         self._names = sorted(key for key in tensors.tensors if not key.startswith(_BESIDE) and _TE_STATE not in key)
 
@@ -53,6 +58,8 @@ class _Weights(Mapping[str, NDArray[np.float32]]):
 def read_weights(path: Path | str) -> Mapping[str, NDArray[np.float32]]:
     """The weights of a checkpoint by global name, whatever layout has saved it.
 
+    No run deletes the checkpoint as long as the mapping exists.
+
     Args:
         path: A checkpoint, or a run folder, whose newest whole one is taken.
 
@@ -68,6 +75,9 @@ def read_weights(path: Path | str) -> Mapping[str, NDArray[np.float32]]:
     entry = checkpoint_at(Path(path)).entry
     if entry is None:
         raise DataError(f"{path} holds no checkpoint")
-    # all bytes, before the first array: what is read later is a view of the files, without a check of its own
-    verify_files(entry, entry.manifest.files, num_threads=1)
-    return _Weights(CheckpointTensors(entry.path), read_state(entry.path).vocab_size)
+    with contextlib.ExitStack() as held:
+        held.enter_context(reading(entry))  # before the first byte is read
+        # all bytes, before the first array: what is read later is a view of the files, without a check of its own
+        verify_files(entry, entry.manifest.files, num_threads=1)
+        tensors, vocab_size = CheckpointTensors(entry.path), read_state(entry.path).vocab_size
+        return _Weights(tensors, vocab_size, held.pop_all())  # where something has raised, it is let go of here

@@ -57,7 +57,8 @@ class Skips:
         """One more overflow.
 
         Args:
-            loss_scale: After it was lowered for this overflow.
+            loss_scale: What the next gradients are computed with. With hysteresis several overflows come before it is
+                lowered, so it may be the scale of this one.
 
         Raises:
             NumericError: They are too many.

@@ -58,7 +58,7 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
             filled[shard.key] = torch.zeros(shard.global_shape, dtype=torch.bool)
         # Replicas are compared where an earlier shard has been: ranks that part silently are a fault of their own.
         there, known = shard.at.of(whole[shard.key]), shard.at.of(filled[shard.key])
-        if not torch.equal(there[known], shard.data[known]):
+        if not torch.equal(_bits(there[known]), _bits(shard.data[known])):
             raise ValueError(f"replicas of {shard.key} at {shard.at.offset} differ between ranks")
         there.copy_(shard.data)
         known.fill_(True)
@@ -67,6 +67,11 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
     if missing:
         raise ValueError(f"no rank holds all of {', '.join(missing)}")
     return whole
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Bytes: the same NaN on two ranks is no difference between them, although it is not equal to itself."""
+    return values.contiguous().view(torch.uint8)
 
 
 def _complete_gradients(chunk: DistributedDataParallel) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -47,19 +48,31 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
         unusable[newest.entry.step] = fault
 
 
+def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:
+    """How many threads a rank may start beside the other ranks of its machine: more than a few gain no speed.
+
+    Args:
+        machines: The machine of each rank.
+        rank: Whose threads.
+        num_cores: Of its machine.
+    """
+    return max(1, min(_MOST_THREADS, num_cores // machines.count(machines[rank])))
+
+
 def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[str], None]) -> str | None:
-    """Why the checkpoint cannot be used, the same on all ranks. One all-gather of a text."""
+    """Why the checkpoint cannot be used, the same on all ranks. Two all-gathers of a text."""
     began, fault = time.monotonic(), None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     files = entry.manifest.files
+    machines = [""] * world_size
+    dist.all_gather_object(machines, platform.node())
     try:
         if rank == 0:
             # Before the first byte is read: a run that cleans up must not delete it meanwhile.
             held.enter_context(reading(entry))
-        # world_size stands for the ranks of this machine: with several machines fewer threads than its cores allow.
-        num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // world_size))
         # Each file by one rank: every byte is read once.
-        verify_files(entry, share_of_files(files, rank, world_size), num_threads)
+        own = share_of_files(files, rank, world_size)
+        verify_files(entry, own, num_threads_of(machines, rank, os.cpu_count() or 1))
     except (DataError, MachineError) as error:
         fault = str(error)
     faults: list[str | None] = [None] * world_size

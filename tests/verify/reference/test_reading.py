@@ -134,7 +134,7 @@ def turns(*indices: int, size: int) -> list[Draw]:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "part_of_message"),
     [
         (turns(2, 0, 1, 1, 2, size=3), None),
         (turns(2, 0, 2, size=3), "comes twice in an epoch"),
@@ -144,10 +144,10 @@ def turns(*indices: int, size: int) -> list[Draw]:
     ],
     ids=["sound", "twice", "outside", "short epoch", "share"],
 )
-def test_an_order_of_samples_visits_each_once(found: list[Draw], told: str | None) -> None:
+def test_an_order_of_samples_visits_each_once(found: list[Draw], part_of_message: str | None) -> None:
     num_sources = 1 + max(turn.source for turn in found)
     said = list(broken_order(found, [3] * num_sources, [1.0] * num_sources))
-    assert not said if told is None else any(told in each for each in said)
+    assert not said if part_of_message is None else any(part_of_message in each for each in said)
 
 
 def test_documents_come_once() -> None:
