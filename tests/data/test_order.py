@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
-from mtrain.data.order import PERIOD_LIMIT, Blend, SampleOrder, key_of, permutation, permuted, slots, whole_weights
+from mtrain.data.order import (
+    PERIOD_LIMIT,
+    Blend,
+    SampleOrder,
+    SamplePosition,
+    key_of,
+    permutation,
+    permuted,
+    slots,
+    whole_weights,
+)
 
 SEEDS = st.integers(0, 2**63)
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
@@ -142,3 +152,22 @@ def test_the_order_stays_what_it_was_in_the_first_release() -> None:
 def test_the_ranks_slots_make_up_the_global_batch(dp: int, micro: int, count: int) -> None:
     read = [slot for m in range(count) for rank in range(dp) for slot in slots(m, rank, dp, micro)]
     assert read == list(range(dp * micro * count))
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    seed=SEEDS,
+    numbers=st.lists(st.integers(0, 10**12) | st.integers(0, 200), max_size=30),
+)
+def test_many_samples_lie_where_each_lies(
+    weights: list[float], sizes: list[int], seed: int, numbers: list[int]
+) -> None:
+    order = SampleOrder(seed, weights, sizes[: len(weights)])
+    found: dict[int, SamplePosition] = {}
+    for own in order.locate_all(np.array(numbers, np.int64)):
+        for position, index in zip(own.positions.tolist(), own.indices.tolist(), strict=True):
+            assert position not in found
+            found[position] = SamplePosition(own.source, own.epoch, index)
+    assert found == {position: order.locate(number) for position, number in enumerate(numbers)}

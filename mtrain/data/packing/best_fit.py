@@ -22,10 +22,9 @@ class PackedRows(NamedTuple):
     ends: NDArray[np.int64]
     """[num_rows]: where each row ends in `samples`."""
 
-    def row(self, number: int) -> tuple[int, ...]:
+    def of(self, row: int) -> NDArray[np.int64]:
         """The samples of one row."""
-        start = int(self.ends[number - 1]) if number else 0
-        return tuple(self.samples[start : int(self.ends[number])].tolist())
+        return self.samples[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
 
 
 _Group = tuple[tuple[int, ...], int]
@@ -73,6 +72,7 @@ def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
         lengths: [num_samples] positions that each takes, 1 to row_width.
         row_width: Positions of a row.
     """
+    assert lengths.max(initial=0) <= row_width, "a sample that is longer than a row is refused before"
     counts = np.bincount(lengths, minlength=row_width + 1)
     return _filled(_groups(counts, row_width), counts, _longest_first(lengths))
 

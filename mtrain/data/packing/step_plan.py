@@ -43,7 +43,10 @@ class StepPlan:
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
         """The rows of one forward pass, micro_batch_size of them: each the slots of its samples, in their order inside
         the row; FILLER where a rank has fewer rows than others."""
-        return tuple(FILLER if row < 0 else self._slots.row(row) for row in self._places[microbatch, dp_rank].tolist())
+        return tuple(
+            FILLER if row < 0 else tuple(self._slots.of(row).tolist())
+            for row in self._places[microbatch, dp_rank].tolist()
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,17 @@ def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
     _refuse_longer(lengths, shape.row_width)
     present = np.flatnonzero(lengths)
     rows = packed(lengths[present], shape.row_width)
-    slots = PackedRows(present[rows.samples], rows.ends)
+    return plan_rows(lengths, PackedRows(present[rows.samples], rows.ends), shape)
+
+
+def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -> StepPlan:
+    """Deals rows that are packed already.
+
+    Args:
+        lengths: [num_slots] positions that the sample in each slot takes.
+        slots: Which of them share a row.
+        shape: Rows, ranks and microbatches.
+    """
     row_costs = _sums(costs(lengths, shape.hidden_size)[slots.samples], slots.ends)
     num_microbatches = num_microbatches_of(len(slots.ends), shape)
     num_turns = num_microbatches * shape.micro_batch_size

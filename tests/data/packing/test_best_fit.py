@@ -12,7 +12,7 @@ LENGTHS = st.lists(st.integers(1, WIDTH), max_size=80)
 
 
 def rows_of(rows: PackedRows) -> list[tuple[int, ...]]:
-    return [rows.row(number) for number in range(len(rows.ends))]
+    return [tuple(rows.of(number).tolist()) for number in range(len(rows.ends))]
 
 
 def contents(lengths: list[int], width: int = WIDTH) -> list[list[int]]:

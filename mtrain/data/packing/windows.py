@@ -1,0 +1,86 @@
+"""Rows of windows: what a step holds where it counts rows, not samples.
+
+The order of samples is cut into windows of equally many samples. Each window is packed by itself and its rows are
+shuffled; row r of the run is row r of all windows one after the other, and step k holds rows k x num_rows to
+(k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any number of ranks.
+"""
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.data.order import key_of, permutation
+from mtrain.data.packing.best_fit import PackedRows, packed
+
+Widths = Callable[[range], NDArray[np.int64]]
+"""[n]: positions that each of a range of samples of the order takes, at least 1."""
+
+_ROW_ORDER = 2
+"""Sets the permutation of rows apart from those of samples and documents, which have the same seed."""
+_WINDOWS_KEPT = 4
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """What decides which samples a step holds."""
+
+    window: int
+    """Samples that are packed together."""
+    row_width: int
+    """Positions of a row."""
+    num_rows: int
+    """Rows of a step, over all ranks."""
+    seed: int
+    """Of the run."""
+
+
+class WindowedRows:
+    """The endless sequence of rows, and the steps that it is cut into."""
+
+    def __init__(self, widths: Widths, shape: WindowShape) -> None:
+        """
+        Args:
+            widths: Of the samples, in their order.
+            shape: Windows and steps.
+        """
+        self._widths, self._shape = widths, shape
+        self._ends: list[int] = []
+        """Rows of all windows up to each one."""
+        # the thread that reads ahead and a caller may both be the first to ask for a window
+        self._growing = Lock()
+        self._rows = lru_cache(_WINDOWS_KEPT)(self._packed)
+
+    def step(self, step: int) -> PackedRows:
+        """The rows of the step after `step` completed updates; `samples` are numbers of the order.
+
+        The first call packs all windows before the step, as nobody else knows how many rows they have.
+        """
+        first, stop = step * self._shape.num_rows, (step + 1) * self._shape.num_rows
+        self._count_rows(stop)
+        parts: list[NDArray[np.int64]] = []
+        window = bisect.bisect_right(self._ends, first)
+        while first < stop:
+            before = self._ends[window - 1] if window else 0
+            rows, until = self._rows(window), min(stop, self._ends[window])
+            parts += [rows.of(number) for number in range(first - before, until - before)]
+            first, window = until, window + 1
+        return PackedRows(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+
+    def _count_rows(self, needed: int) -> None:
+        with self._growing:
+            while (self._ends[-1] if self._ends else 0) < needed:
+                count = len(self._rows(len(self._ends)).ends)
+                self._ends.append((self._ends[-1] if self._ends else 0) + count)
+
+    def _packed(self, window: int) -> PackedRows:
+        """The rows of one window, shuffled: best-fit-decreasing leaves those of long samples at the front."""
+        numbers = range(window * self._shape.window, (window + 1) * self._shape.window)
+        rows = packed(self._widths(numbers), self._shape.row_width)
+        order = permutation(len(rows.ends), key_of(self._shape.seed, _ROW_ORDER, window))
+        parts = [rows.of(number) for number in order.tolist()]
+        return PackedRows(np.concatenate(parts) + numbers.start, np.cumsum([len(part) for part in parts]))

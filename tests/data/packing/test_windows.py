@@ -1,0 +1,85 @@
+"""Steps of rows: every sample once, whatever was asked before."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mtrain.data.packing.windows import WindowedRows, WindowShape
+from tests.data.packing.oracle import best_fit_decreasing
+
+WIDTH = 24
+SHAPES = st.builds(
+    WindowShape,
+    window=st.integers(1, 30),
+    row_width=st.just(WIDTH),
+    num_rows=st.integers(1, 6),
+    seed=st.integers(0, 2**63),
+)
+
+
+def widths(numbers: range) -> NDArray[np.int64]:
+    """As if of samples of 1 to WIDTH tokens."""
+    return np.array([number * 7919 % 101 % WIDTH + 1 for number in numbers], np.int64)
+
+
+def rows_of(shape: WindowShape, step: int, rows: WindowedRows | None = None) -> list[list[int]]:
+    found = (WindowedRows(widths, shape) if rows is None else rows).step(step)
+    return [found.of(number).tolist() for number in range(len(found.ends))]
+
+
+@settings(max_examples=60)
+@given(SHAPES, st.integers(1, 12))
+def test_steps_hold_every_sample_once_window_after_window(shape: WindowShape, num_steps: int) -> None:
+    rows = WindowedRows(widths, shape)
+    steps = [rows_of(shape, step, rows) for step in range(num_steps)]
+    assert [len(step) for step in steps] == [shape.num_rows] * num_steps
+    seen = [number for step in steps for row in step for number in row]
+    assert len(seen) == len(set(seen))
+    # all samples of the windows before the last one that was begun, and some of that
+    complete = max(seen) // shape.window * shape.window
+    assert set(range(complete)) <= set(seen)
+    assert max(seen) < complete + shape.window
+
+
+@settings(max_examples=60)
+@given(SHAPES)
+def test_rows_of_a_window_are_those_of_plain_best_fit_decreasing(shape: WindowShape) -> None:
+    rows = WindowedRows(widths, shape)
+    expected = [
+        best_fit_decreasing(widths(range(window * shape.window, (window + 1) * shape.window)).tolist(), WIDTH)
+        for window in range(3)
+    ]
+    steps = -(-sum(map(len, expected)) // shape.num_rows)
+    found = [row for step in range(steps) for row in rows_of(shape, step, rows)]
+    for window in expected:
+        own, found = found[: len(window)], found[len(window) :]
+        assert sorted(sorted(widths(range(n, n + 1))[0] for n in row) for row in own) == sorted(map(sorted, window))
+
+
+@settings(max_examples=60)
+@given(SHAPES, st.lists(st.integers(0, 15), min_size=1, max_size=6))
+def test_a_step_does_not_depend_on_what_was_asked_before(shape: WindowShape, steps: list[int]) -> None:
+    rows = WindowedRows(widths, shape)
+    for step in steps:
+        assert rows_of(shape, step, rows) == rows_of(shape, step)
+
+
+def test_rows_are_shuffled_by_seed_and_window() -> None:
+    orders = set()
+    for seed in (1, 2):
+        shape = WindowShape(window=40, row_width=WIDTH, num_rows=1, seed=seed)
+        rows = WindowedRows(lambda numbers: np.full(len(numbers), WIDTH), shape)
+        orders |= {tuple(rows.step(40 * window + i).samples[0] - 40 * window for i in range(40)) for window in (0, 1)}
+    assert len(orders) == 4
+    assert all(sorted(order) == list(range(40)) and order != tuple(range(40)) for order in orders)
+
+
+def test_long_samples_do_not_come_first() -> None:
+    """Best-fit-decreasing puts them in front; steps of a run must not grow shorter and shorter in tokens a sample."""
+    shape = WindowShape(window=4000, row_width=1000, num_rows=10, seed=3)
+    lengths = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64).clip(1, 1000)
+    rows = WindowedRows(lambda numbers: lengths[[number % 4000 for number in numbers]], shape)
+    sizes = [len(rows.step(step).samples) for step in range(40)]
+    assert np.mean(sizes[:20]) == pytest.approx(np.mean(sizes[20:]), rel=0.2)
