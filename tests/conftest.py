@@ -2,7 +2,9 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,11 @@ from tests.fault_table import Notice, measured
 from tests.needs import NOT_RUN, leave_out, report_not_run
 from tests.pool import Pool
 
+_CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
+"""Of this session: neither the user's token cache, nor that of a session on other code."""
+_OF_USER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # its list of fonts takes seconds to make anew
+os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
 settings.register_profile("mtrain", deadline=None, derandomize=True)  # a busy machine is no failure
 settings.load_profile("mtrain")

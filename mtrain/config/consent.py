@@ -32,6 +32,10 @@ NEUTRAL_KEYS = (
     "data.prefetch_steps",
     "data.packing",
     "data.ignore_keys",
+    "data.on_bad",  # which samples there are, the fingerprint of the data says
+    "data.max_bad",
+    "data.cache_dir",
+    "data.cache_check",
     "data.valid",
     "data.test",
 )

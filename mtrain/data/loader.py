@@ -65,12 +65,19 @@ class StepLoader:
         # opened with the training data: a file that is missing is reported before the first step, not at the first
         # validation
         self._held_out = {part: sources.held_out(part) for part in ("valid", "test")}
+        self.notes = sources.notes()
+        """Lines for the user on what of the files is not trained, or not as it stands there."""
         self._depth = config.data.prefetch_steps
 
     @property
     def fingerprint(self) -> str:
         """Changes when the training data or the way they are cut change; does not depend on rank, layout or step."""
         return self._stream.fingerprint
+
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """What earlier versions called the same data."""
+        return self._stream.earlier_fingerprints
 
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""

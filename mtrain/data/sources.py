@@ -6,15 +6,15 @@ from typing import Literal, Protocol, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection, SourceSection
-from mtrain.data.formats.jsonl import Lines
+from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.order import SampleOrder, key_of
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
-from mtrain.data.samples.sft import LineFormat, SFTDataset
-from mtrain.tokenizer import Tokenizer, chat_template, load_tokenizer
+from mtrain.data.samples.sft import SftDataset
+from mtrain.data.sft_caches import SftCaches
+from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 Part = Literal["train", "valid", "test"]
 _PARTS: tuple[Part, ...] = ("train", "valid", "test")
@@ -26,6 +26,9 @@ class SampleStream(Protocol):
     fingerprint: str
     """Changes when the data or their order change, for the same seed."""
 
+    earlier_fingerprints: tuple[str, ...]
+    """What earlier versions called the same samples in the same order."""
+
     def sample(self, g: int) -> Sample:
         """Sample g of the run, counted from 0."""
 
@@ -33,15 +36,34 @@ class SampleStream(Protocol):
 class Blended:
     """Sources in their shares, each in a new order every epoch."""
 
-    def __init__(self, seed: int, weights: Sequence[float], sources: Sequence[SampleSource]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        weights: Sequence[float],
+        sources: Sequence[SampleSource],
+        of_0_1_0: Sequence[str | None] = (),
+    ) -> None:
+        """
+        Args:
+            seed: Decides the order.
+            weights: Shares of the sources.
+            sources: As many.
+            of_0_1_0: What version 0.1.0 called each source; None where it could not read it.
+        """
         self.order = SampleOrder(seed, weights, [len(source) for source in sources])
         self.sources = tuple(sources)
         # weights too: other shares are another order, and resuming would repeat or leave out samples
-        self.fingerprint = "+".join(f"{weight:g}*{source.fingerprint}" for weight, source in zip(weights, sources))
+        self.fingerprint = _blend_of([source.fingerprint for source in sources], weights)
+        known = [name for name in of_0_1_0 if name is not None]
+        self.earlier_fingerprints: tuple[str, ...] = (_blend_of(known, weights),) if len(known) == len(sources) else ()
 
     def sample(self, g: int) -> Sample:
         place = self.order.locate(g)
         return self.sources[place.source].sample(place.epoch, place.index)
+
+
+def _blend_of(fingerprints: Sequence[str], weights: Sequence[float]) -> str:
+    return "+".join(f"{weight:g}*{fingerprint}" for weight, fingerprint in zip(weights, fingerprints))
 
 
 class HeldOut:
@@ -93,8 +115,11 @@ class Sources:
             _check_vocabulary(self.tokenizer, config.model.vocab_size)
         # a split uses one file for three parts: opened, checked and hashed once
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
-        self._form = _line_format(config.data, self.tokenizer)
-        self._lines = cache(lambda path: Lines(path, self._form.check))
+        self._notes: list[str] = []
+        self._caches: SftCaches | None = None
+        if isinstance(config.data, SftSection):
+            assert self.tokenizer is not None  # a rule of the section
+            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size)
 
     def training(self) -> SampleStream:
         """The training samples.
@@ -108,7 +133,7 @@ class Sources:
                 return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
             case IndexedSection() | SftSection():
                 sources = [self._open(data, section, "train", number) for number, section in enumerate(data.train)]
-                return Blended(seed, [section.weight for section in data.train], sources)
+                return Blended(seed, [section.weight for section in data.train], sources, self._of_0_1_0(sources))
             case _:
                 assert_never(data)
 
@@ -131,15 +156,28 @@ class Sources:
             case _:
                 assert_never(data)
 
+    def notes(self) -> list[str]:
+        """Lines for the user on what of the opened files is not trained, or not as it stands there."""
+        return [*(self._caches.notes() if self._caches is not None else ()), *self._notes]
+
+    def _of_0_1_0(self, sources: Sequence[SampleSource]) -> list[str | None]:
+        if self.tokenizer is None:
+            return []
+        tokenizer = self.tokenizer.fingerprint
+        return [each.fingerprint_of_0_1_0(tokenizer) if isinstance(each, SftDataset) else None for each in sources]
+
     def _open(
         self, data: IndexedSection | SftSection, section: SourceSection, part: Part, shuffle_number: int | None
     ) -> SampleSource:
         match data:
             case SftSection():
-                assert self.tokenizer is not None  # a rule of the section
-                lines = self._lines(section.path)
-                numbers = _numbers(data, part, len(lines))
-                return SFTDataset(lines, numbers, self.tokenizer, data.seq_length, data.too_long, self._form)
+                assert self._caches is not None
+                assert self.tokenizer is not None
+                tokens = self._caches.open(section.path)
+                numbers = _numbers(data, part, len(tokens))
+                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, self.tokenizer.pad_id)
+                self._notes += found.notes()
+                return found
             case IndexedSection():
                 corpus = self._corpus(section.path)
                 documents = _numbers(data, part, len(corpus.document_lengths))
@@ -156,17 +194,8 @@ def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> tu
 
 
 def _numbers(data: FilesSection, part: Part, total: int) -> range:
-    """The documents or lines of a part, in file order."""
+    """The documents or samples of a part, in file order."""
     return range(total) if data.split is None else document_ranges(total, data.split)[_PARTS.index(part)]
-
-
-def _line_format(data: AnyData, tokenizer: Tokenizer | None) -> LineFormat:
-    """Whether messages are refused is known only here: the configuration alone does not tell the tokenizer's folder."""
-    if not isinstance(data, SftSection):
-        return LineFormat()
-    if data.chat_format == "plain" or tokenizer is None:
-        return LineFormat(frozenset(data.ignore_keys))
-    return LineFormat(frozenset(data.ignore_keys), chat_template(tokenizer.path))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

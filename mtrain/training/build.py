@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
@@ -14,7 +15,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank, with_the_slowest
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.teacher import Teacher, teacher_config
@@ -117,9 +118,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     if groups.rank == 0:
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
             print(f"note: {note}", flush=True)
-    # Rank 0 of each tensor-parallel group reads, the others get the rows by a broadcast. Opened before the model is
-    # built: bad data end the run while that is still cheap.
-    loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+    # Opened before the model is built: bad data end the run while that is still cheap.
+    loader = _opened_loader(config, groups)
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
@@ -127,3 +127,27 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     resumed = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
     return Run(config, groups, *model, loader, validation, resumed.step, resumed.changes)
+
+
+def _opened_loader(config: Config, groups: Groups) -> StepLoader | None:
+    """The data, where this rank reads any: rank 0 of each tensor-parallel group, the others get rows by a broadcast."""
+
+    def open_data() -> StepLoader | None:
+        return StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+
+    # one of them may tokenise for all, longer than ranks wait in a collective
+    loader = on_all_ranks(lambda: with_the_slowest(open_data))
+    first = on_first_rank(lambda: None if loader is None else loader.fingerprint)
+
+    def check_agreement() -> None:
+        if loader is not None and loader.fingerprint != first:
+            raise DataError(
+                f"rank {groups.rank} reads other training data than rank 0 (fingerprint {loader.fingerprint}, not "
+                f"{first}); give every node the same files, and a data.cache_dir that they share"
+            )
+
+    on_all_ranks(check_agreement)
+    if groups.rank == 0 and loader is not None:
+        for note in loader.notes:
+            print(f"note: {note}", flush=True)
+    return loader

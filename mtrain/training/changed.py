@@ -66,7 +66,8 @@ def change_of_data(
         DataError: They are others, without consent.
     """
     saved = entry.manifest.dataset
-    if saved is None or same_fingerprint(saved, loader.fingerprint):
+    known = (loader.fingerprint, *loader.earlier_fingerprints)
+    if saved is None or any(same_fingerprint(saved, each) for each in known):
         return None
     is_explained = any(each.key.startswith("data.") for each in found)
     if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):

@@ -12,7 +12,8 @@ class SourceSection(Section):
     """One corpus of a blend."""
 
     path: Annotated[str, bounds.PATH] = Field(min_length=1)
-    """indexed: the prefix of the .bin/.idx pair. sft: the file."""
+    """indexed: the prefix of the .bin/.idx pair. sft: a file, a pattern such as `data/*.jsonl.zst`, a folder, or a
+    dataset that Hugging Face's `datasets` saved to disk."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
 
@@ -90,12 +91,22 @@ class IndexedSection(FilesSection):
 
 
 class SftSection(FilesSection):
-    """Finetuning on JSONL, one sample a line."""
+    """Finetuning on records: JSON lines (plain, gzip, zstd), parquet, Arrow, datasets of Hugging Face on disk."""
 
     kind: Literal["sft"]
-    too_long: Literal["end", "drop", "refuse"] = "end"
-    """What happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted: end cuts it at
-    the end, drop leaves it out, refuse ends the run."""
+    too_long: Literal["end", "start", "drop", "refuse", "split"] = "end"
+    """What happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted: end and start
+    cut it there, drop leaves it out, refuse ends the run, split makes several samples of it."""
+    on_bad: Literal["refuse", "skip"] = "refuse"
+    """What happens to a record that is no sample: refuse ends the run before its first step, skip leaves it out."""
+    max_bad: float = Field(0.01, ge=0)
+    """Most bad records of a source that skip leaves out: a share below 1, or a whole number."""
+    cache_dir: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """Where the tokens are kept, for all runs; null is `$XDG_CACHE_HOME/mtrain` or `~/.cache/mtrain`. Several nodes
+    share it best."""
+    cache_check: Literal["stat", "content"] = "stat"
+    """How a start finds that a file has not changed since it was tokenised: stat believes size, inode, mtime and ctime,
+    content reads it."""
     chat_format: Literal["auto", "plain"] = "auto"
     """For `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages where
     the tokenizer's folder has a chat template, which is not applied."""
@@ -106,6 +117,12 @@ class SftSection(FilesSection):
     def isolate_documents(self) -> bool:
         """Only packed rows have edges."""
         return self.packing is not None
+
+    @rule
+    def max_bad_is_a_share_or_a_count(self) -> str | None:
+        if self.max_bad < 1 or self.max_bad == int(self.max_bad):
+            return None
+        return f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; give one of the two"
 
     @rule
     def text_needs_a_tokenizer(self) -> str | None:

@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mtrain.base.errors import DataError
-from mtrain.base.files import write_atomically
 
 _SETTLED_NS = 10 * 10**9
 """Longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
@@ -82,7 +82,9 @@ def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
     if max(state.mtime_ns, state.ctime_ns) < began_ns - _SETTLED_NS:
         with contextlib.suppress(OSError):  # a folder that cannot be written costs time, not correctness
             memory.mkdir(parents=True, exist_ok=True)
-            write_atomically(note, json.dumps(asdict(state) | {"sha256": content.sha256}))
+            new = note.with_suffix(f".{secrets.token_hex(4)}")
+            new.write_text(json.dumps(asdict(state) | {"sha256": content.sha256}))
+            new.replace(note)  # not synced: half a note is none
     return content
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.base.files import write_atomically
 from mtrain.data.cache.arrays import DTYPES, OF_SAMPLES, ArrayWriter, checksum, fingerprint_of
 from mtrain.data.formats.record_files import RecordFile
 from mtrain.data.samples.tokenized import TokenizedSample
@@ -39,17 +38,18 @@ class BadRecords:
 class TokenCache:
     """The samples of one source, in the order of its records; safe to use from several threads."""
 
-    def __init__(self, folder: Path, files: tuple[RecordFile, ...]) -> None:
+    def __init__(self, folder: Path, files: tuple[RecordFile, ...], file_digests: tuple[str, ...]) -> None:
         """Maps the arrays and verifies all but the tokens, which are verified when they are read.
 
         Args:
             folder: Of the entry.
             files: Of the source, for messages.
+            file_digests: SHA-256 of each.
 
         Raises:
             DamagedEntryError: A file is missing or not what was written.
         """
-        self.folder, self.files = folder, files
+        self.folder, self.files, self.file_digests = folder, files, file_digests
         facts = _read_facts(folder)
         self.num_records: int = facts["num_records"]
         """Bad ones too."""
@@ -93,9 +93,13 @@ class TokenCache:
             )
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), float(self._weights[index]))
 
+    def record(self, index: int) -> int:
+        """Number of the record that a sample was made of, in the whole source, counted from 0; bad ones count, too."""
+        return int(self._records[index])
+
     def place(self, index: int) -> str:
         """File and number of the record that a sample was made of."""
-        record = int(self._records[index])
+        record = self.record(index)
         file = int(np.searchsorted(self.file_starts, record, side="right")) - 1
         return self.files[file].place(record - self.file_starts[file] + 1)
 
@@ -146,7 +150,7 @@ def write_facts(folder: Path, writer: ArrayWriter, facts: EntryFacts) -> None:
         "bad": {"count": facts.bad.count, "first": facts.bad.first},
     }
     text = json.dumps(content, sort_keys=True)
-    write_atomically(folder / _FACTS, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+    (folder / _FACTS).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain.base.errors import MachineError
-from mtrain.base.files import LockOutcome, disk_faults, remove, sync_folder, try_lock
+from mtrain.base.files import LockOutcome, disk_faults, remove, try_lock
 from mtrain.data.cache.building import Progress, build_entry
 from mtrain.data.cache.content import FileContent, content_of
 from mtrain.data.cache.encoding_workers import EncodingJob
@@ -74,21 +74,22 @@ def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> To
         MachineError: The disk is full or cannot be written, or a worker died.
     """
     contents = [content_of(file.path, options.folder / "files", options.reads_all) for file in job.files]
-    key = _key([content.sha256 for content in contents], fingerprint)
+    digests = tuple(content.sha256 for content in contents)
+    key = _key(digests, fingerprint)
     entry = options.folder / "entries" / key
-    found = _opened(entry, job.files, options.say)
+    found = _opened(entry, job.files, digests, options.say)
     if found is not None:
         return found
     with disk_faults(f"write the token cache {options.folder} (data.cache_dir)"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry, options.say) as outcome:
             # another process may have built it while this one waited
-            found = _opened(entry, job.files, options.say)
+            found = _opened(entry, job.files, digests, options.say)
             if found is None:
                 if outcome is LockOutcome.TAKEN:
                     _clean(entry.parent)
                 _build(entry, job, contents, options)
-                found = TokenCache(entry, job.files)
+                found = TokenCache(entry, job.files, digests)
     return found
 
 
@@ -96,12 +97,14 @@ def _key(contents: Sequence[str], fingerprint: str) -> str:
     return hashlib.sha256(json.dumps([FORMAT, fingerprint, *contents]).encode()).hexdigest()
 
 
-def _opened(entry: Path, files: tuple[RecordFile, ...], say: Callable[[str], None]) -> TokenCache | None:
+def _opened(
+    entry: Path, files: tuple[RecordFile, ...], digests: tuple[str, ...], say: Callable[[str], None]
+) -> TokenCache | None:
     """The entry; None where there is none, or none that can be used."""
     if not entry.is_dir():
         return None
     try:
-        return TokenCache(entry, files)
+        return TokenCache(entry, files, digests)
     except DamagedEntryError as fault:
         say(f"the token cache {entry} is damaged ({fault}); it is built again")
         return None
@@ -122,7 +125,6 @@ def _build(entry: Path, job: EncodingJob, contents: Sequence[FileContent], optio
 
 
 def _publish(staging: Path, entry: Path) -> None:
-    sync_folder(staging)
     if entry.exists():
         # a damaged one; or a whole one of another node, where the file system has no locks: both are as good as ours
         replaced = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
@@ -134,7 +136,6 @@ def _publish(staging: Path, entry: Path) -> None:
     except OSError:
         if not entry.is_dir():
             raise
-    sync_folder(entry.parent)
 
 
 _BYTES_A_WORKER = 4 << 20

@@ -31,7 +31,8 @@ class _PlainEncoder:
 
     def __init__(self, tokenizer: Tokenizer, ignored: frozenset[str], template: Path | None) -> None:
         self._tokenizer, self._ignored, self._template = tokenizer, ignored, template
-        self.fingerprint = tokenizer.fingerprint  # nothing else decides what a record becomes
+        # a record that is refused because of the template must not be served from the cache of a run without it
+        self.fingerprint = tokenizer.fingerprint if template is None else f"{tokenizer.fingerprint} without messages"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As `SampleEncoder` says."""

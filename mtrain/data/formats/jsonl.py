@@ -1,16 +1,11 @@
-"""JSON lines on disk: one scan finds where each line begins, and lines are read when they are needed."""
+"""JSON lines on disk, plain or packed."""
 
 import gzip
-import hashlib
 import io
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, assert_never, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json
@@ -19,49 +14,6 @@ from mtrain.data.formats.rows import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
 """Longer lines are refused: they are nearly always a file of another kind, and would fill the memory."""
-
-
-class Lines:
-    """The objects of a JSONL file by number; holds 8 bytes a line in memory, not the text."""
-
-    def __init__(self, path: str | Path, check: Callable[[dict[str, Any]], None]) -> None:
-        """Scans the file once and checks every line.
-
-        Args:
-            path: The file.
-            check: Raises DataError without naming the place where a line's object is not as it should be.
-
-        Raises:
-            DataError: the file cannot be read or is empty, or a line is bad; names file and line.
-        """
-        self.path = Path(path)
-        digest = hashlib.sha256()
-        offsets = [0]
-        for number, line in enumerate(raw_lines(self.path), start=1):
-            digest.update(line)
-            offsets.append(offsets[-1] + len(line))
-            # all lines at the start: a bad one would else end the run days later
-            check_at(self.path, number, parsed(line, self.path, number), check)
-        if len(offsets) == 1:
-            raise DataError(f"{self.path} is empty, but at least one line is needed; give a file that holds samples")
-        self._offsets: NDArray[np.int64] = np.array(offsets, np.int64)
-        # kept open: a file that is replaced meanwhile is still read as it was scanned
-        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self.fingerprint = digest.hexdigest()
-        """SHA-256 of the file, in hex."""
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The object of line `index` + 1; safe to call from several threads."""
-        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        # pread has no shared position, so threads need no lock
-        return parsed(os.pread(self._file, end - start, start), self.path, index + 1)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
 
 
 def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -21,6 +21,7 @@ class MockSamples:
         """
         self._seed, self._seq_length, self._vocab_size = seed, seq_length, vocab_size
         self._part = _HELD_OUT if held_out else _TRAIN
+        self.earlier_fingerprints: tuple[str, ...] = ()
         self.fingerprint = f"mock-{key_of(seed, seq_length, vocab_size, self._part):016x}"
 
     def sample(self, g: int) -> Sample:

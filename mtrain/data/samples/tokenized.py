@@ -24,7 +24,8 @@ class SampleEncoder(Protocol):
     """Makes token ids of one record of a finetuning source."""
 
     fingerprint: str
-    """Changes when tokenizer, template or an option would give other ids or weights for the same record."""
+    """Changes when tokenizer, template or an option would give other ids or weights for the same record, or
+    would refuse it."""
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """A pure function of the record; may run in worker processes.

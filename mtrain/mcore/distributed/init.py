@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -40,6 +41,9 @@ _SIGN_OF_LACKING_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 _ERRORS_OF_THE_STORE = (dist.DistStoreError, dist.DistNetworkError)
 """Raised where ranks meet through the store, as NCCL does when it opens a connection."""
+
+_ARRIVED = "mtrain/arrived"
+_ARRIVAL_POLL_S = 0.05
 
 _stores: dict[tuple[str, int, int], Store] = {}
 """(address, port, world size) -> where the ranks of this process meet. Kept to the end of the process: a second world
@@ -216,6 +220,25 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
         raise outcome[1]
     result: Result = outcome[0]
     return result
+
+
+def with_the_slowest(action: Callable[[], Result]) -> Result:
+    """Runs `action` on every rank; who is done waits for the others, however long that takes.
+
+    For work that one rank may do for all, such as tokenising: a collective would give up after
+    train.process_group_timeout_s. No collective: ranks count themselves in the store where they met. A rank that dies
+    meanwhile ends the run by its launcher alone.
+    """
+    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    try:
+        return action()
+    finally:
+        # also after an error: the others must not wait for who will never come
+        turn = store.add(_ARRIVED, 1)
+        # nobody can begin the next round before the last one of this round is here, so one counter serves all rounds
+        all_of_round = -(-turn // size) * size
+        while store.add(_ARRIVED, 0) < all_of_round:
+            time.sleep(_ARRIVAL_POLL_S)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import DataError
+from mtrain.data.encoding.plain import pair_parts
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
-from mtrain.data.samples.sft import LineFormat
 
 SOURCE = '''"""About the module."""
 import sys
@@ -86,7 +86,7 @@ def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp
     assert "turtle" not in set(sys.modules) - before
     pairs = lines(tmp_path / "qa-train.jsonl")
     for pair in pairs:
-        LineFormat(frozenset({"path"})).check(pair)
+        assert pair_parts(pair, frozenset({"path"}))
     assert any(pair["prompt"] == "def os.path.join(a, *p)" for pair in pairs + lines(tmp_path / "qa-valid.jsonl"))
 
 

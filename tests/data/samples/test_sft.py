@@ -4,16 +4,16 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.data.formats.jsonl import Lines
-from mtrain.data.samples.sft import LineFormat, SFTDataset, TextSpan, tokenised
+from mtrain.config.schema.data import SftSection
+from mtrain.data.samples.sft import SftDataset
+from mtrain.data.samples.too_long import TooLong
+from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
 from mtrain.tokenizer import chat_template, load_tokenizer
 from tests.fault_table import Notice
@@ -25,12 +25,15 @@ def conversations(
     path: Path,
     tokenizer: Path,
     seq_length: int,
-    too_long: Literal["end", "drop", "refuse"] = "end",
+    too_long: TooLong = "end",
     numbers: range | None = None,
-) -> SFTDataset:
-    lines, form = Lines(path, LineFormat().check), LineFormat()
-    part = range(len(lines)) if numbers is None else numbers
-    return SFTDataset(lines, part, load_tokenizer(tokenizer), seq_length, too_long, form)
+    **more: Any,
+) -> SftDataset:
+    source = {"kind": "sft", "seq_length": seq_length, "tokenizer": str(tokenizer), "train": [{"path": str(path)}]}
+    model = load_tokenizer(tokenizer)
+    cache = SftCaches(SftSection.model_validate({**source, **more}), model, 1000).open(str(path))
+    part = range(len(cache)) if numbers is None else numbers
+    return SftDataset(cache, part, seq_length, too_long, model.pad_id)
 
 
 def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -84,11 +87,13 @@ def test_long_samples_are_dropped_or_refused_as_asked(write_jsonl: WriteJsonl, w
         [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b c"}, {"prompt": "c", "response": "d"}]
     )
     kept = conversations(path, word_tokenizer, 3, "drop")
-    assert (len(kept), kept.num_dropped) == (2, 1)
+    assert (len(kept), kept.too_long.samples) == (2, 1)
     assert [kept.sample(0, index).tokens.tolist() for index in range(2)] == [[1, 4, 5], [1, 6, 7]]
-    with pytest.raises(DataError, match=r"samples\.jsonl line 2: has 5 tokens, but data.seq_length=3 takes 4"):
+    assert list(kept.notes()) == [f"{path}: 1 of 3 samples have more than 4 tokens: left out, with 5 tokens"]
+    assert list(conversations(path, word_tokenizer, 4, "drop").notes()) == []
+    with pytest.raises(DataError, match=r"samples\.jsonl line 2: has 5 tokens, but data.seq_length=3 takes 4 \(1 of 3"):
         conversations(path, word_tokenizer, 3, "refuse")
-    with pytest.raises(DataError, match=r"lines 1 to 3 hold no sample \(3 were dropped"):
+    with pytest.raises(DataError, match=r"samples 1 to 3 are none to train on \(3 were left out"):
         conversations(path, word_tokenizer, 2, "drop")
 
 
@@ -96,14 +101,6 @@ def test_a_part_of_the_lines_is_read_alone(write_jsonl: WriteJsonl, word_tokeniz
     path = write_jsonl([{"prompt": "a", "response": word} for word in "bcde"])
     rows = conversations(path, word_tokenizer, 4, numbers=range(2, 4))
     assert [rows.sample(0, index).labels.tolist() for index in range(len(rows))] == [[4, 7, 2, 0], [4, 8, 2, 0]]
-
-
-@given(parts=st.lists(st.tuples(st.text("abc ", max_size=8), st.booleans(), st.booleans()), min_size=1, max_size=5))
-def test_the_mask_counts_exactly_what_is_in_the_loss(word_tokenizer: Path, parts: list[tuple[str, bool, bool]]) -> None:
-    tokenizer = load_tokenizer(word_tokenizer)
-    ids, in_loss = tokenised([TextSpan(*part) for part in parts], tokenizer)
-    assert len(ids) == len(in_loss) == 1 + sum(len(text.split()) + ends for text, _, ends in parts)
-    assert in_loss.sum() == sum(len(text.split()) + ends for text, counts, ends in parts if counts)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +126,18 @@ def test_the_mask_counts_exactly_what_is_in_the_loss(word_tokenizer: Path, parts
         ({"prompt": "a", "response": "b", "weight": float("nan")}, r"line 1: not JSON .NaN is no number"),
     ],
 )
-def test_a_bad_sample_is_named(write_jsonl: WriteJsonl, line: dict[str, Any], message: str) -> None:
+def test_a_bad_sample_is_named(
+    write_jsonl: WriteJsonl, word_tokenizer: Path, line: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
-        Lines(write_jsonl([line]), LineFormat().check)
+        conversations(write_jsonl([line]), word_tokenizer, 8)
 
 
-def test_a_line_that_changes_while_the_run_reads_it_is_named(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
+def test_a_run_reads_what_it_opened_though_the_file_changes(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
     path = write_jsonl([{"prompt": "a", "response": "b"}])
     rows = conversations(path, word_tokenizer, 4)
-    path.write_text(path.read_text().replace("response", "reaction"))
-    with pytest.raises(DataError, match=r"samples\.jsonl line 1: has no 'response'"):
-        rows.sample(0, 0)
+    path.write_text("")
+    assert rows.sample(0, 0).tokens.tolist() == [1, 4, 5, 3]
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -155,11 +153,11 @@ CALL = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name"
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"messages": CHAT, "tools": [{}]}, r"has the key 'tools', which is not read \(descriptions of tools"),
-        ({"messages": [*CHAT, CALL]}, r"messages\[2\] has the key 'tool_calls', which is not read \(calls of tools"),
+        ({"messages": CHAT, "tools": [{}]}, r"has the key 'tools', which is not read"),
+        ({"messages": [*CHAT, CALL]}, r"messages\[2\] has the key 'tool_calls', which is not read"),
         (
             {"messages": [{**CHAT[0], "weight": 0}, CHAT[1]]},
-            r"messages\[0\] has the key 'weight', .*only the whole line",
+            r"messages\[0\] has the key 'weight', which is not read",
         ),
         ({"messages": [CHAT[0], {**CHAT[1], "train": False}]}, r"messages\[1\] has the key 'train'"),
         ({"messages": [{**CHAT[0], "name": "x"}, CHAT[1]]}, r"messages\[0\] has the key 'name'.*content, role"),
@@ -169,19 +167,18 @@ CALL = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name"
     ],
 )
 def test_what_would_be_dropped_is_refused(
-    write_jsonl: WriteJsonl, line: dict[str, Any], message: str, notice: Notice
+    write_jsonl: WriteJsonl, word_tokenizer: Path, line: dict[str, Any], message: str, notice: Notice
 ) -> None:
     good = {"prompt": "a", "response": "b"}
     with notice, pytest.raises(DataError, match=rf"samples\.jsonl line 2: .*{message}") as caught:
-        Lines(write_jsonl([good, line]), LineFormat().check)
+        conversations(write_jsonl([good, line]), word_tokenizer, 8)
     assert caught.value.exit_code == notice.exit_code
 
 
 def test_named_keys_are_dropped_on_purpose(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
-    form = LineFormat(frozenset({"id", "name", "weight"}))
     full = {"messages": [{**CHAT[0], "name": "x", "weight": 9}, CHAT[1]], "id": 1, "weight": 0.5}
     path = write_jsonl([full, {"messages": CHAT}])
-    rows = SFTDataset(Lines(path, form.check), range(2), load_tokenizer(word_tokenizer), 8, "end", form)
+    rows = conversations(path, word_tokenizer, 8, ignore_keys=["id", "name", "weight"])
     assert rows.sample(0, 0).tokens.tolist() == rows.sample(0, 1).tokens.tolist()
     assert rows.sample(0, 0).weight == 0.5, "a key of the form is never dropped"
 

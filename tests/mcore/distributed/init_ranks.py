@@ -1,8 +1,29 @@
 """What ranks do in the tests of the world."""
 
+import time
+from contextlib import suppress
+from pathlib import Path
+
 from mtrain.base.errors import DataError
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.distributed.init import on_first_rank, with_the_slowest
+
+
+def rounds_with_a_slow_rank(groups: Groups, folder: str) -> list[int]:
+    """How many ranks had begun each of two rounds when this rank went on; another rank is the slow one in each."""
+    seen = []
+    for number in range(2):
+
+        def begin(number: int = number) -> None:
+            time.sleep(0.3 * (groups.rank == number))
+            Path(folder, f"{number}-{groups.rank}").touch()
+            if groups.rank == 2 and number == 1:
+                raise DataError("an error of one rank does not keep the others")
+
+        with suppress(DataError):
+            with_the_slowest(begin)
+        seen.append(len(list(Path(folder).glob(f"{number}-*"))))
+    return seen
 
 
 def result_of_rank_zero(groups: Groups) -> int:

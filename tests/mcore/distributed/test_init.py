@@ -1,6 +1,7 @@
 """Devices, and how ranks agree."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,10 @@ ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, 
 
 def test_every_rank_gets_what_rank_zero_found(pool: Pool) -> None:
     assert pool.run(init_ranks.result_of_rank_zero, Layout(dp=3)) == [7, 7, 7]
+
+
+def test_ranks_wait_for_the_slowest_in_every_round(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(init_ranks.rounds_with_a_slow_rank, Layout(dp=3), str(tmp_path)) == [[3, 3]] * 3
 
 
 def test_every_rank_raises_what_rank_zero_raised(pool: Pool) -> None:

@@ -1,0 +1,113 @@
+"""What becomes of conversations that are longer than a row, and how much of them is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.data.cache.entry import TokenCache
+
+TooLong = Literal["end", "start", "drop", "refuse", "split"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of tokenised samples, each a sequence for the loss; [n] each."""
+
+    samples: NDArray[np.int64]
+    """Number in the cache."""
+    starts: NDArray[np.int64]
+    """First token that is taken."""
+    sizes: NDArray[np.int64]
+    """Tokens that are taken, at most seq_length + 1: the last one is only predicted."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def only(self, chosen: NDArray[np.bool_]) -> Pieces:
+        """Those for which `chosen` is true."""
+        return Pieces(self.samples[chosen], self.starts[chosen], self.sizes[chosen])
+
+
+@dataclass(frozen=True)
+class TooLongCounts:
+    """What the samples have lost that do not fit."""
+
+    samples: int = 0
+    """Longer than a row."""
+    lost_tokens: int = 0
+    """Of them, that no row holds."""
+    pieces: int = 0
+    """That they were split into."""
+    empty: int = 0
+    """Rows that were cut out of them, in which nothing is left to learn; with split they are left out."""
+
+
+def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> tuple[Pieces, TooLongCounts]:
+    """What is trained of some samples.
+
+    A split sample becomes pieces that overlap by one token, so that each of its tokens but the first is predicted once.
+    Pieces in which nothing is trained are left out.
+
+    Args:
+        cache: The samples.
+        numbers: Those of the part, in the order of the source.
+        seq_length: Positions of a row.
+        too_long: What happens to samples of more than seq_length + 1 tokens.
+
+    Raises:
+        DataError: There is one, and it has to be refused.
+    """
+    lengths = cache.lengths[numbers.start : numbers.stop]
+    most = seq_length + 1
+    is_long = lengths > most
+    samples = np.arange(numbers.start, numbers.stop)
+    whole = Pieces(samples, np.zeros_like(samples), np.minimum(lengths, most))
+    if not is_long.any():
+        return whole, TooLongCounts()
+    count, excess = int(is_long.sum()), int((lengths[is_long] - most).sum())
+    match too_long:
+        case "end":
+            return whole, TooLongCounts(count, excess, empty=_num_empty(cache, whole.only(is_long)))
+        case "start":
+            late = Pieces(samples, lengths - whole.sizes, whole.sizes)
+            return late, TooLongCounts(count, excess, empty=_num_empty(cache, late.only(is_long)))
+        case "drop":
+            return whole.only(~is_long), TooLongCounts(count, int(lengths[is_long].sum()))
+        case "refuse":
+            first = numbers.start + int(np.argmax(is_long))
+            raise DataError(
+                f"{cache.place(first)}: has {cache.lengths[first]} tokens, but data.seq_length={seq_length} takes "
+                f"{most} ({count} of {len(samples)} samples are longer); raise it, shorten them, or set data.too_long "
+                "to end, start, split or drop"
+            )
+        case "split":
+            pieces = _split(samples, lengths, seq_length)
+            is_empty = is_long[pieces.samples - numbers.start] & (_trained(cache, pieces) == 0)
+            split = int(is_long[pieces.samples - numbers.start].sum())
+            return pieces.only(~is_empty), TooLongCounts(count, 0, split, int(is_empty.sum()))
+        case _:
+            assert_never(too_long)
+
+
+def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int) -> Pieces:
+    # windows overlap by one token, as those of running text do (samples/pretrain.py)
+    counts = np.maximum(1, -(-(lengths - 1) // seq_length))
+    ends = np.cumsum(counts)
+    turn = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    starts = turn * seq_length
+    return Pieces(np.repeat(samples, counts), starts, np.minimum(np.repeat(lengths, counts) - starts, seq_length + 1))
+
+
+def _trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
+    """Tokens of each piece that count something; its first one is not predicted."""
+    first = cache.starts[pieces.samples] + pieces.starts
+    return cache.trained_before(first + pieces.sizes) - cache.trained_before(first + 1)
+
+
+def _num_empty(cache: TokenCache, pieces: Pieces) -> int:
+    return int((_trained(cache, pieces) == 0).sum())

@@ -1,0 +1,107 @@
+"""From `data.*` of a finetuning to the tokens of its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from mtrain.base.errors import DataError
+from mtrain.config.schema.data import SftSection
+from mtrain.data.cache.encoding_workers import EncodingJob
+from mtrain.data.cache.entry import TokenCache
+from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
+from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.formats.record_files import record_files
+from mtrain.data.samples.tokenized import SampleEncoder
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+
+_NOT_OF_RECORDS = frozenset(
+    {"train", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
+    | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check"}
+)
+"""Keys that decide neither what the tokens of a record are nor whether it is one; any other key makes an entry of its
+own, also where the encoder's fingerprint does not know it: what is refused under one value may be read under
+another."""
+_MOST_SHOWN = 3
+
+
+class SftCaches:
+    """Opens each source once, even where a split uses it for several parts."""
+
+    def __init__(self, section: SftSection, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """
+        Args:
+            section: `data.*`.
+            tokenizer: That of `data.tokenizer`.
+            vocab_size: Of the model.
+
+        Raises:
+            DataError: The chat template cannot be read.
+            MachineError: There is no place for the cache.
+        """
+        self._section, self._vocab_size = section, vocab_size
+        records = section.model_dump_json(exclude=set(_NOT_OF_RECORDS))
+        self._fingerprint = f"{encoder_of(section, tokenizer).fingerprint} {records}"
+        self._folder = Path(section.cache_dir) if section.cache_dir is not None else default_folder()
+        self._opened: dict[str, TokenCache] = {}
+
+    def open(self, path: str) -> TokenCache:
+        """The tokens of one source, made where they are not there yet.
+
+        Raises:
+            DataError: The source is missing, damaged, or holds bad records that may not be left out.
+            MachineError: The disk is full.
+        """
+        if path not in self._opened:
+            self._opened[path] = self._open(path)
+        return self._opened[path]
+
+    def _open(self, path: str) -> TokenCache:
+        section = self._section
+        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section))
+        options = CacheOptions(
+            self._folder,
+            reads_all=section.cache_check == "content",
+            stops_at_bad=section.on_bad == "refuse",
+            say=partial(print, flush=True),
+        )
+        cache = token_cache(job, self._fingerprint, options)
+        _check_bad(cache, path, section)
+        if cache.highest_id >= self._vocab_size:
+            raise DataError(
+                f"{path} holds token {cache.highest_id}, but model.vocab_size is {self._vocab_size}; take the model's "
+                "own tokenizer or raise model.vocab_size"
+            )
+        return cache
+
+    def notes(self) -> Iterator[str]:
+        """Lines for the user on records that were left out."""
+        for path, cache in self._opened.items():
+            if cache.bad.count:
+                count = f"{cache.bad.count:,} of {cache.num_records:,} records"
+                yield f"{path}: {count} are bad and left out: {_shown(cache)}"
+
+
+def _new_encoder(section: SftSection) -> SampleEncoder:
+    assert section.tokenizer is not None  # a rule of the section
+    return encoder_of(section, load_tokenizer(section.tokenizer))
+
+
+def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
+    """Of an entry that another run, with another data.on_bad, may have made."""
+    count, most = cache.bad.count, section.max_bad
+    if count == 0:
+        return
+    if section.on_bad == "refuse":
+        raise DataError(cache.bad_places()[0])
+    if count > (most if most >= 1 else most * cache.num_records):
+        raise DataError(
+            f"{path}: {count:,} of {cache.num_records:,} records are bad, more than data.max_bad={most:g} allows: "
+            f"{_shown(cache)}; fix them, or raise data.max_bad"
+        )
+
+
+def _shown(cache: TokenCache) -> str:
+    more = cache.bad.count - _MOST_SHOWN
+    return "; ".join([*cache.bad_places()[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

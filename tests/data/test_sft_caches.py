@@ -1,0 +1,122 @@
+"""Finetuning sources from a configuration: bad records, names of earlier versions, and what a second start costs."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.data.sft_caches import SftCaches
+from mtrain.data.sources import Sources
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+from tests.fault_table import Notice
+
+GOOD = [{"prompt": "a", "response": word} for word in "bcdefghij"]
+
+
+@pytest.fixture
+def configured(tmp_path: Path, word_tokenizer: Path, make_config: Callable[..., Config]) -> Callable[..., Config]:
+    """A configuration whose source is the given lines."""
+
+    def make(lines: list[Any], **data: Any) -> Config:
+        path = tmp_path / "samples.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        source = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer)}
+        return make_config({**source, "cache_dir": str(tmp_path / "cache"), **data})
+
+    return make
+
+
+@pytest.mark.fault(
+    "input",
+    "bad records in finetuning data with data.on_bad=skip",
+    happens="left out up to data.max_bad, counted, and the first ones named",
+    exit_code=None,
+)
+def test_bad_records_are_left_out_and_named(configured: Callable[..., Config], notice: Notice) -> None:
+    lines = [*GOOD[:3], '{"prompt": ', *GOOD[3:], {"prompt": "a", "response": 7}]
+    with notice:
+        loader = StepLoader(configured(lines, on_bad="skip", max_bad=2), 0, 1)
+    (note,) = loader.notes
+    assert "2 of 11 records are bad and left out: " in note
+    assert "samples.jsonl line 4: not JSON" in note
+    assert "samples.jsonl line 11: 'response' is a int" in note
+    assert loader.fingerprint == StepLoader(configured(GOOD), 0, 1).fingerprint, "the same samples are the same data"
+    assert notice.exit_code is None
+
+
+@pytest.mark.fault(
+    "input",
+    "more bad records in finetuning data than data.max_bad allows",
+    happens="refused with their number and the first ones by file and line",
+    exit_code=3,
+)
+@pytest.mark.parametrize("max_bad", [0, 0.15, 1])
+def test_too_many_bad_records_are_refused(configured: Callable[..., Config], max_bad: float, notice: Notice) -> None:
+    config = configured([*GOOD, "{", "[]"], on_bad="skip", max_bad=max_bad)
+    with (
+        notice,
+        pytest.raises(DataError, match=r"2 of 11 records are bad, more than data\.max_bad=.* line 10: not") as e,
+    ):
+        Sources(config).training()
+    assert e.value.exit_code == notice.exit_code
+
+
+def test_an_entry_with_bad_records_is_refused_where_none_are_wanted(configured: Callable[..., Config]) -> None:
+    Sources(configured([*GOOD, "{"], on_bad="skip", max_bad=1)).training()
+    with pytest.raises(DataError, match=r"samples\.jsonl line 10: not JSON"):
+        Sources(configured([*GOOD, "{"])).training()
+
+
+@pytest.mark.parametrize("too_long", ["drop", "refuse", "end", "split"])
+def test_a_second_start_tokenises_nothing(
+    configured: Callable[..., Config], too_long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(GOOD, too_long=too_long, split=[0.5, 0.5, 0])
+    before = Sources(config).training().sample(0)
+
+    def encode(self: Tokenizer, text: str) -> list[int]:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(type(load_tokenizer(str(config.data.tokenizer))), "encode", encode)
+    sources = Sources(config)
+    assert sources.training().sample(0).tokens.tolist() == before.tokens.tolist()
+    held_out = sources.held_out("valid")
+    assert held_out is not None
+    assert len(held_out) == 5
+
+
+def test_the_data_do_not_depend_on_the_form_of_the_file(configured: Callable[..., Config], tmp_path: Path) -> None:
+    plain = StepLoader(configured(GOOD), 0, 1)
+    packed = tmp_path / "samples.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "samples.jsonl").read_bytes()))
+    for path in (packed, tmp_path / "*.jsonl"):
+        other = StepLoader(configured(GOOD, train=[{"path": str(path)}]), 0, 1)
+        assert other.fingerprint == plain.fingerprint
+        assert other.batches(3)[0].tokens.tolist() == plain.batches(3)[0].tokens.tolist()
+
+
+@pytest.mark.parametrize(("too_long", "old"), [("end", "truncate"), ("drop", "drop"), ("split", None)])
+def test_data_are_known_by_the_fingerprint_of_version_0_1_0(
+    configured: Callable[..., Config], word_tokenizer: Path, tmp_path: Path, too_long: str, old: str | None
+) -> None:
+    loader = StepLoader(configured(GOOD, too_long=too_long, split=[0.5, 0.5, 0]), 0, 1)
+    text = hashlib.sha256((tmp_path / "samples.jsonl").read_bytes()).hexdigest()
+    tokenizer = hashlib.sha256((word_tokenizer / "tokenizer.json").read_bytes()).hexdigest()
+    # as mtrain/data/samples/sft.py made it in version 0.1.0
+    assert loader.earlier_fingerprints == (() if old is None else (f"1*{text}-{tokenizer}-0-4-8-{old}",))
+
+
+def test_tokens_beyond_the_model_are_refused(configured: Callable[..., Config]) -> None:
+    config = configured(GOOD)
+    assert config.data.kind == "sft"
+    with pytest.raises(DataError, match=r"holds token 13, but model\.vocab_size is 13"):
+        SftCaches(config.data, load_tokenizer(str(config.data.tokenizer)), 13).open(config.data.train[0].path)
