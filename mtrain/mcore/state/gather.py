@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.base.tensor_slice import TensorSlice
@@ -38,9 +41,27 @@ def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -
 def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
     """Global tensors by name on rank 0; None elsewhere. One gather of objects to rank 0 over the world."""
     # Pickled and sent to rank 0, where the whole model has to fit: for comparisons of small models.
-    everyone: list[list[Shard]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather_object(list(shards), everyone)
-    return None if everyone is None else assemble(shard for rank in everyone for shard in rank)
+    everyone: list[list[_Sent]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather_object([_Sent.of(shard) for shard in shards], everyone)
+    return None if everyone is None else assemble(sent.shard() for rank in everyone for sent in rank)
+
+
+class _Sent(NamedTuple):
+    """A shard on its way; a tensor would be pickled as a file of its own: of hundreds that takes longer than a step."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    at: TensorSlice
+    dtype: torch.dtype
+    content: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, shard: Shard) -> _Sent:
+        return cls(shard.key, tuple(shard.global_shape), shard.at, shard.data.dtype, _bits(shard.data).numpy())
+
+    def shard(self) -> Shard:
+        values = torch.from_numpy(self.content).view(self.dtype).view(self.at.shape)
+        return Shard(self.key, self.global_shape, self.at, values)
 
 
 def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
@@ -70,8 +91,8 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Bytes: the same NaN on two ranks is no difference between them, although it is not equal to itself."""
-    return values.contiguous().view(torch.uint8)
+    """[bytes]: the same NaN on two ranks is no difference between them, although it is not equal to itself."""
+    return values.flatten().view(torch.uint8)
 
 
 def _complete_gradients(chunk: DistributedDataParallel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,26 +108,36 @@ def train(
     resume_at: int | None,
     stop: int,
     save_at: int | None = None,
-    gathers: bool = False,
+    gathered_at: Collection[str] = (),
 ) -> Outcome:
-    """Trains from the start, or from the checkpoint of a step, until `stop` steps are done; may save on the way."""
+    """Trains from the start, or from the checkpoint of a step, until `stop` steps are done; may save on the way.
+
+    Args:
+        groups: Of this rank.
+        config: Of the run.
+        folder: Of its checkpoints.
+        resume_at: The step of a checkpoint.
+        stop: Steps in all.
+        save_at: Before this step.
+        gathered_at: When the whole model is gathered: "begin", "save", "end".
+    """
     parts, loaded, saved = build(groups, config), None, None
     if resume_at is not None:
         loaded = load_checkpoint(_entry(folder, resume_at), parts.chunks, parts.optimizer, groups, config)
-    begin, wholes = standing(parts), {"begin": whole(parts, groups)} if gathers else {}
+    begin, wholes = standing(parts), {"begin": whole(parts, groups)} if "begin" in gathered_at else {}
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     steps = []
     for step in range(resume_at or 0, stop):
         if step == save_at:
             save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
             saved = standing(parts)
-            wholes |= {"save": whole(parts, groups)} if gathers else {}
+            wholes |= {"save": whole(parts, groups)} if "save" in gathered_at else {}
         totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
         update = parts.training.update(totals, config.optimizer.lr)
         assert update is not None
         steps.append(Step(totals.loss, update.grad_norm))
     parts.optimizer.gather_parameters()
-    wholes |= {"end": whole(parts, groups)} if gathers else {}
+    wholes |= {"end": whole(parts, groups)} if "end" in gathered_at else {}
     return Outcome(steps, begin, standing(parts), loaded, saved, wholes)
 
 

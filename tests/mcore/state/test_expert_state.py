@@ -89,7 +89,7 @@ def saved(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.T
     """A float32 run that saved after two steps and went on: (its experts, its folder, rank 0)."""
     folder = tmp_path_factory.mktemp("saved")
     config = with_experts(request.param)
-    return request.param, folder, pool.run(checkpoint_ranks.train, ALL_AXES, config, folder, None, 4, 2, True)[0]
+    return request.param, folder, pool.run(checkpoint_ranks.train, ALL_AXES, config, folder, None, 4, 2, ["save"])[0]
 
 
 def _named(value: Any) -> str:
@@ -126,7 +126,7 @@ def test_experts_get_the_same_bits_on_another_layout_and_train_alike(
 ) -> None:
     base, folder, straight = saved
     config = with_experts(base | experts)
-    resumed: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, 2, 4, None, True)[0]
+    resumed: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, 2, 4, None, ["begin"])[0]
     assert_same_model(straight.whole["save"], resumed.whole["begin"])
     for one, other in zip(straight.steps[2:], resumed.steps, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)

@@ -148,7 +148,7 @@ def resharding(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pyt
     """A float32 run on tp2pp2dp2 that saved after two steps and went on: (what to change, its folder, rank 0)."""
     changes = TIED if request.param == "tied" else {}
     folder = tmp_path_factory.mktemp("saved")
-    return changes, folder, pool.run(ranks.train, SAVED, configured(**changes), folder, None, 4, 2, True)[0]
+    return changes, folder, pool.run(ranks.train, SAVED, configured(**changes), folder, None, 4, 2, ["save", "end"])[0]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_another_layout_gets_the_same_bits_and_trains_alike(
 ) -> None:
     base, folder, straight = resharding
     config = configured(**{**base, **changes})
-    resumed: Outcome = pool.run(ranks.train, layout, config, folder, 2, 4, None, True)[0]
+    resumed: Outcome = pool.run(ranks.train, layout, config, folder, 2, 4, None, ["begin", "end"])[0]
     assert resumed.loaded is not None
     assert not resumed.loaded.random_states_continue
     assert resumed.begin.adam_step == 2
@@ -191,11 +191,11 @@ def test_depths_of_multi_token_prediction_travel_between_layouts(
 ) -> None:
     """With a pipeline the last stage holds a copy of the embeddings for them."""
     config = configured(**tied, **{"model.mtp_depths": 2})
-    straight: Outcome = pool.run(ranks.train, SAVED, config, tmp_path, None, 4, 2, True)[0]
+    straight: Outcome = pool.run(ranks.train, SAVED, config, tmp_path, None, 4, 2, ["save"])[0]
     assert "mtp.layers.1.eh_proj.weight" in straight.whole["save"].parameters
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in straight.whole["save"].moments
     for layout in (Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2, vpp=2)):
-        resumed: Outcome = pool.run(ranks.train, layout, config, tmp_path, 2, 4, None, True)[0]
+        resumed: Outcome = pool.run(ranks.train, layout, config, tmp_path, 2, 4, None, ["begin"])[0]
         assert_same_model(straight.whole["save"], resumed.whole["begin"])
         for one, other in zip(straight.steps[2:], resumed.steps):
             np.testing.assert_allclose(other, one, rtol=1e-5)
@@ -205,7 +205,7 @@ def test_depths_of_multi_token_prediction_travel_between_layouts(
 def half(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A bf16 run on tp2pp2dp2 whose shared embeddings have a gradient bucket of their own: (folder, rank 0)."""
     folder = tmp_path_factory.mktemp("half")
-    return folder, pool.run(ranks.train, SAVED, configured(**BF16, **TIED), folder, None, 3, 2, True)[0]
+    return folder, pool.run(ranks.train, SAVED, configured(**BF16, **TIED), folder, None, 3, 2, ["save"])[0]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(pp=2, dp=2), Layout(dp=4)], ids=str)
@@ -213,7 +213,7 @@ def test_float32_main_weights_of_bf16_travel_between_layouts(pool: Pool, half: A
     folder, straight = half
     saved = straight.whole["save"]
     assert any((main != saved.parameters[name]).any() for name, main in saved.main.items()), "all are bf16 numbers"
-    resumed: Outcome = pool.run(ranks.train, layout, configured(**BF16, **TIED), folder, 2, 2, None, True)[0]
+    resumed: Outcome = pool.run(ranks.train, layout, configured(**BF16, **TIED), folder, 2, 2, None, ["begin"])[0]
     assert_same_model(saved, resumed.whole["begin"])
 
 
