@@ -131,20 +131,39 @@ def small(**changes: Any) -> Config:
     return case(2, num_layers=2).config(data__kind="mock", metrics__tensorboard=False, **changes)
 
 
-@pytest.mark.parametrize(("layout", "changes"), [(Layout(tp=2), {"layout__tp": 2}), (Layout(dp=2), {})], ids=str)
+MUON = {"optimizer__kind": "muon"}
+FP16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**22}
+"""Both parts of the loss scale fit until a gradient overflows: some of the first steps are skipped."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(tp=2), {"layout__tp": 2}),
+        (Layout(dp=2), {}),
+        (Layout(tp=2), {"layout__tp": 2} | MUON),
+        (Layout(dp=2), FP16),
+    ],
+    ids=["tp2", "dp2", "muon", "fp16"],
+)
 def test_the_numbers_are_those_of_mtrain_train(
     pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any]
 ) -> None:
     """Bit for bit, on the samples that the trainer has read."""
-    config = small(run__dir=str(tmp_path), train__num_steps=2, **changes)
+    num_steps = 6 if "train__precision" in changes else 2
+    config = small(run__dir=str(tmp_path), train__num_steps=num_steps, **changes)
     stream = StepLoader(config, 0, 1)._stream
-    batches = [[datum_of(stream.sample(16 * step + slot)) for slot in range(16)] for step in range(2)]
+    batches = [[datum_of(stream.sample(16 * step + slot)) for slot in range(16)] for step in range(num_steps)]
     pool.run(train_fresh, layout, config, seed=config.train.seed)
     ours = pool.run(engine_ranks.train, layout, config, batches, 16, seed=config.train.seed)[0]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     recorded = [(line["loss"], line["grad_norm"], line["lr"]) for line in lines if line["kind"] == "step"]
-    assert [(done.loss, done.grad_norm, done.lr) for done in ours.steps] == recorded
-    assert len(numbers(tmp_path)) == 2
+    found = [(done.loss, done.grad_norm if done.applied else "NaN", done.lr) for done in ours.steps]
+    assert found == recorded
+    assert len(numbers(tmp_path)) == num_steps
+    applied = [done.applied for done in ours.steps]
+    assert all(applied) != ("train__precision" in changes)
+    assert applied[-1], "the loss scale has come down"
 
 
 def test_engines_in_one_process_are_those_of_fresh_ones(pool: Pool) -> None:

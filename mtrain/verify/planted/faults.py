@@ -22,7 +22,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import finalize, loss_reduction, muon, numerator_factors, optimizer
 from mtrain.mcore.engine.schedule import run_schedule
 from mtrain.mcore.model import norm, transformer_config
-from mtrain.mcore.model.attention import context_parallel
+from mtrain.mcore.model.attention import context_parallel, full_width_norm
 from mtrain.mcore.model.moe import balance
 from mtrain.mcore.model.mtp import Logits
 from mtrain.training import step
@@ -204,6 +204,14 @@ def _rank_order() -> contextlib.AbstractContextManager[None]:
     return replaced(context_parallel, "_row_order", faulty)
 
 
+def _full_width_norm_by_rank() -> contextlib.AbstractContextManager[None]:
+    def faulty(sums: list[Tensor], inputs: Sequence[Tensor], tp: dist.ProcessGroup) -> Tensor:
+        widths = [x.shape[-2] * x.shape[-1] for x in inputs]
+        return torch.stack([each / width for each, width in zip(sums, widths)])
+
+    return replaced(full_width_norm, "_means", faulty)
+
+
 def _router_losses_shared_out() -> contextlib.AbstractContextManager[None]:
     original = balance.RouterStats.logits
 
@@ -276,6 +284,7 @@ PLANTS: dict[str, Plant] = {
     "local-side-term-denominators": _local_plan,
     "norms-decayed": lambda: replaced(optimizer, "get_standard_config_overrides", lambda translated: {}),
     "norms-counted-per-tp-rank": _norm_parameters(tensor_model_parallel=True),
+    "full-width-norm-by-tp-rank": _full_width_norm_by_rank,
     "router-losses-shared-out": _router_losses_shared_out,
     "expert-loads-per-rank": lambda: replaced(balance, "_sum_over", lambda group, counts: None),
     "experts-left-out-of-norm": _experts_left_out,

@@ -43,6 +43,10 @@ def _predicts_ahead(config: Config) -> bool:
     return config.model.mtp_depths > 0
 
 
+def _norms_full_width(config: Config) -> bool:
+    return config.model.qk_norm and config.model.qk_norm_width == "full"
+
+
 def _orthogonalizes(config: Config) -> bool:
     return config.optimizer.kind == "muon"
 
@@ -110,6 +114,13 @@ LAYOUT_FAULTS = (
     ),
     Fault(
         "norms-counted-per-tp-rank", "counts replicated gradients once for each tensor-parallel rank in the norm", "tp"
+    ),
+    Fault(
+        "full-width-norm-by-tp-rank",
+        "norms queries and keys by the mean square of the heads that one tensor-parallel rank holds",
+        "tp",
+        _norms_full_width,
+        "model.qk_norm_width=full",
     ),
     Fault(
         "router-losses-shared-out",

@@ -40,6 +40,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "local-side-term-denominators": (DP, "dp", "gradient", FINAL_NORM, None),
     "norms-decayed": (MICRO, "every layout", "update", "decoder.layers.0.input_layernorm.weight", None),
     "norms-counted-per-tp-rank": (TP, "tp", "grad_norm", "grad_norm", None),
+    "full-width-norm-by-tp-rank": (TP, "tp", "loss", "main", ATTENTION),
     "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
     "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
     "experts-left-out-of-norm": (f"{DP},dp2ep2mbs8", "ep", "grad_norm", "grad_norm", None),
@@ -47,6 +48,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "matrices-by-tp-rank": (TP, "tp", "update", QKV, None),
     "matrices-fused": (MICRO, "every layout", "update", QKV, None),
 }
+FULL_WIDTH = {"model__qk_norm": True, "model__qk_norm_width": "full"}
 OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
 """Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
@@ -55,8 +57,10 @@ OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left
 @pytest.mark.parametrize("name", [fault.name for fault in LAYOUT_FAULTS])
 def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     layouts, axis, kind, quantity, module = EXPECTED[name]
-    optimizer = {"optimizer__kind": "muon"} if name in OF_MUON else {}
-    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**optimizer), layouts, name)
+    changes = (
+        {"optimizer__kind": "muon"} if name in OF_MUON else FULL_WIDTH if name == "full-width-norm-by-tp-rank" else {}
+    )
+    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**changes), layouts, name)
     assert not report.passed
     assert report.injected == name
     assert all(layout.error is None for layout in report.layouts)
@@ -96,6 +100,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
         ("experts-left-out-of-norm", {}, ["dp"], "a layout that uses ep"),
         ("depths-divided-by-main", {}, [], "model.mtp_depths > 0"),
         ("matrices-fused", {}, [], "optimizer.kind=muon"),
+        ("full-width-norm-by-tp-rank", {}, ["tp"], "model.qk_norm_width=full"),
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(
