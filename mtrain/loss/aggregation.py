@@ -90,9 +90,19 @@ def _share(total: float, sample_weight: float, term: TermSection, is_first_in_st
             # 1 - p > 0 by a rule of the section, so an empty sequence adds 0 (0 ** 0 would be 1)
             return sample_weight * math.pow(total, 1 - _power(term))
         case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
-            return sample_weight if total > 0 or term.empty_sequences == "include" else 0.0
+            return sample_weight if total > 0 or _counts_empty(term) else 0.0
         case _:
             assert_never(term.aggregation)
+
+
+def _counts_empty(term: TermSection) -> bool:
+    match term.empty_sequences:
+        case "include":
+            return True
+        case "exclude":
+            return False
+        case _:
+            assert_never(term.empty_sequences)
 
 
 def _power(term: TermSection) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -192,7 +192,13 @@ def _wrap(
 
 
 def _in_precision(config: Config, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
-    return chunk if config.train.precision == "fp32" else Float16Module(translated, chunk)
+    match config.train.precision:
+        case "fp32":
+            return chunk
+        case "bf16" | "fp16":
+            return Float16Module(translated, chunk)
+        case _:
+            assert_never(config.train.precision)
 
 
 def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, assert_never
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
@@ -45,7 +47,10 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE)
 
 
-def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.device) -> str:
+Backend = Literal["torch", "te"]
+
+
+def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.device) -> Backend:
     """`model.backend` with auto resolved: te where it is importable, a GPU is present and it can do the work.
 
     TransformerEngine cuts packed rows by document, ours by row, so isolated documents need the torch spec.
@@ -61,22 +66,32 @@ def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.d
     unmet = [reason for reason, holds in reasons.items() if holds]
     ours = (feature.needs_torch_layers(model) for feature in FEATURES)
     unmet += [f"{keys} needs the torch backend" for keys in ours if keys is not None]
-    usable = not unmet
-    if model.backend == "te" and not usable:
-        raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
-    if model.backend == "auto":
-        return "te" if usable else "torch"
-    return model.backend
+    match model.backend:
+        case "torch":
+            return "torch"
+        case "te":
+            if unmet:
+                raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
+            return "te"
+        case "auto":
+            return "torch" if unmet else "te"
+        case _:
+            assert_never(model.backend)
 
 
-def block_spec(model: ModelSection, backend: str, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
     """The spec of a stage's transformer block.
 
     Args:
         model: The architecture.
-        backend: torch or te.
+        backend: As `chosen_backend` says.
         layers: Global numbers, from 0, of the layers that the stage holds.
     """
-    if backend == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(model, layer) for layer in layers], layer_norm=Norm)
+    match backend:
+        case "te":
+            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+        case "torch":
+            layer_specs = [layer_spec(model, layer) for layer in layers]
+            return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=Norm)
+        case _:
+            assert_never(backend)
