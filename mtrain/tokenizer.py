@@ -10,7 +10,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
@@ -19,12 +19,19 @@ Result = TypeVar("Result")
 
 _HF_FILE = "tokenizer.json"
 _HF_SETTINGS = "tokenizer_config.json"
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _MOST_BYTES = 1 << 28
 """Of one file; the largest have about forty million."""
 _PANIC = "PanicException"
 """A fault of a library in Rust; no Exception, and its module cannot be imported to name the class."""
 _HAS_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
+
+
+class EncodedText(NamedTuple):
+    """Token ids of a text, and where each of them lies in it."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    """First character and the one after the last, of each id."""
 
 
 class Tokenizer(ABC):
@@ -50,6 +57,23 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
         """Ids of many texts; the same as `encode` of each, whatever the number of threads."""
+
+    @abstractmethod
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of the control tokens, such as the end of a document."""
+
+    @abstractmethod
+    def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
+        """As `encode`, with the place of each id.
+
+        Args:
+            text: Any.
+            special_tokens: Whether the text of a control token becomes that token; for text whose author may write
+                them, such as a chat template.
+
+        Raises:
+            DataError: A tokenizer of this kind cannot.
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -86,6 +110,18 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
         return list(self._model.encode(list(texts), num_threads=num_threads))
 
+    def special_tokens(self) -> frozenset[str]:
+        ids = range(self.vocab_size)
+        return frozenset(str(self._model.id_to_piece(id_)) for id_ in ids if self._model.is_control(id_))
+
+    def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
+        # the library has no such mode, and what others build on it differs in the spaces beside a control token
+        raise DataError(
+            f"{self.path} is a sentencepiece model, in which the text of a control token never becomes that token, as "
+            "chat templates and data.special_tokens_in_text need; save it as tokenizer.json with transformers, or set "
+            "data.chat_template=plain"
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(id_) for id_ in ids]))
 
@@ -95,18 +131,11 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of the `tokenizers` library; bos, eos and pad come from `tokenizer_config.json` beside it."""
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as Model
-
         content = _content(path)
         _check_prefix(path, content)
-        self._model = _called(
-            lambda: Model.from_buffer(content),
-            f"{path} is not a tokenizer.json",
-            "give one that the `tokenizers` library wrote",
-        )
-        self._model.no_padding()
-        self._model.no_truncation()
+        self._model = _hugging_face_model(path, content)
         self._model.encode_special_tokens = True  # "<eos>" in a document is five characters, not the control token
+        self._model_with_special_tokens: Any = None
         self.path, self.fingerprint = path, hashlib.sha256(content).hexdigest()
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         names = _settings(path.with_name(_HF_SETTINGS))
@@ -146,6 +175,23 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._of_text(lambda: self._model.decode([int(id_) for id_ in ids], skip_special_tokens=True)))
 
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(token.content for token in self._model.get_added_tokens_decoder().values() if token.special)
+
+    def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
+        if special_tokens and self._model_with_special_tokens is None:
+            # a second model, as the mode is a property of the whole one and other threads use the first
+            self._model_with_special_tokens = self._second_model()
+        model = self._model_with_special_tokens if special_tokens else self._model
+        found = self._of_text(lambda: model.encode(text, add_special_tokens=False))
+        return EncodedText(list(found.ids), list(found.offsets))
+
+    def _second_model(self) -> Any:
+        content = _content(self.path)
+        if hashlib.sha256(content).hexdigest() != self.fingerprint:
+            raise DataError(f"{self.path} has changed since it was opened; start again")
+        return _hugging_face_model(self.path, content)
+
     def _of_text(self, call: Callable[[], Any]) -> Any:
         return _called(call, f"{self.path} fails on a text", "take the file from its source again")
 
@@ -168,22 +214,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; give one of the two")
 
 
-def chat_template(file: Path) -> Path | None:
-    """What holds a chat template beside a tokenizer, named ones included; None where nothing does.
+def _hugging_face_model(path: Path, content: bytes) -> Any:
+    from tokenizers import Tokenizer as Model
+    from tokenizers.processors import TemplateProcessing
 
-    Args:
-        file: `Tokenizer.path`.
-
-    Raises:
-        DataError: tokenizer_config.json is damaged.
-
-    Source: transformers 5.23, tokenization_utils_base.py, _from_pretrained; chat_template.json is of its processors.
-    """
-    found = next((path for pattern in _TEMPLATE_FILES for path in sorted(file.parent.glob(pattern))), None)
-    if found is not None:
-        return found
-    settings = file.with_name(_HF_SETTINGS)
-    return settings if _settings(settings).get("chat_template") else None
+    model = _called(
+        lambda: Model.from_buffer(content),
+        f"{path} is not a tokenizer.json",
+        "give one that the `tokenizers` library wrote",
+    )
+    model.no_padding()
+    model.no_truncation()
+    # that of byte-level models cuts the spaces off the offsets, and without added tokens none does anything else
+    model.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return model
 
 
 def _file(path: Path) -> Path:

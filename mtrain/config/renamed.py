@@ -18,6 +18,7 @@ KEYS = {
     "model.mla.rope_head_dim": "model.mla.qk_rope_head_dim",
     "model.mla.value_head_dim": "model.mla.v_head_dim",
     "checkpoint.rehearse": "checkpoint.self_test",
+    "data.chat_format": "data.chat_template",
 }
 """Old dotted key -> new one, in the same section."""
 
@@ -77,6 +78,10 @@ def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, An
         if section is not None and isinstance(value, str) and value in names:
             section[name] = names[value]
             notes.append(_note(f"{key}={value} is called {names[value]} now", origin))
+            if value == "jsonl" and "chat_template" not in section:
+                # what the old name meant: it applied no template, and the new one does
+                section["chat_template"] = "plain"
+                notes.append(f"{origin}: data.kind=jsonl knew no chat template, so data.chat_template=plain is set")
     for key, term in _terms(current):
         path = term.get("function")
         if isinstance(path, str) and path in LOSS_FUNCTIONS:

@@ -33,7 +33,7 @@ class Kept:
 
 KEPT = {
     "optimizer.schedule_convention": Kept("one_ahead", lambda config: True),
-    "data.chat_format": Kept("plain", lambda config: config.data.kind == "sft"),
+    "data.chat_template": Kept("plain", lambda config: config.data.kind == "sft"),
 }
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)

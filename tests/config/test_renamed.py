@@ -13,12 +13,14 @@ OLD_MLA = {"q_rank": 8, "kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 2, "v
 
 
 def test_old_keys_mean_the_new_ones_and_are_noted() -> None:
+    old = {"model": {"mla": OLD_MLA}, "checkpoint": {"rehearse": True}, "data": {"chat_format": "plain"}}
     with pytest.warns(RenamedKeyWarning) as caught:
-        current = with_current_names({"model": {"mla": OLD_MLA}, "checkpoint": {"rehearse": True}}, "a.yaml")
+        current = with_current_names(old, "a.yaml")
     new_mla = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
-    assert current == {"model": {"mla": new_mla}, "checkpoint": {"self_test": True}}
+    new = {"model": {"mla": new_mla}, "checkpoint": {"self_test": True}, "data": {"chat_template": "plain"}}
+    assert current == new
     assert "a.yaml: checkpoint.rehearse is called checkpoint.self_test now; version 0.2 is the last one" in str(
-        caught[-1].message
+        caught[5].message
     )
     assert len(caught) == len(KEYS)
 
@@ -45,9 +47,20 @@ def test_old_paths_of_losses_mean_their_names(tmp_path: Path, old: str, new: str
 def test_old_values_mean_the_new_ones_and_are_noted(key: str, old: str, new: str) -> None:
     section, name = key.split(".")
     with pytest.warns(RenamedKeyWarning) as caught:
-        assert with_current_names({section: {name: old}}, "a.yaml") == {section: {name: new}}
+        assert with_current_names({section: {name: old}}, "a.yaml")[section][name] == new
     assert f"a.yaml: {key}={old} is called {new} now; version 0.2" in str(caught[0].message)
     assert with_current_names({section: {name: [old]}}, "a.yaml") == {section: {name: [old]}}, "no text is no name"
+
+
+def test_the_old_kind_of_finetuning_data_means_its_plain_form_of_chat() -> None:
+    """It knew no template, and the new one applies that of the tokenizer's folder."""
+    with pytest.warns(RenamedKeyWarning) as caught:
+        current = with_current_names({"data": {"kind": "jsonl"}}, "a.yaml")
+    assert current == {"data": {"kind": "sft", "chat_template": "plain"}}
+    assert "data.kind=jsonl knew no chat template, so data.chat_template=plain is set" in str(caught[-1].message)
+    with pytest.warns(RenamedKeyWarning):
+        current = with_current_names({"data": {"kind": "jsonl", "chat_template": "auto"}}, "a.yaml")
+    assert current == {"data": {"kind": "sft", "chat_template": "auto"}}
 
 
 def test_a_key_under_both_names_is_refused() -> None:

@@ -34,7 +34,7 @@ def of_old_version(**changes: Any) -> str:
     """The resolved configuration as the program wrote it before it had the keys of today."""
     sections = yaml.safe_load(config_yaml(config(**changes)))
     del sections["optimizer"]["schedule_convention"], sections["optimizer"]["kind"]
-    for later in ("chat_format", "ignore_keys"):
+    for later in ("format", "chat_template", "chat_date", "loss_on", "special_tokens_in_text", "ignore_keys"):
         sections["data"].pop(later, None)
     sections["data"] = OF_ANY_KIND | sections["data"]
     return yaml.safe_dump(sections)
@@ -52,11 +52,11 @@ def test_a_finetuning_of_an_old_version_keeps_its_form_of_chat_and_says_so() -> 
     data = {"kind": "sft", "seq_length": 64, "tokenizer": "x.model", "train": [{"path": "x.jsonl"}]}
     kept = continued(config(data=data), of_old_version(data=data), FOLDER, 3)
     assert isinstance(kept.data, SftSection)
-    assert kept.data.chat_format == "plain"
-    assert "data.chat_format=plain stays, as this run began with it" in kept_lines(config(data=data), kept)
+    assert kept.data.chat_template == "plain"
+    assert "data.chat_template=plain stays, as this run began with it" in kept_lines(config(data=data), kept)
     unchanged = continued(config(data=data), config_yaml(config(data=data)), FOLDER, 3).data
     assert isinstance(unchanged, SftSection)
-    assert unchanged.chat_format == "auto"
+    assert unchanged.chat_template == "auto"
     named = config(data={**data, "ignore_keys": ["id"]})
     given = continued(named, of_old_version(data=data), FOLDER, 3).data
     assert isinstance(given, SftSection)

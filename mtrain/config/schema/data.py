@@ -1,5 +1,6 @@
 """`data.*`: where samples come from."""
 
+import datetime
 from typing import Annotated, Literal
 
 from pydantic import Field, Tag
@@ -107,9 +108,18 @@ class SftSection(FilesSection):
     cache_check: Literal["stat", "content"] = "stat"
     """How a start finds that a file has not changed since it was tokenised: stat believes size, inode, mtime and ctime,
     content reads it."""
-    chat_format: Literal["auto", "plain"] = "auto"
-    """For `messages`: plain writes each as "### role" and its content. auto does so, too, but refuses messages where
-    the tokenizer's folder has a chat template, which is not applied."""
+    format: Literal["auto", "messages", "prompt_response", "text", "tokens", "sharegpt", "alpaca"] = "auto"
+    """What a line holds (docs/finetuning.md). auto tells messages, prompt with response, and input_ids apart."""
+    chat_template: str = Field("auto", min_length=1)
+    """For conversations: auto takes the template beside the tokenizer and refuses them where there is none; plain
+    writes each message as "### role" and its content; else the name of one of several templates, or the path of a
+    .jinja file."""
+    chat_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """The day, as in 2025-01-31, that a template writes as today's, so that a sample is the same on every day."""
+    loss_on: Literal["all_answers", "last_answer"] = "all_answers"
+    """Which of the assistant's messages are in the loss."""
+    special_tokens_in_text: bool = False
+    """Whether the text of a special token inside a message, a prompt, a response or a text becomes that token."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are refused."""
 
@@ -125,10 +135,24 @@ class SftSection(FilesSection):
         return f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; give one of the two"
 
     @rule
+    def the_date_is_a_day(self) -> str | None:
+        if self.chat_date is None or _is_day(self.chat_date):
+            return None
+        return f"chat_date={self.chat_date} is no day of the calendar; write it as in 2025-01-31"
+
+    @rule
     def text_needs_a_tokenizer(self) -> str | None:
         if self.tokenizer is not None:
             return None
         return "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
+
+
+def _is_day(text: str) -> bool:
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 class MockSection(DataSection):

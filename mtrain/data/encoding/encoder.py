@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import hashlib
+import json
+from typing import Any, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
-from mtrain.data.encoding.plain import chat_parts, pair_parts, tokenized
+from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from mtrain.data.chat.template import chosen_templates
+from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
+from mtrain.data.encoding.plain import TextPart, chat_parts, pair_parts, text_parts, tokenized
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
-from mtrain.tokenizer import Tokenizer, chat_template
+from mtrain.tokenizer import Tokenizer
+
+PLAIN = "plain"
+"""The chat template that is none."""
 
 
 def encoder_of(section: SftSection, tokenizer: Tokenizer) -> SampleEncoder:
@@ -20,30 +27,91 @@ def encoder_of(section: SftSection, tokenizer: Tokenizer) -> SampleEncoder:
         tokenizer: That of `data.tokenizer`.
 
     Raises:
-        DataError: Its chat template cannot be read.
+        DataError: A chat template is missing or damaged.
     """
-    template = None if section.chat_format == "plain" else chat_template(tokenizer.path)
-    return _PlainEncoder(tokenizer, frozenset(section.ignore_keys), template)
+    return RecordEncoder(section, tokenizer, chat_encoder(section, tokenizer))
 
 
-class _PlainEncoder:
-    """`prompt` and `response`, or messages under plain headers."""
+def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
+    """That of conversations under a template; None where there is none, or the plain form is wanted.
 
-    def __init__(self, tokenizer: Tokenizer, ignored: frozenset[str], template: Path | None) -> None:
-        self._tokenizer, self._ignored, self._template = tokenizer, ignored, template
-        # a record that is refused because of the template must not be served from the cache of a run without it
-        self.fingerprint = tokenizer.fingerprint if template is None else f"{tokenizer.fingerprint} without messages"
+    Raises:
+        DataError: A chat template is missing or damaged.
+    """
+    if section.chat_template == PLAIN:
+        return None
+    templates = chosen_templates(section.chat_template, tokenizer.path)
+    if templates is None:
+        return None
+    options = ChatOptions(
+        frozenset(section.ignore_keys), section.loss_on, section.special_tokens_in_text, section.chat_date
+    )
+    return ChatEncoder(templates, tokenizer, options)
+
+
+class RecordEncoder:
+    """A `SampleEncoder` of all forms of records."""
+
+    def __init__(self, section: SftSection, tokenizer: Tokenizer, chat: ChatEncoder | None) -> None:
+        """
+        Args:
+            section: `data.*`.
+            tokenizer: Of the model.
+            chat: For conversations; None where they have no template.
+        """
+        self._section, self._tokenizer, self._chat = section, tokenizer, chat
+        self._ignored = frozenset(section.ignore_keys)
+        self.fingerprint = self._fingerprint()
+
+    def _fingerprint(self) -> str:
+        base = self._tokenizer.fingerprint if self._chat is None else self._chat.fingerprint
+        options = [self._section.loss_on, self._section.special_tokens_in_text]
+        if self._chat is not None or options == ["all_answers", False]:
+            return base  # without a template that of the tokenizer, by which runs of version 0.1.0 know their data
+        return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As `SampleEncoder` says."""
-        if "messages" not in record:
-            return tokenized(pair_parts(record, self._ignored), self._tokenizer, record.get("weight", 1.0))
-        if "prompt" in record or "response" in record:
+        match self._section.format:
+            case "auto":
+                return self._of_any_form(record)
+            case "messages":
+                return self._conversation(record)
+            case "prompt_response":
+                return self._plain(pair_parts(record, self._ignored), record)
+            case "text":
+                return self._plain(text_parts(record, self._ignored), record)
+            case "tokens":
+                return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
+            case "sharegpt":
+                return self._conversation(sharegpt_as_messages(record, self._ignored))
+            case "alpaca":
+                return self._conversation(alpaca_as_messages(record, self._ignored))
+            case _:
+                assert_never(self._section.format)
+
+    def _of_any_form(self, record: dict[str, Any]) -> TokenizedSample:
+        if "messages" in record and ("prompt" in record or "response" in record):
             raise DataError("has messages beside prompt or response; keep one of the two forms")
-        if self._template is not None:
+        if "messages" in record:
+            return self._conversation(record)
+        if "input_ids" in record:
+            return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
+        return self._plain(pair_parts(record, self._ignored), record)
+
+    def _conversation(self, record: dict[str, Any]) -> TokenizedSample:
+        if self._chat is not None:
+            return self._chat.encode(record)
+        if self._section.chat_template != PLAIN:
             raise DataError(
-                f"has messages, and {self._template} holds a chat template, which is not applied: the model would "
-                "learn another form of chat than its own; write prompt and response as the template has them, or set "
-                "data.chat_format=plain to learn the plain form on purpose"
+                f"has messages, but {self._tokenizer.path.parent} holds no chat template; take the tokenizer's folder "
+                "of a model with one, give data.chat_template the path of a .jinja file, or set it to plain "
+                'to write each message as "### role" and its content'
             )
-        return tokenized(chat_parts(record, self._ignored), self._tokenizer, record.get("weight", 1.0))
+        if "messages" not in record:
+            raise DataError("has no 'messages'; a line needs messages, or another data.format")
+        return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
+
+    def _plain(self, parts: list[TextPart], record: dict[str, Any]) -> TokenizedSample:
+        special = self._section.special_tokens_in_text
+        return tokenized(parts, self._tokenizer, record.get("weight", 1.0), special)

@@ -1,6 +1,7 @@
-"""Forms that need no chat template: `prompt` and `response`, and messages under plain headers.
+"""Forms that need no chat template: prompt and response, whole texts, and messages under plain headers.
 
     prompt/response:  bos? + prompt + response + eos             in the loss: response, eos
+    text:             bos? + text + eos                          in the loss: text, eos
     messages:         bos? + for each message header + content   in the loss: content and eos of every assistant message
                       + (eos if it is the assistant's)
 
@@ -16,23 +17,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtrain.base.errors import DataError
+from mtrain.data.chat.conversation import ANSWERS, LossOn, answers_in_loss
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
 from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 _PAIR_KEYS = frozenset({"prompt", "response", "weight"})
+_TEXT_KEYS = frozenset({"text", "weight"})
 _CHAT_KEYS = frozenset({"messages", "weight"})
-_MESSAGE_KEYS = frozenset({"role", "content"})
+_MESSAGE_KEYS = frozenset({"role", "content", "weight", "train"})
 
 
 class TextPart(NamedTuple):
     """Text that is tokenised by itself."""
 
     text: str
-    in_loss: bool
-    ends: bool
-    """Whether eos follows, which is in the loss as the text is."""
+    weight: float = 0.0
+    """What each of its tokens counts in the loss."""
+    ends: bool = False
+    """Whether eos follows, which counts as the text does."""
 
 
 def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
@@ -48,48 +52,70 @@ def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
     if not found["response"]:
         raise DataError("'response' is empty, so there is nothing to learn; remove the line or answer")
     check_keys(found, _PAIR_KEYS, ignored)
-    return [TextPart(found["prompt"], False, False), TextPart(found["response"], True, True)]
+    return [TextPart(found["prompt"]), TextPart(found["response"], 1.0, ends=True)]
 
 
-def chat_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
+def text_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
+    """A whole text.
+
+    Raises:
+        DataError: The record is not of this form.
+    """
+    check_keys(found, _TEXT_KEYS, ignored)
+    if not check_text(found.get("text"), "'text'"):
+        raise DataError("'text' is empty, so there is nothing to learn; remove the line")
+    return [TextPart(found["text"], 1.0, ends=True)]
+
+
+def chat_parts(found: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> list[TextPart]:
     """Messages, each under its header.
 
     Raises:
         DataError: The record is not of this form.
     """
-    _check_messages(found["messages"])
-    for number, message in enumerate(found["messages"]):
+    messages = _checked_messages(found["messages"])
+    for number, message in enumerate(messages):
         check_keys(message, _MESSAGE_KEYS, ignored, f"messages[{number}] ")
     check_keys(found, _CHAT_KEYS, ignored)
+    weights = answers_in_loss(messages, loss_on)
     parts: list[TextPart] = []
-    for number, message in enumerate(found["messages"]):
-        answers = message["role"] == "assistant"
-        parts.append(TextPart(("\n\n" if number else "") + f"### {message['role']}\n", False, False))
-        parts.append(TextPart(message["content"], answers, answers))
+    for number, message in enumerate(messages):
+        parts.append(TextPart(("\n\n" if number else "") + f"### {message['role']}\n"))
+        parts.append(TextPart(message["content"], weights.get(number, 0.0), ends=message["role"] == ANSWERS))
     return parts
 
 
-def tokenized(parts: Iterable[TextPart], tokenizer: Tokenizer, weight: object) -> TokenizedSample:
+def tokenized(
+    parts: Iterable[TextPart], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
+) -> TokenizedSample:
     """The parts one after the other.
 
     Args:
         parts: Of a whole sample.
         tokenizer: Of the model.
         weight: Of the record.
+        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added a second time.
 
     Raises:
         DataError: The weight is none.
     """
-    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    counts = [0.0] * len(ids)
+    ids: list[int] = []
+    counts: list[float] = []
     for part in parts:
-        new = tokenizer.encode(part.text) + ([tokenizer.eos_id] if part.ends else [])
+        if special_tokens:
+            new = tokenizer.encode_with_offsets(part.text, special_tokens=True).ids
+        else:
+            new = tokenizer.encode(part.text)
+        if part.ends and not (special_tokens and new[-1:] == [tokenizer.eos_id]):
+            new = [*new, tokenizer.eos_id]
         ids += new
-        counts += [float(part.in_loss)] * len(new)
+        counts += [part.weight] * len(new)
+    if tokenizer.bos_id is not None and not (special_tokens and ids[:1] == [tokenizer.bos_id]):
+        ids, counts = [tokenizer.bos_id, *ids], [0.0, *counts]
     return TokenizedSample(np.array(ids, np.int32), np.array(counts, np.float32), check_weight(weight))
 
 
-def _check_messages(messages: object) -> None:
+def _checked_messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise DataError("'messages' must be a list of at least one message; fix it")
     for number, message in enumerate(messages):
@@ -101,5 +127,4 @@ def _check_messages(messages: object) -> None:
                 f"{place} has the role {message['role']!r}, but must be one of {', '.join(ROLES)}; change it"
             )
         check_text(message["content"], f"{place}.content")
-    if not any(message["role"] == "assistant" and message["content"] for message in messages):
-        raise DataError("'messages' has no answer by the role assistant, so there is nothing to learn; remove the line")
+    return messages

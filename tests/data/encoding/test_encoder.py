@@ -10,8 +10,10 @@ from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.encoding.forms import sharegpt_as_messages
 from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.tokenizer import load_tokenizer
+from tests.fault_table import Notice
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def test_prompt_and_response(encoder: Callable[..., SampleEncoder]) -> None:
 
 
 def test_plain_messages(encoder: Callable[..., SampleEncoder]) -> None:
-    sample = encoder().encode({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    sample = encoder(chat_template="plain").encode({"messages": CHAT})
     assert sample.ids.tolist() == [1, 14, 15, 4, 14, 16, 5, 2]
     assert sample.loss_weights.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
 
@@ -50,3 +52,125 @@ def test_an_unknown_key_is_refused_unless_it_is_named(encoder: Callable[..., Sam
     with pytest.raises(DataError, match=r"has the key 'id', which is not read.*data.ignore_keys"):
         encoder().encode(record)
     assert encoder(ignore_keys=["id"]).encode(record).ids.tolist() == [1, 4, 5, 2]
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.fault(
+    "input",
+    "messages beside a tokenizer whose folder has no chat template",
+    happens="refused with file and line; data.chat_template=plain writes plain headers on purpose",
+    exit_code=3,
+)
+def test_messages_without_a_template_are_refused(encoder: Callable[..., SampleEncoder], notice: Notice) -> None:
+    with notice, pytest.raises(DataError, match=r"holds no chat template; .*set it to plain") as caught:
+        encoder().encode({"messages": CHAT})
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_plain_messages_have_weights_too(encoder: Callable[..., SampleEncoder]) -> None:
+    messages = [*CHAT, {"role": "user", "content": "c", "train": False}, {**CHAT[1], "content": "d", "weight": 0.5}]
+    plain = encoder(chat_template="plain")
+    assert plain.encode({"messages": messages}).loss_weights.tolist() == [*[0] * 6, 1, 1, *[0] * 5, 0.5, 0.5]
+    last = encoder(chat_template="plain", loss_on="last_answer").encode({"messages": messages})
+    assert last.loss_weights.tolist() == [*[0] * 13, 0.5, 0.5]
+    assert last.ids.tolist() == plain.encode({"messages": messages}).ids.tolist()
+    with pytest.raises(DataError, match="has the key 'tools', which is not read"):
+        plain.encode({"messages": CHAT, "tools": [{}]})
+
+
+def test_a_text_is_in_the_loss_as_a_whole(encoder: Callable[..., SampleEncoder]) -> None:
+    sample = encoder(format="text").encode({"text": "a b"})
+    assert sample.ids.tolist() == [1, 4, 5, 2]
+    assert sample.loss_weights.tolist() == [0, 1, 1, 1]
+    special = encoder(format="text", special_tokens_in_text=True)
+    assert special.encode({"text": "<s> a </s> b </s>"}).ids.tolist() == [1, 4, 2, 5, 2], "neither is added twice"
+    assert special.encode({"text": "a b"}).ids.tolist() == [1, 4, 5, 2]
+
+
+def test_tokens_are_taken_as_they_are(encoder: Callable[..., SampleEncoder]) -> None:
+    for form in ("auto", "tokens"):
+        sample = encoder(format=form).encode({"input_ids": [4, 5, 6], "loss_mask": [0, 1, 0.5], "weight": 2})
+        assert sample.ids.tolist() == [4, 5, 6]
+        assert sample.loss_weights.tolist() == [0, 1, 0.5]
+        assert sample.weight == 2
+
+
+def test_alpaca(encoder: Callable[..., SampleEncoder]) -> None:
+    record = {"instruction": "a", "input": "b", "output": "c", "system": "d", "history": [["e", "f"]]}
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ["d", "e", "f", "a\nb", "c"])]
+    same = encoder(chat_template="plain").encode({"messages": messages})
+    found = encoder(chat_template="plain", format="alpaca").encode(record)
+    assert found.ids.tolist() == same.ids.tolist()
+    assert found.loss_weights.tolist() == same.loss_weights.tolist()
+
+
+def test_sharegpt(encoder: Callable[..., SampleEncoder]) -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    found = encoder(chat_template="plain", format="sharegpt").encode({"conversations": turns, "system": "c"})
+    messages = [{"role": "system", "content": "c"}, *CHAT]
+    assert found.ids.tolist() == encoder(chat_template="plain").encode({"messages": messages}).ids.tolist()
+
+
+def test_a_call_of_sharegpt_becomes_a_tool_call() -> None:
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "train": False},
+        {"from": "observation", "value": "1"},
+    ]
+    assert sharegpt_as_messages({"conversations": turns, "tools": "[]"}, frozenset()) == {
+        "tools": "[]",
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+                "train": False,
+            },
+            {"role": "tool", "content": "1"},
+        ],
+    }
+
+
+@pytest.mark.fault(
+    "input",
+    "a line that is not of the form that data.format names",
+    happens="refused with file, line and what the form needs",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("form", "record", "message"),
+    [
+        ("auto", {"messages": CHAT, "prompt": "a"}, "has messages beside prompt or response"),
+        ("auto", {"text": "a"}, "has no 'prompt'"),
+        ("prompt_response", {"messages": CHAT}, "has no 'prompt'"),
+        ("messages", {"prompt": "a", "response": "b"}, "has no 'messages'"),
+        ("text", {"text": ""}, "'text' is empty"),
+        ("text", {"text": "a", "prompt": "b"}, "has the key 'prompt'"),
+        ("tokens", {"input_ids": [4, 5]}, "'loss_mask' must be a list"),
+        ("tokens", {"input_ids": [4, 5], "loss_mask": [1]}, "has 2 input_ids and 1 of loss_mask"),
+        ("tokens", {"input_ids": [4, 99], "loss_mask": [0, 1]}, r"input_ids\[1\] is 99, but must be a token"),
+        ("tokens", {"input_ids": [4, True], "loss_mask": [0, 1]}, r"input_ids\[1\] is True"),
+        ("tokens", {"input_ids": [4, 5], "loss_mask": [0, -1]}, "a value of 'loss_mask' is -1"),
+        ("tokens", {"input_ids": [4, 5], "loss_mask": [1, 0]}, "no token in the loss that another comes before"),
+        ("alpaca", {"instruction": "a"}, "'output' is null"),
+        ("alpaca", {"instruction": "a", "output": "b", "history": ["x"]}, "'history' must be a list of pairs"),
+        ("sharegpt", {"conversations": []}, "'conversations' must be a list"),
+        ("sharegpt", {"conversations": [{"from": "me", "value": "a"}]}, r"conversations\[0\] is from 'me'"),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f("}]}, "its value is not JSON"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "text": "a"}]}, r"conversations\[0\] has the key 'text'"),
+    ],
+)
+def test_a_record_of_another_form_is_refused(
+    form: str, record: dict[str, Any], message: str, encoder: Callable[..., SampleEncoder], notice: Notice
+) -> None:
+    with notice, pytest.raises(DataError, match=message) as caught:
+        encoder(format=form, chat_template="plain").encode(record)
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_the_fingerprint_follows_the_options(encoder: Callable[..., SampleEncoder]) -> None:
+    options: list[dict[str, Any]] = [{}, {"loss_on": "last_answer"}, {"special_tokens_in_text": True}]
+    assert len({encoder(**each).fingerprint for each in options}) == 3

@@ -15,7 +15,7 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.samples.too_long import TooLong
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
-from mtrain.tokenizer import chat_template, load_tokenizer
+from mtrain.tokenizer import load_tokenizer
 from tests.fault_table import Notice
 
 WriteJsonl = Callable[[Sequence[dict[str, Any]]], Path]
@@ -30,6 +30,7 @@ def conversations(
     **more: Any,
 ) -> SftDataset:
     source = {"kind": "sft", "seq_length": seq_length, "tokenizer": str(tokenizer), "train": [{"path": str(path)}]}
+    more = {"chat_template": "plain", **more}
     model = load_tokenizer(tokenizer)
     cache = SftCaches(SftSection.model_validate({**source, **more}), model, 1000).open(str(path))
     part = range(len(cache)) if numbers is None else numbers
@@ -146,7 +147,7 @@ CALL = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name"
 
 @pytest.mark.fault(
     "input",
-    "finetuning data with tools, tool_calls, a message's weight, unknown keys or content: null",
+    "messages in the plain form with tools, tool_calls, a question's weight, unknown keys or content: null",
     happens="refused with file and line; data.ignore_keys names what may be dropped",
     exit_code=3,
 )
@@ -155,11 +156,8 @@ CALL = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name"
     [
         ({"messages": CHAT, "tools": [{}]}, r"has the key 'tools', which is not read"),
         ({"messages": [*CHAT, CALL]}, r"messages\[2\] has the key 'tool_calls', which is not read"),
-        (
-            {"messages": [{**CHAT[0], "weight": 0}, CHAT[1]]},
-            r"messages\[0\] has the key 'weight', which is not read",
-        ),
-        ({"messages": [CHAT[0], {**CHAT[1], "train": False}]}, r"messages\[1\] has the key 'train'"),
+        ({"messages": [{**CHAT[0], "weight": 1}, CHAT[1]]}, r"messages\[0\] asks to be in the loss"),
+        ({"messages": [CHAT[0], {**CHAT[1], "train": False}]}, "no answer by the role assistant that counts"),
         ({"messages": [{**CHAT[0], "name": "x"}, CHAT[1]]}, r"messages\[0\] has the key 'name'.*content, role"),
         ({"messages": [*CHAT, {**CALL, "content": None}]}, r"messages\[2\].content is null, but must be a text"),
         ({"messages": CHAT, "id": 7}, r"has the key 'id', which is not read; known are messages, weight"),
@@ -176,67 +174,26 @@ def test_what_would_be_dropped_is_refused(
 
 
 def test_named_keys_are_dropped_on_purpose(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
-    full = {"messages": [{**CHAT[0], "name": "x", "weight": 9}, CHAT[1]], "id": 1, "weight": 0.5}
+    full = {"messages": [{**CHAT[0], "name": "x"}, CHAT[1]], "id": 1, "weight": 0.5}
     path = write_jsonl([full, {"messages": CHAT}])
     rows = conversations(path, word_tokenizer, 8, ignore_keys=["id", "name", "weight"])
     assert rows.sample(0, 0).tokens.tolist() == rows.sample(0, 1).tokens.tolist()
     assert rows.sample(0, 0).weight == 0.5, "a key of the form is never dropped"
 
 
-TEMPLATES: dict[str, tuple[str, str]] = {
-    "a file": ("chat_template.jinja", "{{ messages }}"),
-    "a file of a processor": ("chat_template.json", '{"chat_template": "{{ messages }}"}'),
-    "a named one": ("additional_chat_templates/tool_use.jinja", "{{ messages }}"),
-    "settings": ("tokenizer_config.json", '"{{ messages }}"'),
-    "named ones in settings": ("tokenizer_config.json", '[{"name": "default", "template": "x"}]'),
-}
-
-
-def with_template(tokenizer: Path, folder: Path, name: str, text: str) -> Path:
-    """A copy of the tokenizer, with a chat template beside it."""
-    shutil.copytree(tokenizer, folder)
-    if name == "tokenizer_config.json":
-        settings = json.loads((folder / name).read_text())
-        text = json.dumps({**settings, "chat_template": json.loads(text)})
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    return folder
-
-
-@pytest.mark.fault(
-    "input",
-    "messages beside a tokenizer whose folder has a chat template",
-    happens="refused with file and line: the template is not applied; data.chat_format=plain is the way on",
-    exit_code=3,
-)
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_messages_are_refused_where_a_chat_template_is_not_applied(
-    kind: str,
-    tmp_path: Path,
-    write_jsonl: WriteJsonl,
-    word_tokenizer: Path,
-    make_config: Callable[..., Config],
-    notice: Notice,
+def test_a_chat_template_beside_the_tokenizer_is_applied(
+    tmp_path: Path, write_jsonl: WriteJsonl, word_tokenizer: Path, make_config: Callable[..., Config]
 ) -> None:
-    folder, path = (
-        with_template(word_tokenizer, tmp_path / "tokenizer", *TEMPLATES[kind]),
-        write_jsonl([{"messages": CHAT}]),
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(word_tokenizer, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }} {% for m in messages %}{{ m.role }} {{ m.content }} {{ eos_token }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
     )
-    data = {"kind": "sft", "train": [{"path": str(path)}], "seq_length": 8}
-    for tokenizer in (folder, folder / "tokenizer.json"):
-        with (
-            notice,
-            pytest.raises(DataError, match=rf"line 1: has messages, and .*{TEMPLATES[kind][0]}.*=plain") as caught,
-        ):
-            Sources(make_config({**data, "tokenizer": str(tokenizer)})).training()
-        assert caught.value.exit_code == notice.exit_code
-    plain = Sources(make_config({**data, "tokenizer": str(folder), "chat_format": "plain"})).training()
-    bare = Sources(make_config({**data, "tokenizer": str(word_tokenizer)})).training()
-    assert plain.sample(0).tokens.tolist() == bare.sample(0).tokens.tolist()
-    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    Sources(make_config({**data, "tokenizer": str(folder)})).training()
-
-
-def test_empty_templates_are_none(tmp_path: Path, word_tokenizer: Path) -> None:
-    folder = with_template(word_tokenizer, tmp_path / "tokenizer", "tokenizer_config.json", "null")
-    assert chat_template(folder / "tokenizer.json") is None
+    data = {"kind": "sft", "train": [{"path": str(write_jsonl([{"messages": CHAT}]))}], "seq_length": 8}
+    row = Sources(make_config({**data, "tokenizer": str(folder)})).training().sample(0)
+    assert row.tokens.tolist() == [1, 15, 4, 2, 16, 5, 3, 3]
+    assert row.labels.tolist() == [15, 4, 2, 16, 5, 2, 0, 0]
+    assert row.mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    plain = Sources(make_config({**data, "tokenizer": str(folder), "chat_template": "plain"})).training()
+    assert plain.sample(0).tokens.tolist() == [1, 14, 15, 4, 14, 16, 5, 3]

@@ -1,0 +1,213 @@
+"""A conversation as a record holds it: what the template reads of it, and what each answer counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+from mtrain.base.errors import DataError
+from mtrain.data.encoding.checks import check_keys, check_text, check_weight
+
+LossOn = Literal["all_answers", "last_answer"]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ANSWERS = "assistant"
+_RECORD_KEYS = frozenset({"messages", "tools", "chat_template_kwargs", "weight"})
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_MESSAGE_KEYS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "train", *_REASONING_KEYS}
+)
+_CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})
+_FUNCTION_KEYS = frozenset({"name", "arguments"})
+_SHOWN_KEYS = frozenset({"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
+"""May be left out, and then the model would read another conversation."""
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A checked record."""
+
+    messages: list[dict[str, Any]]
+    """What the template reads: no key whose value is null, and no weights."""
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    """Switches of the template, such as enable_thinking."""
+    answer_weights: dict[int, float]
+    """Number of a message -> what each of its tokens counts in the loss; those above 0 alone, at least one."""
+    weight: float
+    """Of the whole conversation."""
+
+
+def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> Conversation:
+    """Checks a record with `messages`.
+
+    Raises:
+        DataError: It is no conversation, or has nothing to learn; says what is wrong, not where it lies.
+    """
+    check_keys(record, _RECORD_KEYS, ignored)
+    _refuse_dropped(record, ignored, "")
+    given = record.get("messages")
+    if not isinstance(given, list) or not given:
+        raise DataError("'messages' must be a list of at least one message; fix it")
+    messages, present = [], []
+    for number, message in enumerate(given):
+        place = f"messages[{number}]"
+        if not isinstance(message, dict):
+            raise DataError(f"{place} needs an object with role and content; fix it")
+        check_keys(message, _MESSAGE_KEYS, ignored, f"{place} ")
+        _refuse_dropped(message, ignored, f"{place} ")
+        # as null is no value, a column of parquet that has none here says nothing
+        present.append({key: value for key, value in message.items() if value is not None and key in _MESSAGE_KEYS})
+        messages.append(_message(present[-1], place))
+    return Conversation(
+        messages,
+        _tools(record.get("tools")),
+        _variables(record.get("chat_template_kwargs")),
+        answers_in_loss(present, loss_on),
+        check_weight(record.get("weight", 1.0)),
+    )
+
+
+def _message(present: dict[str, Any], place: str) -> dict[str, Any]:
+    """The message as the template reads it."""
+    if present.get("role") not in ROLES:
+        raise DataError(
+            f"{place} has the role {present.get('role')!r}, but must be one of {', '.join(ROLES)}; change it"
+        )
+    message = {key: value for key, value in present.items() if key in ("role", "tool_call_id", "name")}
+    for key in ("tool_call_id", "name"):
+        if key in message:
+            check_text(message[key], f"{place}.{key}")
+    reasoning = _reasoning(present, place)
+    if "content" in present:
+        message["content"] = _content(present["content"], place)
+    if reasoning is not None:
+        # under both names that templates read, as transformers gives it
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if "tool_calls" in present:
+        message["tool_calls"] = _tool_calls(present["tool_calls"], f"{place}.tool_calls")
+    if present["role"] != ANSWERS and ("tool_calls" in message or reasoning is not None):
+        raise DataError(f"{place} has tool_calls or reasoning, but is no answer of the role {ANSWERS}; fix the role")
+    if "content" not in message and "tool_calls" not in message and reasoning is None:
+        raise DataError(f"{place} has no content; write it, or remove the line")
+    return message
+
+
+def _refuse_dropped(found: dict[str, Any], ignored: Set[str], place: str) -> None:
+    named = next((key for key in found if key in _SHOWN_KEYS and key in ignored), None)
+    if named is not None:
+        raise DataError(
+            f"{place}has the key {named!r}, which a chat template reads, though data.ignore_keys names it; remove it "
+            "from one of the two"
+        )
+
+
+def _content(content: object, place: str) -> str:
+    """A text, or the texts of its parts one after the other."""
+    if not isinstance(content, list):
+        return check_text(content, f"{place}.content")
+    texts = []
+    for number, part in enumerate(content):
+        name = f"{place}.content[{number}]"
+        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
+            raise DataError(f'{name} must be {{"type": "text", "text": ...}}, as only text is read; remove what is not')
+        texts.append(check_text(part.get("text"), f"{name}.text"))
+    return "".join(texts)
+
+
+def _reasoning(present: dict[str, Any], place: str) -> str | None:
+    given = [key for key in _REASONING_KEYS if key in present]
+    if len(given) > 1:
+        raise DataError(f"{place} has both {given[0]} and {given[1]}, two names of one thing; keep one")
+    return check_text(present[given[0]], f"{place}.{given[0]}") if given else None
+
+
+def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not calls:
+        raise DataError(f"{place} must be a list of at least one call; fix it, or remove it")
+    for number, call in enumerate(calls):
+        name = f"{place}[{number}]"
+        if not isinstance(call, dict):
+            raise DataError(f"{name} must be an object with the name and arguments of a function; fix it")
+        check_keys(call, _CALL_KEYS, frozenset(), f"{name} ")
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise DataError(f"{name} names no function; give it a name and arguments")
+        if function is not call:
+            check_keys(function, _FUNCTION_KEYS, frozenset(), f"{name}.function ")
+        if not isinstance(function.get("arguments", {}), dict | str):
+            raise DataError(f"{name} has arguments that are neither an object nor a text; fix them")
+    return calls
+
+
+def _tools(tools: object) -> list[Any] | None:
+    """A list of descriptions; a column of parquet, where each row has the same keys, holds it as JSON text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as fault:
+            raise DataError(f"'tools' is a text, but not JSON ({fault}); write a list of descriptions") from None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError("'tools' must be a list of objects, each the description of a function; fix it")
+    return tools
+
+
+def _variables(variables: object) -> dict[str, Any]:
+    if variables is None:
+        return {}
+    if not isinstance(variables, dict) or variables.keys() & _RESERVED:
+        raise DataError(
+            f"'chat_template_kwargs' must be an object of switches of the template, none of them called "
+            f"{', '.join(sorted(_RESERVED))}; fix it"
+        )
+    return variables
+
+
+def _answer_weight(present: dict[str, Any], place: str) -> float:
+    """What the tokens of a message count; 0 for what is no answer."""
+    weight = check_weight(present.get("weight", 1.0), f"{place}.weight")
+    train = present.get("train", True)
+    if not isinstance(train, bool):
+        raise DataError(f"{place}.train is {train!r}, but must be true or false; change it")
+    if present.get("role") == ANSWERS:
+        return weight if train else 0.0
+    if ("weight" in present and weight) or ("train" in present and train):
+        raise DataError(
+            f"{place} asks to be in the loss, but only answers of the role {ANSWERS} can be; set its train to false"
+        )
+    return 0.0
+
+
+def answers_in_loss(messages: Sequence[dict[str, Any]], loss_on: LossOn) -> dict[int, float]:
+    """Number of each message that counts -> what each of its tokens counts.
+
+    Args:
+        messages: Each with a role; `weight` and `train` where they are given.
+        loss_on: Which answers are meant.
+
+    Raises:
+        DataError: No answer that says something counts.
+    """
+    weights = [_answer_weight(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+    match loss_on:
+        case "all_answers":
+            pass
+        case "last_answer":
+            answers = answers[-1:]
+        case _:
+            assert_never(loss_on)
+    counted = {number: weights[number] for number in answers if weights[number] > 0}
+    if not any(_says_something(messages[number]) for number in counted):
+        raise DataError(
+            f"'messages' has no answer by the role {ANSWERS} that counts, so there is nothing to learn; remove the line"
+        )
+    return counted
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    return any(message.get(key) for key in ("content", "tool_calls", *_REASONING_KEYS))

@@ -1,0 +1,182 @@
+"""Conversations under a chat template -> token ids and what each of them counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.conversation import Conversation, LossOn, conversation_of
+from mtrain.data.chat.provenance import PRIVATE, holds, literal_places, with_marks
+from mtrain.data.chat.rendering import Rendering, Weighed, found_answers, marked_answers
+from mtrain.data.chat.sandbox import Cut, NotRendered, RenderLimits, Sandbox
+from mtrain.data.chat.shown import check_shown
+from mtrain.data.chat.spans import refused, special_texts
+from mtrain.data.chat.template import ChatTemplate, ChatTemplates, template_variables
+from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.tokenizer import EncodedText, Tokenizer
+
+_VERSION = 1
+"""Counts the changes of this package that give other ids or weights for the same record."""
+_MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the configuration says about conversations."""
+
+    ignored: frozenset[str] = frozenset()
+    """Unknown keys that are dropped on purpose."""
+    loss_on: LossOn = "all_answers"
+    special_tokens_in_text: bool = False
+    """Whether the text of a special token in a message becomes the token."""
+    date: str | None = None
+    """YYYY-MM-DD, for a template that writes the date of today."""
+    limits: RenderLimits = field(default_factory=RenderLimits)
+
+
+class ChatEncoder:
+    """A `SampleEncoder` of records with `messages`; may be pickled and used in forked processes."""
+
+    def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, options: ChatOptions) -> None:
+        """
+        Args:
+            templates: For conversations without and with tools.
+            tokenizer: Of the model.
+            options: Of the run.
+
+        Raises:
+            DataError: The tokenizer's settings are damaged.
+        """
+        self._tokenizer, self._options = tokenizer, options
+        self._variables = template_variables(tokenizer.path)
+        self._special = special_texts(tokenizer.special_tokens(), self._variables.get("bos_token"))
+        self._default = _Format(templates.default, options)
+        is_one = templates.with_tools == templates.default
+        self._with_tools = self._default if is_one else _Format(templates.with_tools, options)
+        decisive = [
+            *(_VERSION, tokenizer.fingerprint, templates.default.text, templates.with_tools.text, self._variables),
+            *(options.loss_on, options.special_tokens_in_text, options.date),
+        ]
+        self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+        """As `SampleEncoder` says."""
+        conversation = conversation_of(record, self._options.ignored, self._options.loss_on)
+        given = [conversation.messages, conversation.tools, conversation.variables]
+        if holds(given, PRIVATE):
+            raise DataError("holds a character between U+F0000 and U+F000F, which marks places here; remove it")
+        form = self._default if conversation.tools is None else self._with_tools
+        rendering = self._rendered(form, conversation)
+        if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
+            encoded = self._tokenizer.encode_with_offsets(rendering.text, special_tokens=True)
+        else:
+            encoded = self._with_literals(rendering, self._literals(form, given, rendering))
+        ids, weights = encoded.ids, token_weights(encoded, rendering.weighed)
+        if rendering.open_weight is not None:
+            ids, weights = [*ids, self._tokenizer.eos_id], np.append(weights, np.float32(rendering.open_weight))
+        if not weights[1:].any():
+            raise DataError("has no token to learn under this template; remove the line")
+        return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of messages and of the beginning of an answer, as a model is asked.
+
+        Raises:
+            DataError: The template refuses them.
+        """
+        (text,) = self._default.sandbox.render(messages, None, self._variables, [Cut(len(messages), True)])
+        if isinstance(text, NotRendered):
+            raise refused(text)
+        return self._tokenizer.encode_with_offsets(text, special_tokens=True).ids
+
+    def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
+        variables = {**self._variables, **conversation.variables}
+
+        def render(cuts: Sequence[Cut]) -> list[str | NotRendered]:
+            return form.sandbox.render(conversation.messages, conversation.tools, variables, cuts)
+
+        def render_other(other: dict[str, Any]) -> str | NotRendered:
+            whole = Cut(len(conversation.messages), False)
+            return form.sandbox.render(other["messages"], other["tools"], variables, [whole])[0]
+
+        if form.marks_answers:
+            rendering = marked_answers(conversation, render)
+        else:
+            rendering = found_answers(conversation, render, self._special)
+        check_shown(conversation, rendering.text, rendering.places, form.template.text, render_other)
+        return rendering
+
+    def _literals(self, form: _Format, given: list[Any], rendering: Rendering) -> frozenset[int]:
+        """Where special tokens begin in the rendering that come from the conversation itself."""
+        messages, tools, own = with_marks(given, self._special.pattern)
+        whole = Cut(len(messages), False)
+        (marked,) = form.sandbox.render(messages, tools, {**self._variables, **own}, [whole])
+        if isinstance(marked, NotRendered):
+            raise refused(marked)
+        return literal_places(rendering.text, marked)
+
+    def _with_literals(self, rendering: Rendering, literals: frozenset[int]) -> EncodedText:
+        """Ids of a rendering in which some special tokens are text.
+
+        The text is cut at the real ones. Not every tokenizer gives the same ids for a text and for its pieces, so it is
+        compared first where all of them are tokens.
+        """
+        text = rendering.text
+        places = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
+        real = [place for place in places if place[0] not in literals]
+        if self._in_pieces(text, places).ids != self._tokenizer.encode_with_offsets(text, special_tokens=True).ids:
+            raise DataError(
+                "a text holds that of a special token, which this tokenizer cannot tell from the token; remove it, or "
+                "set data.special_tokens_in_text=true to let it be the token"
+            )
+        return self._in_pieces(text, real)
+
+    def _in_pieces(self, text: str, special: Sequence[tuple[int, int]]) -> EncodedText:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+
+        def add(start: int, end: int, is_special: bool) -> None:
+            found = self._tokenizer.encode_with_offsets(text[start:end], special_tokens=is_special)
+            ids.extend(found.ids)
+            offsets.extend((start + first, start + last) for first, last in found.offsets)
+
+        position = 0
+        for start, end in special:
+            add(position, start, False)
+            add(start, end, True)
+            position = end
+        add(position, len(text), False)
+        return EncodedText(ids, offsets)
+
+
+class _Format:
+    """One template and what renders it."""
+
+    def __init__(self, template: ChatTemplate, options: ChatOptions) -> None:
+        self.template = template
+        self.sandbox = Sandbox(template.text, f"chat template {template.origin}", options.date, options.limits)
+        self.marks_answers = _MARKS_ANSWERS.search(template.text) is not None
+
+
+def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:
+    """[n]: what each token counts: that of the span in which any of its characters lies.
+
+    A token may hold the end of a header and the beginning of an answer (" yes" after "Answer:"). It is in the loss, as
+    else the answer would begin with a token that is never learned. In two spans, the larger weight counts.
+    """
+    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    weights = np.zeros(len(places), np.float32)
+    for start, end, weight in weighed:
+        inside = (places[:, 0] < end) & (places[:, 1] > start)
+        if not inside.any():
+            raise DataError("the tokenizer makes no token of an answer; remove the line")
+        weights[inside] = np.maximum(weights[inside], np.float32(weight))
+    return weights

@@ -1,0 +1,238 @@
+"""Renders a chat template in a process of its own, within limits of time and memory that hold for any template."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError, MachineError
+
+OPEN, CLOSE = "\U000f0002", "\U000f0003"
+"""Private characters around what a template marks with `{% generation %}`."""
+_PROGRAM = Path(__file__).with_name("worker.py")
+_CHUNK_BYTES = 1 << 20
+_BYTES_PER_CHAR = 12
+"""At most, in JSON that escapes a surrogate pair."""
+_KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
+"""Of the environment; the others may hold secrets, which are no matter of a template."""
+
+
+@dataclass(frozen=True)
+class RenderLimits:
+    """What the renderings of one conversation may cost."""
+
+    cpu_s: float = 10.0
+    """Processor time, so that a busy machine refuses nothing."""
+    wall_s: float = 120.0
+    """For a process that does not run at all."""
+    memory_bytes: int = 1 << 30
+    """Address space of the process."""
+    max_chars: int = 1 << 26
+    """Of all renderings together."""
+
+
+class Cut(NamedTuple):
+    """What to render of a conversation."""
+
+    num_messages: int
+    """The first so many."""
+    prompt: bool
+    """Whether the beginning of an answer follows (add_generation_prompt)."""
+    marked: bool = False
+    """Whether `OPEN` and `CLOSE` surround what the template marks by `{% generation %}`."""
+
+
+class NotRendered(NamedTuple):
+    """Instead of a text: the template does not render these messages."""
+
+    why: str
+
+
+class Sandbox:
+    """One template and the process that renders it: begun at the first request, and again after one that was ended.
+
+    May be pickled, and used in forked processes and from several threads.
+    """
+
+    def __init__(self, template: str, name: str, date: str | None, limits: RenderLimits) -> None:
+        """
+        Args:
+            template: Its text; compiled at the first request.
+            name: What the template is called in messages.
+            date: YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it.
+            limits: Of each request.
+        """
+        self._template, self._name, self._date, self._limits = template, name, date, limits
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process: _Process | None = None
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that renders; None before the first request and after one that was ended."""
+        return None if self._process is None or self._owner != os.getpid() else self._process.id
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("_template", "_name", "_date", "_limits")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[object] | None,
+        variables: Mapping[str, object],
+        cuts: Sequence[Cut],
+    ) -> list[str | NotRendered]:
+        """One text for each cut.
+
+        Args:
+            messages: Of the whole conversation, plain JSON values.
+            tools: Descriptions of tools.
+            variables: What else the template may read, such as bos_token.
+            cuts: What to render.
+
+        Raises:
+            DataError: The template is damaged, or exceeds a limit.
+            MachineError: No process can be started.
+        """
+        asked = {"messages": messages, "tools": tools, "variables": variables, "cuts": cuts}
+        try:
+            line = json.dumps(asked).encode()
+        except (TypeError, ValueError, RecursionError) as fault:
+            raise DataError(f"holds a value that is no JSON ({fault}); remove it") from None
+        if self._owner != os.getpid():
+            self._reset()  # forked: the process belongs to the parent
+        with self._lock:
+            answer = self._answer(line)
+        if "error" in answer:
+            raise DataError(f"{self._name} does not render the conversation: {answer['error']}")
+        return [NotRendered(text["error"]) if isinstance(text, dict) else text for text in answer["texts"]]
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        if self._process is None:
+            process = _Process(self._limits)
+            self._ask(process, self._settings(), "is damaged")
+            self._process = process
+        return self._ask(self._process, line, None)
+
+    def _ask(self, process: _Process, line: bytes, damaged: str | None) -> dict[str, Any]:
+        answer = None
+        try:
+            answer = process.ask(line)
+        except _EndedError as fault:
+            raise DataError(f"{self._name} {fault}; take the template from its source again") from None
+        finally:
+            if answer is None:  # of the process, nothing is known any more
+                process.end()
+                self._process = None
+        if damaged is not None and "error" in answer:
+            process.end()
+            raise DataError(f"{self._name} {damaged}: {answer['error']}; take the template from its source again")
+        return answer
+
+    def _settings(self) -> bytes:
+        limits = asdict(self._limits)
+        return json.dumps({"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **limits}).encode()
+
+
+class _EndedError(Exception):
+    """A request was ended; says why."""
+
+
+class _Process:
+    """The running program, and its end when nobody needs it."""
+
+    def __init__(self, limits: RenderLimits) -> None:
+        self._limits = limits
+        # -I -S: nothing of the user's is imported, and starting takes a third of the time
+        command = [sys.executable, "-I", "-S", "-B", str(_PROGRAM), *_paths()]
+        environment = {key: os.environ[key] for key in _KEPT_VARIABLES if key in os.environ}
+        try:
+            self._program = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        except OSError as fault:
+            raise MachineError(
+                f"no process for chat templates can be started ({fault.strerror}); allow more processes"
+            ) from fault
+        assert self._program.stdin is not None, "it is a pipe"
+        assert self._program.stdout is not None, "it is a pipe"
+        self.id = self._program.pid
+        self._input, self._output = self._program.stdin.fileno(), self._program.stdout.fileno()
+        os.set_blocking(self._input, False)  # a stopped process reads nothing, and a full pipe would wait for ever
+        self.end = weakref.finalize(self, _end, self._program, os.getpid())
+
+    def ask(self, line: bytes) -> dict[str, Any]:
+        """The answer to one line.
+
+        Raises:
+            _EndedError: There is none within the limits.
+        """
+        rest, received = memoryview(line + b"\n"), bytearray()
+        until = time.monotonic() + self._limits.wall_s
+        while not received.endswith(b"\n"):
+            waiting = [self._input] if rest else []
+            readable, writable, _ = select.select([self._output], waiting, [], max(0.0, until - time.monotonic()))
+            if not readable and not writable:
+                raise _EndedError(f"takes longer than {self._limits.wall_s:g} s")
+            if writable:
+                with contextlib.suppress(BrokenPipeError):  # it ended; why is read from its exit code below
+                    rest = rest[os.write(self._input, rest[:_CHUNK_BYTES]) :]
+            if readable:
+                chunk = os.read(self._output, _CHUNK_BYTES)
+                received += chunk
+                if not chunk:
+                    raise _EndedError(self._why_ended())
+                if len(received) > _BYTES_PER_CHAR * self._limits.max_chars:
+                    raise _EndedError(f"writes more than {self._limits.max_chars} characters")
+        answer = json.loads(received)
+        assert isinstance(answer, dict), "the program answers with an object"
+        return answer
+
+    def _why_ended(self) -> str:
+        code = self._program.wait()
+        if code == -signal.SIGPROF:
+            return f"takes more than {self._limits.cpu_s:g} s of processor time"
+        return f"ends the process that renders it (exit code {code}), as one that needs too much memory does"
+
+
+def _end(program: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # forked: it is the parent's
+    for pipe in (program.stdin, program.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()
+    program.kill()
+    program.wait()
+
+
+def _paths() -> list[str]:
+    """Folders in which the program finds what it imports."""
+    origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := importlib.util.find_spec(name)) is not None]
+    return sorted({str(Path(origin).resolve().parent.parent) for origin in origins if origin is not None})

@@ -1,0 +1,152 @@
+"""Whether a template shows what a conversation holds: what it leaves out would be dropped without a word.
+
+Most texts stand in the rendering as they are. Where one does not, the conversation is rendered once more with a mark in
+that text: a mark that does not appear stands in what the template leaves out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.conversation import Conversation
+from mtrain.data.chat.sandbox import NotRendered
+
+_FIRST, _LAST = "\U000f0004", "\U000f0005"
+_END_OF_REASONING = re.compile(r"</?think>")
+
+
+class _Part(NamedTuple):
+    """A text that the template has to show."""
+
+    name: str
+    """As a message calls it."""
+    text: str
+    within: tuple[int, int]
+    """The characters of the rendering in which it has to stand."""
+    path: tuple[str | int, ...]
+    """Where it lies in {"messages": ..., "tools": ...}."""
+    position: int
+    """The character of the text at `path` after which it ends."""
+    key: str | None = None
+    """The key that a template has to read for it, where the text alone proves little."""
+
+
+def check_shown(
+    conversation: Conversation,
+    full: str,
+    answers: Mapping[int, tuple[int, int]],
+    template: str,
+    render: Callable[[dict[str, Any]], str | NotRendered],
+) -> None:
+    """Refuses a conversation of which the template leaves something out.
+
+    Args:
+        conversation: What was rendered.
+        full: Its rendering.
+        answers: Number of each message in the loss -> the characters of the rendering among which it stands.
+        template: Its text.
+        render: Renders other {"messages": ..., "tools": ...}.
+
+    Raises:
+        DataError: Names what is left out.
+    """
+    for number, (start, end) in answers.items():
+        _check_arguments(conversation.messages[number], number, full[start:end])
+    missing = [
+        part
+        for part in _parts(conversation, answers, len(full))
+        # the name of a tool may stand in any text, so the template has to speak of tools at least
+        if not (_stands(part.text, full, part.within) and (part.key is None or part.key in template))
+    ]
+    if not missing:
+        return
+    given = copy.deepcopy({"messages": conversation.messages, "tools": conversation.tools})
+    marks = [f"{_FIRST}{number}{_LAST}" for number in range(len(missing))]
+    for mark, part in sorted(zip(marks, missing), key=lambda each: -each[1].position):  # from the end of each text on
+        _insert(given, part, mark)
+    probe = render(given)
+    if isinstance(probe, NotRendered):
+        raise DataError(
+            f"the template may leave out {missing[0].name}, and refuses a test of it ({probe.why}); {_WAY_ON}"
+        )
+    for mark, part in zip(marks, missing):
+        if not _stands(mark, probe, (0, len(probe))):
+            raise DataError(f"the template does not show {part.name} to the model; {_WAY_ON}")
+
+
+_WAY_ON = "remove it from the line, or give data.chat_template a template that shows it"
+
+
+def _parts(conversation: Conversation, answers: Mapping[int, tuple[int, int]], length: int) -> Iterator[_Part]:
+    for number, message in enumerate(conversation.messages):
+        is_answer, place = number in answers, f"messages[{number}]"
+        within = answers.get(number, (0, length))
+        # reasoning before an answer that is not in the loss is what templates leave out on purpose
+        yield from _pieces(message.get("content", ""), f"{place}.content", within, number, is_answer)
+        if is_answer and "reasoning_content" in message:
+            text = message["reasoning_content"]
+            yield _Part(f"{place}.reasoning_content", text, within, ("messages", number, "thinking"), len(text))
+        for index, call in enumerate(message.get("tool_calls", ())):
+            path: tuple[str | int, ...] = ("messages", number, "tool_calls", index)
+            yield from _named(call, f"{place}.tool_calls[{index}]", within, path, "tool_calls")
+    for index, tool in enumerate(conversation.tools or ()):
+        yield from _named(tool, f"tools[{index}]", (0, length), ("tools", index), "tools")
+
+
+def _pieces(content: str, name: str, within: tuple[int, int], number: int, whole: bool) -> Iterator[_Part]:
+    """Reasoning and answer, where a text holds both."""
+    position = 0
+    pieces = []
+    for match in _END_OF_REASONING.finditer(content):
+        pieces.append(
+            _Part(name, content[position : match.start()], within, ("messages", number, "content"), match.start())
+        )
+        position = match.end()
+    last = _Part(name, content[position:], within, ("messages", number, "content"), len(content))
+    yield from (*pieces, last) if whole else (last,)
+
+
+def _named(
+    found: dict[str, Any], name: str, within: tuple[int, int], path: tuple[str | int, ...], key: str
+) -> Iterator[_Part]:
+    """The name of a function; a description of another kind has none to look for."""
+    inner = found.get("function", found)
+    text = inner.get("name") if isinstance(inner, dict) else None
+    if isinstance(text, str):
+        path = (*path, "name") if inner is found else (*path, "function", "name")
+        yield _Part(name, text, within, path, len(text), key)
+
+
+def _stands(text: str, full: str, within: tuple[int, int]) -> bool:
+    """As it is, or inside JSON."""
+    text = text.strip()
+    if full.find(text, *within) >= 0:
+        return True
+    return any(full.find(json.dumps(text, ensure_ascii=ascii)[1:-1], *within) >= 0 for ascii in (False, True))
+
+
+def _check_arguments(message: Mapping[str, Any], number: int, answer: str) -> None:
+    for index, call in enumerate(message.get("tool_calls", ())):
+        text = call.get("function", call).get("arguments")
+        if not isinstance(text, str) or text in answer:
+            continue
+        if any(json.dumps(text, ensure_ascii=ascii)[1:-1] in answer for ascii in (False, True)):
+            raise DataError(
+                f"messages[{number}].tool_calls[{index}] has its arguments as a text, which the template writes as "
+                "JSON once more; give the arguments as an object"
+            )
+
+
+def _insert(given: dict[str, Any], part: _Part, mark: str) -> None:
+    place: Any = given
+    for key in part.path[:-1]:
+        place = place[key]
+    text = place[part.path[-1]]
+    place[part.path[-1]] = text[: part.position] + mark + text[part.position :]
+    if part.path[-1] == "thinking":
+        place["reasoning_content"] = place["thinking"]  # two names of one text

@@ -1,0 +1,240 @@
+"""Which characters of a rendered conversation are in the loss.
+
+The whole conversation is rendered once, and that text is what the model reads. An answer is found in it by what the
+template writes for shorter conversations, whatever its markup is:
+
+    full     = all messages
+    prompt   = the messages before the answer, and the beginning of an answer (add_generation_prompt)
+    answered = the messages up to the answer
+
+The answer begins where `prompt` ends in `full`, and ends where `answered` does. White space behind the last special
+token is the template's; a special token that follows at once ends the answer and belongs to it.
+
+An answer counts only if the model would have seen, when it writes it, just what stands before it in `full`. So where a
+template writes earlier messages in another way once later ones follow, the answers concerned are refused. One
+difference is no matter: tags without text between them, such as an empty <think></think> that is written for the last
+answer alone; there the answer counts as it stands in `full`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered
+
+Render = Callable[[Sequence[Cut]], Sequence[str | NotRendered]]
+_TAG = re.compile(r"<[^<>]*>|\s+")
+_ROLE = re.compile("assistant|model", re.IGNORECASE)
+_WAY_ON = (
+    'set data.loss_on=last_answer, set "train": false on that message, or give data.chat_template a template that '
+    "keeps earlier messages as they are"
+)
+
+
+class AnswerSpan(NamedTuple):
+    """The characters that one answer has in the rendering."""
+
+    message: int
+    """Its number."""
+    start: int
+    end: int
+    is_ended: bool
+    """Whether its last token is a special one, at which the model stops."""
+
+
+class SpecialTexts(NamedTuple):
+    """Texts that are tokens of their own."""
+
+    pattern: re.Pattern[str]
+    """Matches one of them."""
+    bos: str | None
+    """Never ends an answer."""
+
+
+def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
+    """The pattern of these tokens; the longest one at a place is meant."""
+    ordered = sorted(tokens, key=len, reverse=True)
+    return SpecialTexts(re.compile("|".join(map(re.escape, ordered)) or r"(?!)"), bos)
+
+
+class AnswerFinder:
+    """Finds the answers of one conversation by renderings of its beginnings."""
+
+    def __init__(self, num_messages: int, render: Render, special: SpecialTexts) -> None:
+        self._num_messages, self._render, self._special = num_messages, render, special
+        self._texts: dict[Cut, str | NotRendered] = {}
+        self.full = ""
+        """The whole conversation, once `find` has returned."""
+
+    def find(self, messages: Mapping[int, Iterable[str]]) -> list[AnswerSpan]:
+        """The spans of these messages.
+
+        Args:
+            messages: Ascending numbers, and what each says in its own words.
+
+        Raises:
+            DataError: One of them cannot be found, or is not what the model would have to write.
+        """
+        whole = Cut(self._num_messages, False)
+        # one request for all that is nearly always needed
+        self._fetch([whole, *(cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False)))])
+        full = self._texts[whole]
+        if isinstance(full, NotRendered):
+            raise refused(full)
+        self.full = full
+        found = [self._span(number) for number in messages]
+        for span in found:
+            self._check_header(span, messages[span.message])
+        for earlier, later in pairwise(found):
+            if earlier.end > later.start:
+                raise _not_found(later.message, "it begins before the answer before it ends")
+        return found
+
+    def _check_header(self, span: AnswerSpan, texts: Iterable[str]) -> None:
+        """Refuses a header in the loss, where the template has no beginning of an answer that could tell it apart."""
+        places = [self.full.find(text.strip(), span.start, span.end) for text in texts if text.strip()]
+        before = self.full[span.start : min((place for place in places if place >= 0), default=span.start)]
+        if not _ROLE.search(before):
+            return
+        if self._text(Cut(span.message, True), span.message) == self._text(Cut(span.message, False), span.message):
+            raise _not_found(span.message, "add_generation_prompt changes nothing, so its header would be in the loss")
+
+    def _fetch(self, cuts: Iterable[Cut]) -> None:
+        missing = [cut for cut in dict.fromkeys(cuts) if cut not in self._texts]
+        if missing:
+            self._texts.update(zip(missing, self._render(missing), strict=True))
+
+    def _text(self, cut: Cut, answer: int) -> str:
+        self._fetch([cut])
+        text = self._texts[cut]
+        if isinstance(text, NotRendered):
+            what = f"the first {cut.num_messages} messages alone" if cut.num_messages else "a prompt without messages"
+            raise _not_found(answer, f"the template does not render {what} ({text.why})")
+        return text
+
+    def _span(self, number: int) -> AnswerSpan:
+        start = self._start(number)
+        end = self._end(number, start)
+        if not self.full[start:end].strip():
+            raise _not_found(number, "the template writes nothing for it")
+        return self._with_stop(number, start, end)
+
+    def _start(self, number: int) -> int:
+        prompt = self._text(Cut(number, True), number)
+        if self.full.startswith(prompt):
+            return len(prompt)
+        history = self._text(Cut(number, False), number)
+        if not self.full.startswith(history):
+            raise DataError(
+                f"the template writes the messages before messages[{number}] in another way when later ones follow, so "
+                f"the model would not see them like this when it answers; {_WAY_ON}"
+            )
+        # the beginning of an answer holds more than what stands here, such as an open <think>
+        common = _common_prefix(prompt, self.full)
+        edges = [match.end() for match in self._special.pattern.finditer(prompt, 0, common)]
+        edges += [match.end() for match in re.finditer(r"\n", prompt[:common])]
+        start = max((edge for edge in edges if len(history) < edge <= common), default=None)
+        if start is None:
+            raise _not_found(number, "it does not begin as add_generation_prompt does")
+        return start
+
+    def _end(self, number: int, start: int) -> int:
+        if number == self._num_messages - 1:
+            return len(self.full)
+        answered = self._text(Cut(number + 1, False), number)
+        if self.full.startswith(answered):
+            return len(answered)
+        if answered[:start] == self.full[:start]:
+            for rest in _without_empty_tags(answered[start:]):
+                common = self._common_text(rest, self.full[start:])
+                if self._is_markup(rest[common:]):
+                    return start + common
+        raise DataError(
+            f"the template changes the answer messages[{number}] when later ones follow, for instance drops its "
+            f"reasoning, so the model would learn another answer than it has to give; {_WAY_ON}"
+        )
+
+    def _common_text(self, one: str, other: str) -> int:
+        """Length of the common beginning; a special token is common as a whole, or not at all."""
+        common = _common_prefix(one, other)
+        for text in (one, other):
+            for match in self._special.pattern.finditer(text):
+                if match.start() < common < match.end():
+                    common = match.start()
+        return common
+
+    def _is_markup(self, text: str) -> bool:
+        return not self._special.pattern.sub("", text).strip()
+
+    def _with_stop(self, number: int, start: int, end: int) -> AnswerSpan:
+        text = self.full[start:end]
+        last = max((match.end() for match in self._special.pattern.finditer(text)), default=None)
+        if last is not None and not text[last:].strip():
+            return AnswerSpan(number, start, start + last, True)
+        following = self._special.pattern.match(self.full, end)
+        if following is not None and following.group() != self._special.bos:
+            return AnswerSpan(number, start, following.end(), True)
+        return AnswerSpan(number, start, end, False)
+
+
+def refused(refusal: NotRendered) -> DataError:
+    """The template does not take the conversation."""
+    return DataError(f"the template refuses the conversation: {refusal.why}; change the line, or leave it out")
+
+
+def marked_spans(full: str, marked: str) -> list[tuple[int, int]]:
+    """The places in `full` that the template itself marks by `{% generation %}`, empty ones too.
+
+    Args:
+        full: The rendering.
+        marked: The same with `OPEN` and `CLOSE` around each place.
+
+    Raises:
+        DataError: They do not lie one after the other, or the two texts differ.
+    """
+    spans, start, position = [], 0, 0
+    pieces = re.split(f"([{OPEN}{CLOSE}])", marked)
+    if pieces[1::2] != [OPEN, CLOSE] * (len(pieces) // 4) or "".join(pieces[::2]) != full:
+        raise DataError(
+            "the template nests, cuts or changes what it marks by {% generation %}, so what is in the loss is not "
+            "clear; write the blocks directly where the text is printed"
+        )
+    for text, mark in zip(pieces[::2], [*pieces[1::2], ""]):
+        position += len(text)
+        if mark == OPEN:
+            start = position
+        elif mark == CLOSE:
+            spans.append((start, position))
+    return spans
+
+
+def _not_found(number: int, why: str) -> DataError:
+    return DataError(
+        f"the answer messages[{number}] cannot be found in what the template writes: {why}; mark answers by "
+        "{% generation %} in a template of your own (data.chat_template), or leave the line out"
+    )
+
+
+def _without_empty_tags(text: str) -> Iterator[str]:
+    """The text, and what is left of it without the first tag, the first two, ... as long as only tags come before."""
+    position = 0
+    yield text
+    while (match := _TAG.match(text, position)) is not None:
+        position = match.end()
+        yield text[position:]
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Length of the longest common beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # halves, as comparing two slices costs far less than a loop over characters
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

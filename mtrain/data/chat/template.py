@@ -1,0 +1,157 @@
+"""Where a chat template comes from: beside the tokenizer, by name, or a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.base.errors import DataError
+from mtrain.base.plain_files import parsed_json, read_plain_file
+
+SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+_PROCESSOR_FILE = "chat_template.json"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_MOST_BYTES = 1 << 24
+"""Of a template or a file of settings; the longest templates have about twenty thousand."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One template."""
+
+    text: str
+    origin: Path
+    """The file that holds it."""
+
+
+@dataclass(frozen=True)
+class ChatTemplates:
+    """The template of a run, and that for conversations with tools, which some models have apart."""
+
+    default: ChatTemplate
+    with_tools: ChatTemplate
+
+
+def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
+    """What `data.chat_template` means; None where "auto" finds no template.
+
+    Args:
+        choice: "auto", the name of one of several templates, or the path of a file: what holds a slash or ends in
+            .jinja is a path.
+        tokenizer: `Tokenizer.path`.
+
+    Raises:
+        DataError: There is no such template, or a file is damaged.
+    """
+    if "/" in choice or choice.endswith(".jinja"):
+        return _alone(ChatTemplate(_text(Path(choice)), Path(choice)))
+    named = named_templates(tokenizer)
+    if choice != "auto":
+        if choice in named:
+            return _alone(named[choice])
+        raise DataError(
+            f"{tokenizer.parent} has no chat template named {choice!r}, but {_listed(named)}; set data.chat_template "
+            "to one of them, to auto, to plain, or to the path of a .jinja file"
+        )
+    if not named:
+        return None
+    if _DEFAULT not in named:
+        raise DataError(
+            f"{tokenizer.parent} has chat templates, but none is the default: {_listed(named)}; name one as "
+            "data.chat_template"
+        )
+    return ChatTemplates(named[_DEFAULT], named.get(_WITH_TOOLS, named[_DEFAULT]))
+
+
+def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
+    """The templates beside a tokenizer by name; "default" is the one that has none.
+
+    Files go before settings, as in transformers.
+
+    Raises:
+        DataError: A file is damaged.
+
+    Source: transformers 5.23, tokenization_utils_base.py, _from_pretrained; chat_template.json is of its processors.
+    """
+    folder = tokenizer.parent
+    found: dict[str, ChatTemplate] = {}
+    if (file := folder / TEMPLATE_FILE).is_file():
+        found[_DEFAULT] = ChatTemplate(_text(file), file)
+    for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
+        found[file.stem] = ChatTemplate(_text(file), file)
+    for name in (SETTINGS_FILE, _PROCESSOR_FILE):
+        if not found:
+            found = _in_settings(folder / name)
+    return found
+
+
+def template_variables(tokenizer: Path) -> dict[str, str]:
+    """Names of special tokens that a template may read, such as bos_token, and their texts.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    found: dict[str, str] = {}
+    for name in (_SPECIAL_TOKENS_FILE, SETTINGS_FILE):
+        for key, value in _settings(tokenizer.with_name(name)).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def _alone(template: ChatTemplate) -> ChatTemplates:
+    return ChatTemplates(template, template)
+
+
+def _in_settings(file: Path) -> dict[str, ChatTemplate]:
+    content = _settings(file).get("chat_template")
+    if not content:
+        return {}
+    if isinstance(content, str):
+        return {_DEFAULT: ChatTemplate(content, file)}
+    if isinstance(content, list) and all(_is_named(each) for each in content):
+        return {each["name"]: ChatTemplate(each["template"], file) for each in content}
+    raise DataError(f"{file} has a chat_template that is neither a text nor a list of named ones; correct it")
+
+
+def _is_named(found: object) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("template"), str)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    if not file.exists():
+        return {}
+    try:
+        settings = parsed_json(_content(file))
+    except ValueError as fault:
+        raise DataError(f"{file} is not JSON: {' '.join(str(fault).split())[:200]}; correct it") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{file} holds a {type(settings).__name__}, but a JSON object is needed; correct it")
+    return settings
+
+
+def _text(file: Path) -> str:
+    try:
+        return _content(file).decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise DataError(
+            f"chat template {file}: byte {fault.start + 1} is not UTF-8; save the file in that encoding"
+        ) from None
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_plain_file(file, _MOST_BYTES)
+    except OSError as fault:
+        raise DataError(f"{file} cannot be read: {fault.strerror or fault}; check the path") from fault
+
+
+def _listed(named: Mapping[str, ChatTemplate]) -> str:
+    return ", ".join(sorted(named)) or "none at all"

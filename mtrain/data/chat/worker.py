@@ -1,0 +1,205 @@
+"""The program that renders a chat template: a process of its own, which `sandbox` starts and limits.
+
+A template comes from others, so it may loop for ever or fill the memory, in Python or inside one call of C that no
+handler can interrupt. Limits of the operating system hold for both: the address space is capped, and a timer of
+processor time ends the process. It is started by its path, with the folders of what it imports as arguments, and
+imports nothing of ours; each line on its input is a JSON object, and so is each line that answers it.
+
+    first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars"}      -> {} or {"error"}
+    other lines   {"messages", "tools", "variables", "cuts": [[number, prompt, marked]]}  -> {"texts"} or {"error"}
+
+A cut asks for the rendering of the first `number` messages, with or without the prompt for an answer and marks around
+`{% generation %}`; its text is {"error": ...} where the template refuses it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+sys.path[:0] = sys.argv[1:]  # site-packages alone, as nothing else of the user's is to be imported
+
+from jinja2 import nodes  # noqa: E402
+from jinja2.exceptions import SecurityError, TemplateError  # noqa: E402
+from jinja2.ext import Extension, loopcontrols  # noqa: E402
+from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+from jinja2.utils import Namespace  # noqa: E402
+
+_LONGEST_MESSAGE = 300
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Those of a scheduler are for the run, which ends this process."""
+
+
+def main() -> None:
+    """Answers requests until the input ends, which it does when the process that asks is gone."""
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    settings = json.loads(sys.stdin.buffer.readline())
+    _limit(settings)
+    signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])  # its signal ends the process, wherever it is
+    renderer = _compiled(settings)
+    _reply({} if isinstance(renderer, _Renderer) else renderer)
+    while isinstance(renderer, _Renderer) and (line := sys.stdin.buffer.readline()):
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])
+        _reply(renderer.answer(line))
+
+
+def _reply(reply: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+    sys.stdout.buffer.flush()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit(settings: dict[str, Any]) -> None:
+    for kind, most in (
+        (resource.RLIMIT_AS, settings["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, 0),  # a template has nothing to write
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+
+
+class _Renderer:
+    """The compiled template."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._environment = _environment(settings["date"])
+        self._marks, self._max_chars = settings["marks"], settings["max_chars"]
+        self._template = self._environment.from_string(settings["template"])
+
+    def answer(self, line: bytes) -> dict[str, Any]:
+        """The reply to one request."""
+        try:
+            asked = json.loads(line)
+            texts: list[Any] = []
+            size = 0
+            for number, prompt, marked in asked["cuts"]:
+                texts.append(self._rendered(asked, number, prompt, marked))
+                size += len(texts[-1])
+                if size > self._max_chars:
+                    return {"error": f"it writes more than {self._max_chars} characters"}
+            return {"texts": texts}
+        except Exception as fault:  # a conversation that is nested too deeply, or too large for the memory
+            return {"error": _message(fault)}
+
+    def _rendered(self, asked: dict[str, Any], number: int, prompt: bool, marked: bool) -> str | dict[str, str]:
+        self._environment.marks = self._marks if marked else ("", "")  # type: ignore[attr-defined]
+        given = {
+            **asked["variables"],
+            "messages": asked["messages"][:number],
+            "tools": asked["tools"],
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+        try:
+            return self._template.render(given)
+        except Exception as fault:
+            return {"error": _message(fault)}
+
+
+def _compiled(settings: dict[str, Any]) -> _Renderer | dict[str, Any]:
+    try:
+        return _Renderer(settings)
+    except Exception as fault:  # whatever a hostile template makes the compiler raise
+        return {"error": _message(fault)}
+
+
+def _message(fault: Exception) -> str:
+    name = type(fault).__name__
+    text = " ".join(str(fault).split())
+    if name == "TemplateError":  # what the template itself says by raise_exception
+        return f"it says: {text}"[:_LONGEST_MESSAGE]
+    if name == "MemoryError":
+        return "it needs more memory than it may have"
+    line = f", line {fault.lineno}" if hasattr(fault, "lineno") else ""
+    return f"{name}: {text}{line}"[:_LONGEST_MESSAGE]
+
+
+class Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}` around what the model is to write."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """The block as a call of `_marked`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        first, last = self.environment.marks  # type: ignore[attr-defined]
+        return f"{first}{caller()}{last}"
+
+
+class Variables(Namespace):
+    """A namespace that takes no name of Python's own."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *rest = args
+        for name in dict(*rest, **values):
+            _refuse_private(name)
+        Namespace.__init__(self, *rest, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+class Dictionaries:
+    """`dict(...)` without the attributes of a type."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore, but got {name!r}")
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
+    """One in which a template finds what transformers gives it.
+
+    Source: transformers 5.23, utils/chat_template_utils.py, _cached_compile_jinja_template.
+    """
+
+    def strftime_now(form: str) -> str:
+        if date is None:
+            raise ValueError("it writes the date of today, which differs from start to start; set data.chat_date")
+        return datetime.datetime.fromisoformat(date).strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    # a sample is a pure function of its record, so nothing may be drawn at random
+    del environment.globals["lipsum"], environment.filters["random"]
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": strftime_now,
+        "dict": Dictionaries(),
+        "namespace": Variables,
+    }
+    return environment
+
+
+if __name__ == "__main__":
+    main()

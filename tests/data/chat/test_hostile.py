@@ -1,0 +1,126 @@
+"""Templates that attack: each is refused in bounded time, whatever it does, and the next conversation is rendered."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.sandbox import Cut, NotRendered, RenderLimits, Sandbox
+from mtrain.data.chat.spans import refused
+from tests.fault_table import Notice
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+LIMITS = RenderLimits(cpu_s=0.5, wall_s=60.0, memory_bytes=1 << 28, max_chars=1 << 20)
+WHOLE = Cut(2, False)
+HOSTILE = {
+    "an endless loop": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "takes more than 0.5 s of processor time",
+    ),
+    "a huge range": ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    "a large number of many digits": ("{{ (messages | length) ** (10 ** 9) }}", "takes more than 0.5 s"),
+    "a long text": ("{{ messages[0].content * 10 ** 10 }}", "more memory than it may have"),
+    "a long constant": ("{{ 'a' * 10 ** 10 }}", "more memory than it may have"),
+    "a text that doubles": (
+        "{% set x = namespace(v='ab') %}{% for a in range(64) %}{% set x.v = x.v ~ x.v %}{% endfor %}",
+        "more memory than it may have|takes more than 0.5 s",
+    ),
+    "a wide format": ("{{ '{:>10000000000}'.format(1) }}", "more memory than it may have"),
+    "much output": ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "writes more than 1048576 characters"),
+    "a list that holds all": (
+        "{% set x = namespace(v=[0]) %}{% for a in range(64) %}{% set x.v = x.v + x.v %}{% endfor %}",
+        "more memory than it may have|takes more than 0.5 s",
+    ),
+    "an include": ("{% include '/etc/passwd' %}", "no loader"),
+    "an import": ("{% from '/etc/passwd' import x %}{{ x }}", "no loader"),
+    "a walk over attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "a walk from a global": ("{{ cycler.__init__.__globals__.os.environ }}", "unsafe"),
+    "a walk by a filter": ("{{ ('' | attr('__class__')).mro() }}", "unsafe"),
+    "a walk by a namespace": ("{{ namespace(__class__=1) }}", "underscore"),
+    "a change of the conversation": ("{{ messages.clear() }}", "unsafe"),
+    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion|ends the process"),
+    "chance": ("{{ range(9) | random }}", "No filter named 'random'"),
+    "words by chance": ("{{ lipsum() }}", "'lipsum' is undefined"),
+    "no end": ("{% for a in messages %}", "is damaged"),
+}
+
+
+@pytest.mark.fault(
+    "input",
+    "a chat template that loops for ever, fills the memory, includes files or walks over Python's attributes",
+    happens="refused within limits of processor time and memory; the process that renders it is another one",
+    exit_code=3,
+)
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_an_attack_is_refused(attack: str, notice: Notice) -> None:
+    template, expected = HOSTILE[attack]
+    with notice, pytest.raises(DataError, match=expected) as caught:
+        rendered(Sandbox(template, "T", None, LIMITS))
+    assert caught.value.exit_code == notice.exit_code
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def rendered(sandbox: Sandbox) -> str:
+    (text,) = sandbox.render(MESSAGES, None, {}, [WHOLE])
+    if isinstance(text, NotRendered):
+        raise refused(text)
+    return text
+
+
+def test_after_a_conversation_that_exceeds_a_limit_the_next_one_is_rendered() -> None:
+    sandbox = Sandbox("{{ messages[0].content * (2 * 10 ** 6) }}{{ messages[1].content }}", "T", None, LIMITS)
+    with pytest.raises(DataError, match="writes more than"):
+        sandbox.render(MESSAGES, None, {}, [WHOLE])
+    assert sandbox.render([{"content": ""}, MESSAGES[1]], None, {}, [WHOLE]) == ["b"]
+
+
+def test_a_process_that_is_killed_is_an_error_and_the_next_request_starts_another() -> None:
+    sandbox = Sandbox("{{ messages[0].content }}", "T", None, LIMITS)
+    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+    assert sandbox.process_id is not None
+    os.kill(sandbox.process_id, signal.SIGKILL)
+    with pytest.raises(DataError, match="ends the process that renders it"):
+        sandbox.render(MESSAGES, None, {}, [WHOLE])
+    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+
+
+def test_a_copy_and_a_forked_process_have_a_process_of_their_own() -> None:
+    sandbox = Sandbox("{{ messages[0].content }}", "T", None, LIMITS)
+    sandbox.render(MESSAGES, None, {}, [WHOLE])
+    copy = pickle.loads(pickle.dumps(sandbox))
+    assert copy.process_id is None
+    assert copy.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+    own = sandbox.process_id
+    child = os.fork()
+    if child == 0:
+        is_right = sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"] and sandbox.process_id not in (None, own)
+        os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"], "the parent's process is still there"
+
+
+def test_a_long_conversation_passes_through_the_pipes() -> None:
+    """Longer than the buffers of both directions together."""
+    text = "é🙂" * 200_000
+    sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
+    (found,) = sandbox.render([{"content": text}, {}], None, {}, [WHOLE])
+    assert found == text
+
+
+def test_nothing_of_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTRAIN_SECRET_OF_A_TEST", "x")
+    sandbox = Sandbox("a", "T", None, LIMITS)
+    sandbox.render(MESSAGES, None, {}, [WHOLE])
+    assert b"MTRAIN_SECRET_OF_A_TEST" not in Path(f"/proc/{sandbox.process_id}/environ").read_bytes()
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(DataError, match="holds a value that is no JSON"):
+        Sandbox("a", "T", None, LIMITS).render([{"content": b"bytes"}], None, {}, [WHOLE])

@@ -1,0 +1,255 @@
+"""What is in the loss: the answers and the tokens at which they stop, and nothing else, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.encoder import ChatEncoder, token_weights
+from mtrain.data.chat.rendering import Weighed
+from mtrain.tokenizer import EncodedText
+from tests.data.chat.cases import TOOL, assistant, trained_texts, user
+from tests.data.chat.conftest import MakeEncoder
+from tests.fault_table import Notice
+
+TEXT = st.text("aé🙂 \n<>|{}\"'\\&%#\tim_end", min_size=1, max_size=20).filter(lambda text: text.strip() != "")
+STOPS = {
+    "chatml": "<|im_end|>",
+    "chatml_marked": "<|im_end|>",
+    "qwen2.5": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "mistral": "</s>",
+    "deepseek": "<｜end▁of▁sentence｜>",  # noqa: RUF001
+}
+TRIMS = ("llama3", "gemma", "mistral")
+"""Templates that cut the white space around an answer."""
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[tuple[str, str, bool]]:
+    """Question, answer, and whether the answer is in the loss; one at least is."""
+    turns = draw(st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=4))
+    return [*turns[:-1], (*turns[-1][:2], True)]
+
+
+@pytest.mark.parametrize("name", STOPS)
+@settings(max_examples=15, deadline=None)
+@given(turns=conversations())
+def test_the_loss_holds_the_answers_and_their_stops(
+    name: str, turns: list[tuple[str, str, bool]], chat_encoder: MakeEncoder, chat_tokenizer: Path
+) -> None:
+    messages = [
+        message
+        for question, answer, train in turns
+        for message in (user(question), {**assistant(answer), "train": train})
+    ]
+    sample = chat_encoder(name).encode({"messages": messages})
+    answers = [answer.strip() if name in TRIMS else answer for _, answer, train in turns if train]
+    space = " " if name == "mistral" else ""
+    expected = "".join(f"{space}{answer}{STOPS[name]}" for answer in answers)
+    assert "".join(trained_texts(sample, Tokenizer.from_file(str(chat_tokenizer)))) == expected
+
+
+def trained(encoder: ChatEncoder, tokenizer: Path, messages: list[dict[str, Any]], **record: Any) -> list[str]:
+    sample = encoder.encode({"messages": messages, **record})
+    return trained_texts(sample, Tokenizer.from_file(str(tokenizer)))
+
+
+TWO = [user("a"), assistant("b"), user("c"), assistant("d")]
+
+
+def test_the_last_answer_alone(chat_encoder: MakeEncoder, chat_tokenizer: Path) -> None:
+    for name in ("chatml", "chatml_marked"):
+        assert trained(chat_encoder(name, loss_on="last_answer"), chat_tokenizer, TWO) == ["d<|im_end|>"]
+
+
+def test_each_answer_has_its_weight(chat_encoder: MakeEncoder) -> None:
+    messages = [user("a"), {**assistant("b"), "weight": 0.5}, user("c"), {**assistant("d"), "weight": 2}]
+    for name in ("chatml", "chatml_marked"):
+        sample = chat_encoder(name).encode({"messages": messages, "weight": 3})
+        assert [weight for weight in sample.loss_weights.tolist() if weight] == [0.5, 0.5, 2, 2]
+        assert sample.weight == 3
+
+
+REASONED = [user("a"), assistant("b", reasoning_content="why"), user("c"), assistant("d", reasoning_content="so")]
+
+
+@pytest.mark.fault(
+    "input",
+    "a chat template that drops or changes earlier answers once later messages follow",
+    happens="refused: the model would learn another answer than it has to give; the last answer alone can be trained",
+    exit_code=3,
+)
+def test_reasoning_that_a_template_drops_is_refused_and_the_last_answer_can_be_trained(
+    chat_encoder: MakeEncoder, chat_tokenizer: Path, notice: Notice
+) -> None:
+    with (
+        notice,
+        pytest.raises(DataError, match=r"changes the answer messages\[1\].*data.loss_on=last_answer") as caught,
+    ):
+        chat_encoder("qwen3").encode({"messages": REASONED})
+    assert caught.value.exit_code == notice.exit_code
+    last = ["<think>\nso\n</think>\n\nd<|im_end|>"]
+    assert trained(chat_encoder("qwen3", loss_on="last_answer"), chat_tokenizer, REASONED) == last
+    skipped = [REASONED[0], {**REASONED[1], "train": False}, *REASONED[2:]]
+    assert trained(chat_encoder("qwen3"), chat_tokenizer, skipped) == last
+
+
+def test_reasoning_inside_the_text_of_an_answer_that_a_template_drops_is_refused(chat_encoder: MakeEncoder) -> None:
+    messages = [user("a"), assistant("<think>why</think>b")]
+    with pytest.raises(DataError, match=r"does not show messages\[1\].content"):
+        chat_encoder("deepseek").encode({"messages": messages})
+
+
+def test_a_switch_of_the_template_moves_the_beginning_of_the_answer(
+    chat_encoder: MakeEncoder, chat_tokenizer: Path
+) -> None:
+    """Without thinking, the empty tags are part of the question; in the middle they are not there at all."""
+    switch = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert trained(chat_encoder("qwen3"), chat_tokenizer, TWO, **switch) == ["b<|im_end|>", "d<|im_end|>"]
+    tag = [user("a"), assistant("<th"), user("c"), assistant("d")]
+    assert trained(chat_encoder("qwen3"), chat_tokenizer, tag, **switch) == ["<th<|im_end|>", "d<|im_end|>"]
+
+
+def test_a_template_that_shows_the_number_of_messages_is_refused(encoder_of_text: MakeEncoder) -> None:
+    text = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match=r"writes the messages before messages\[1\] in another way"):
+        encoder_of_text(text).encode({"messages": TWO})
+
+
+def test_a_header_never_comes_into_the_loss(encoder_of_text: MakeEncoder) -> None:
+    """As where a template does not know add_generation_prompt."""
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    with pytest.raises(DataError, match="add_generation_prompt changes nothing, so its header would be in the loss"):
+        encoder_of_text(text).encode({"messages": TWO})
+
+
+def test_a_template_without_stop_tokens_ends_the_last_answer(
+    encoder_of_text: MakeEncoder, chat_tokenizer: Path
+) -> None:
+    text = (
+        "{% for m in messages %}{{ 'Q' if m.role == 'user' else 'A' }}: {{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}A: {% endif %}"
+    )
+    # the space is the first answer's token, too, where the tokenizer joins it
+    found = trained(encoder_of_text(text), chat_tokenizer, TWO)
+    assert [each.strip(" ") for each in found] == ["b\n\n", "d\n\n<|im_end|>"]
+
+
+def test_a_template_that_writes_an_answer_twice_or_nowhere_is_refused(encoder_of_text: MakeEncoder) -> None:
+    header = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"answer messages\[1\] cannot be found in what the template writes"):
+        encoder_of_text(silent).encode({"messages": TWO})
+    with pytest.raises(DataError, match=r"messages\[1\]"):
+        encoder_of_text(silent + header).encode({"messages": TWO})
+
+
+GENERATION = (
+    "{% for m in messages %}[{% if m.role == 'assistant' %}BODY{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{{ m.content }}{% generation %}{% endgeneration %}", r"marks nothing of messages\[1\]"),
+        (
+            "{% generation %}{% generation %}{{ m.content }}{% endgeneration %}{% endgeneration %}",
+            "nests, cuts or changes",
+        ),
+        ("{% set x %}{% generation %}ab{{ m.content }}{% endgeneration %}{% endset %}{{ x[:4] }}", "nests, cuts"),
+        ("{{ m.content }}", r"marks nothing of messages\[1\]"),
+    ],
+)
+def test_marks_that_say_nothing_clear_are_refused(encoder_of_text: MakeEncoder, body: str, message: str) -> None:
+    text = GENERATION.replace("BODY", body) + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    with pytest.raises(DataError, match=message):
+        encoder_of_text(text).encode({"messages": TWO})
+
+
+def test_an_answer_may_be_marked_in_several_pieces(encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:
+    body = "({% generation %}{{ m.content }}{% endgeneration %}-{% generation %}!{% endgeneration %})"
+    encoder = encoder_of_text(GENERATION.replace("BODY", body))
+    assert trained(encoder, chat_tokenizer, TWO) == ["b", "!", "d", "!"]
+    skipped = [TWO[0], {**TWO[1], "train": False}, *TWO[2:]]
+    assert trained(encoder, chat_tokenizer, skipped) == ["d", "!"]
+
+
+@pytest.mark.fault(
+    "input",
+    "a conversation with tools, reasoning or a message that the chat template does not show to the model",
+    happens="refused with file, line and the part: nothing is dropped without a word",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ({"messages": TWO, "tools": [TOOL]}, r"tools\[0\]"),
+        ({"messages": [user("a"), assistant("b", reasoning_content="c")]}, r"messages\[1\].reasoning_content"),
+        # the name stands in a text, but not because the template shows the tool
+        ({"messages": [user("get_weather"), assistant("b")], "tools": [TOOL]}, r"tools\[0\]"),
+        ({"messages": [{"role": "tool", "content": "x"}, *TWO]}, r"messages\[0\].content"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(
+    encoder_of_text: MakeEncoder, record: dict[str, Any], part: str, notice: Notice
+) -> None:
+    text = (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with notice, pytest.raises(DataError, match=f"does not show {part} to the model") as caught:
+        encoder_of_text(text).encode(record)
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_a_text_that_the_template_writes_otherwise_is_shown(encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert trained(encoder_of_text(text), chat_tokenizer, TWO) == ["B<|im_end|>", "D<|im_end|>"]
+
+
+def test_a_token_half_in_an_answer_is_in_the_loss() -> None:
+    encoded = EncodedText([1, 2, 3, 4, 5], [(0, 2), (2, 5), (5, 5), (5, 7), (7, 9)])
+    spans = [Weighed(3, 6, 0.5), Weighed(6, 7, 2.0)]
+    assert token_weights(encoded, spans).tolist() == [0, 0.5, 0.5, 2.0, 0]
+    with pytest.raises(DataError, match="makes no token of an answer"):
+        token_weights(encoded, [Weighed(9, 10, 1.0)])
+
+
+def test_the_date_of_today_is_the_one_of_the_configuration(chat_encoder: MakeEncoder, template_folder: Any) -> None:
+    with pytest.raises(DataError, match=r"date of today, which differs from start to start; set data.chat_date"):
+        chat_encoder("llama3", date=None).encode({"messages": TWO})
+    named = {"messages": TWO, "chat_template_kwargs": {"date_string": "09 Mar 2025"}}
+    by_record = chat_encoder("llama3", date=None).encode(named)
+    assert by_record.ids.tolist() == chat_encoder("llama3").encode({"messages": TWO}).ids.tolist()
+
+
+def test_the_fingerprint_follows_what_decides_the_ids(chat_encoder: MakeEncoder) -> None:
+    names = {chat_encoder(name).fingerprint for name in ("chatml", "llama3", "qwen3")}
+    options: list[dict[str, Any]] = [
+        {"loss_on": "last_answer"},
+        {"special_tokens_in_text": True},
+        {"date": "2025-01-01"},
+    ]
+    others = {chat_encoder("chatml", **each).fingerprint for each in options}
+    assert len(names | others) == 6
+    assert chat_encoder("chatml", ignored=frozenset({"id"})).fingerprint in names
+
+
+def test_a_prompt_is_what_stands_before_an_answer(chat_encoder: MakeEncoder) -> None:
+    encoder = chat_encoder("chatml")
+    whole = encoder.encode({"messages": TWO[:2]}).ids.tolist()
+    prompt = encoder.prompt(TWO[:1])
+    assert whole[: len(prompt)] == prompt
+    assert len(whole) == len(prompt) + 3  # b, the stop, a line break

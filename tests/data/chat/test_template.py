@@ -1,0 +1,107 @@
+"""Which template is meant, and where it lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.template import chosen_templates, named_templates, template_variables
+from tests.fault_table import Notice
+
+PLACES = {
+    "a file": ("chat_template.jinja", "T"),
+    "a file of a processor": ("chat_template.json", '{"chat_template": "T"}'),
+    "settings": ("tokenizer_config.json", '{"chat_template": "T"}'),
+    "named ones in settings": ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "T"}]}'),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_template_is_found(place: str, tmp_path: Path) -> None:
+    name, content = PLACES[place]
+    (tmp_path / name).write_text(content)
+    found = chosen_templates("auto", tmp_path / "tokenizer.json")
+    assert found is not None
+    assert (found.default.text, found.with_tools.text, found.default.origin) == ("T", "T", tmp_path / name)
+
+
+def write(folder: Path, name: str, content: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content)
+
+
+def test_one_of_several_is_chosen_by_name(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    write(tmp_path, "chat_template.jinja", "D")
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "T")
+    write(tmp_path, "additional_chat_templates/rag.jinja", "R")
+    auto, rag = chosen_templates("auto", tokenizer), chosen_templates("rag", tokenizer)
+    assert auto is not None
+    assert rag is not None
+    assert (auto.default.text, auto.with_tools.text) == ("D", "T"), "as transformers chooses where there are tools"
+    assert (rag.default.text, rag.with_tools.text) == ("R", "R")
+    write(tmp_path, "own.jinja", "O")
+    own = chosen_templates(str(tmp_path / "own.jinja"), tokenizer)
+    assert own is not None
+    assert own.default.text == "O"
+
+
+def test_files_go_before_settings(tmp_path: Path) -> None:
+    write(tmp_path, "chat_template.jinja", "D")
+    write(tmp_path, "tokenizer_config.json", '{"chat_template": "S"}')
+    assert named_templates(tmp_path / "tokenizer.json")["default"].text == "D"
+
+
+@pytest.mark.parametrize("settings", ["{}", '{"chat_template": null}', '{"chat_template": ""}'])
+def test_there_may_be_none(settings: str, tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", settings)
+    assert chosen_templates("auto", tmp_path / "tokenizer.json") is None
+
+
+@pytest.mark.fault(
+    "folders",
+    "a chat template that is missing, not text, or named in damaged settings",
+    happens="refused with the file, and the names that there are",
+    exit_code=3,
+)
+@pytest.mark.parametrize(
+    ("file", "content", "choice", "message"),
+    [
+        ("chat_template.jinja", "D", "rag", r"has no chat template named 'rag', but default; set data.chat_template"),
+        ("x", "", "rag", "has no chat template named 'rag', but none at all"),
+        ("x", "", "missing/own.jinja", r"missing/own.jinja cannot be read: No such file"),
+        (
+            "additional_chat_templates/rag.jinja",
+            "R",
+            "auto",
+            "none is the default: rag; name one as data.chat_template",
+        ),
+        ("tokenizer_config.json", '{"chat_template": 3}', "auto", "neither a text nor a list of named ones"),
+        ("tokenizer_config.json", "[]", "auto", "holds a list, but a JSON object is needed"),
+        ("tokenizer_config.json", "{", "auto", "is not JSON"),
+    ],
+)
+def test_a_damaged_choice_is_named(
+    file: str, content: str, choice: str, message: str, tmp_path: Path, notice: Notice
+) -> None:
+    write(tmp_path, file, content)
+    with notice, pytest.raises(DataError, match=message) as caught:
+        chosen_templates(choice, tmp_path / "tokenizer.json")
+    assert caught.value.exit_code == notice.exit_code
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match="byte 3 is not UTF-8"):
+        chosen_templates("auto", tmp_path / "tokenizer.json")
+
+
+def test_a_template_reads_the_special_tokens(tmp_path: Path) -> None:
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "model_max_length": 3}
+    write(tmp_path, "tokenizer_config.json", json.dumps(settings))
+    write(tmp_path, "special_tokens_map.json", '{"bos_token": "old", "unk_token": "<unk>"}')
+    found = template_variables(tmp_path / "tokenizer.json")
+    assert found == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
