@@ -1,6 +1,5 @@
 """Questions and answers: what is in the loss, by hand."""
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
