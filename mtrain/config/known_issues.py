@@ -157,7 +157,7 @@ class Note:
 
 
 DROPOUT = Note(
-    lambda config: bool(dropout_keys(config.model)),
+    lambda config: bool(dropout_keys(config)),
     "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
 )
 CLIPPING = Note(
@@ -170,6 +170,11 @@ TORCH_LAYERS = Note(
     "model.backend=auto takes torch layers even where TransformerEngine is there, because its attention does not see "
     "the documents of a row (data.isolate_documents=true or data.packing)",
 )
+ADAPTER_LAYERS = Note(
+    lambda config: config.model.backend == "auto" and config.adapter is not None,
+    "model.backend=auto takes torch layers even where TransformerEngine is there, because adapters read the inputs of "
+    "projections, which it fuses with the norms before them",
+)
 LAYOUT_DEPENDENT = Note(
     lambda config: bool(layout_dependent_keys(config.model, config.loss)),
     "loss.allow_layout_dependent=true, and a balancing loss or a capacity is in use that changes with the layout by "
@@ -181,7 +186,7 @@ OWN_LOSS = Note(
     "in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows whether "
     "it is the same on every layout",
 )
-NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
+NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, ADAPTER_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
 
 
 def notes(config: Config) -> list[str]:

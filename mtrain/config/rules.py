@@ -4,7 +4,7 @@ Each function yields a message for every broken rule: what was given, what is ne
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain.config.schema.data import AnyData, FilesSection
 from mtrain.config.schema.layout import LayoutSection
@@ -12,6 +12,9 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
+
+if TYPE_CHECKING:
+    from mtrain.config.schema.root import Config
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
@@ -198,7 +201,7 @@ LAYOUT_DEPENDENT_KEYS = (
     "loss.router.global_balance_coefficient",
 )
 """Knobs whose effect changes with the layout by definition, when they are above 0."""
-DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout")
+DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout", "adapter.dropout")
 """Above 0 they draw other numbers under another layout or micro-batch size, so that no two of them are the same run."""
 
 
@@ -207,12 +210,12 @@ def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
     return _above_zero(LAYOUT_DEPENDENT_KEYS, {"model": model, "loss": loss})
 
 
-def dropout_keys(model: ModelSection) -> list[str]:
+def dropout_keys(config: "Config") -> list[str]:
     """Those of DROPOUT_KEYS that are in use."""
-    return _above_zero(DROPOUT_KEYS, {"model": model})
+    return _above_zero(DROPOUT_KEYS, {"model": config.model, "adapter": config.adapter})
 
 
-def _above_zero(keys: Iterable[str], sections: Mapping[str, Section]) -> list[str]:
+def _above_zero(keys: Iterable[str], sections: Mapping[str, Section | None]) -> list[str]:
     def value(key: str) -> Any:
         name, *parts = key.split(".")
         found: Any = sections[name]

@@ -19,6 +19,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.state.base import settle_base
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.mcore.state.import_megatron import load_megatron_weights
 from mtrain.mcore.state.load import load_checkpoint, load_weights
@@ -67,10 +68,22 @@ def resume_or_initialize(
         RunFolderError: checkpoint.resume=never, but there is a checkpoint; or a key has changed without consent.
     """
     # a checkpoint of its own goes first: initialize_from says where a run began, not where it is
+    if config.adapter is not None:  # its checkpoints do not hold the frozen model
+        load_base(config, groups, chunks, optimizer)
     resumed = _resume(config, folder, groups, chunks, optimizer, loader)
-    if resumed is None:
+    if resumed is None and config.adapter is None:
         initialize(config, groups, chunks, optimizer)
     return resumed or Resumed(0)
+
+
+def load_base(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+    """Loads the model that adapters stand beside, where it is not drawn. Collective over the world.
+
+    Raises:
+        DataError: It is missing, damaged, of another model or not finite.
+    """
+    _load_start(config, groups, chunks, optimizer)
+    settle_base(chunks, optimizer, groups, config)
 
 
 def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
@@ -79,6 +92,9 @@ def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Opt
     Raises:
         DataError: They are missing, damaged, of another model or not finite.
     """
+    if config.adapter is not None:
+        load_base(config, groups, chunks, optimizer)
+        return
     source = _load_start(config, groups, chunks, optimizer)
     if source is not None and (fault := non_finite_state(chunks, optimizer, groups)) is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")

@@ -68,6 +68,17 @@ class ChangeInfo(BaseModel):
     new: str | None
 
 
+class BaseInfo(BaseModel):
+    """The frozen model that a checkpoint of adapters does not hold."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    origin: str
+    """What the run was given: a folder of Hugging Face, a checkpoint, or a sentence where it was drawn."""
+    fingerprint: str = Field(pattern=r"^[0-9a-f]{16}$")
+    """Of its bits (checkpoint/format/fingerprint.py), the same under every layout and from every origin."""
+
+
 class CheckpointInfo(BaseModel):
     """What the program that saves knows about a checkpoint."""
 
@@ -92,6 +103,8 @@ class CheckpointInfo(BaseModel):
     """Of a validation at this step, in nats; None where there was none."""
     changes: tuple[ChangeInfo, ...] = ()
     """Of the run up to this step, in order."""
+    base: BaseInfo | None = None
+    """None where the checkpoint holds a whole model."""
 
 
 class Manifest(CheckpointInfo):

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from mtrain.config import consent, known_issues, rules
+from mtrain.config import adapters, consent, known_issues, rules
+from mtrain.config.schema.adapter import AnyAdapter
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
@@ -17,6 +18,8 @@ class Config(Section):
 
     run: RunSection
     model: ModelSection
+    adapter: AnyAdapter | None = None
+    """Where it is there, the model is frozen and its adapters learn."""
     layout: LayoutSection = LayoutSection()
     train: TrainSection
     optimizer: AnyOptimizer
@@ -30,7 +33,7 @@ class Config(Section):
     def is_layout_dependent(self) -> bool:
         """Whether the run is that of its layout and micro-batch size only: by definition of something in use, or by the
         draws of dropout."""
-        return bool(rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self.model))
+        return bool(rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self))
 
     @property
     def row_width(self) -> int:
@@ -81,6 +84,10 @@ class Config(Section):
     @rule
     def several_tokens_can_be_predicted(self) -> str | None:
         return _lines(rules.multi_token(self.model, self.loss, self.data))
+
+    @rule
+    def adapters_fit_the_run(self) -> str | None:
+        return None if self.adapter is None else _lines(adapters.broken_rules(self, self.adapter))
 
     @rule
     def the_sequence_divides_over_ranks(self) -> str | None:

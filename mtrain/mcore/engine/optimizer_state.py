@@ -99,9 +99,12 @@ def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor
 
     Args:
         optimizer: megatron-core's optimizer.
-        whole: Parameter -> float32 tensor of its shape, for every parameter of `flat_slices`.
+        whole: Parameter -> float32 tensor of its shape; of others, such as adapters beside a model that is loaded, the
+            main weights stay.
     """
     for flat_slice in flat_slices(optimizer):
+        if flat_slice.parameter not in whole:
+            continue
         flat_slice.main.copy_(
             # A distributed optimizer has a flat run of the parameter, with no regard to rows.
             whole[flat_slice.parameter].flatten()[flat_slice.start : flat_slice.end].view(flat_slice.main.shape)

@@ -16,6 +16,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
 from mtrain.mcore.model.mtp import Logits, depths_spec, drop_unused_table
@@ -32,6 +33,10 @@ class LanguageModel(GPTModel):
 
     looks_ahead = True
     """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
+    has_adapters = False
+    """Whether adapters learn and all else is frozen; here or on other stages."""
+    base_fingerprint: str | None = None
+    """Of the frozen weights, once they are loaded (mtrain/mcore/state/base.py)."""
     _ahead: tuple[MtpTargets, ...] = ()
 
     def forward(
@@ -140,7 +145,7 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     layout: Layout = groups.layout
     stage = groups.pp_rank + (vp_stage or 0) * layout.pp  # virtual stages go round the ranks
     layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
-    backend = chosen_backend(config.model, config.data.isolate_documents, groups.device)
+    backend = chosen_backend(config, groups.device)
     is_last = stage == layout.num_stages - 1
     model = LanguageModel(
         config=translated,
@@ -164,6 +169,8 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     # The last stage embeds as well where it predicts ahead. A hook, so that checkpoints keep plain tables.
     if config.model.scale_embeddings and (model.pre_process or model.mtp_process):
         model.embedding.register_forward_hook(_scale_embeddings)
+    if config.adapter is not None:
+        attach(model, config.model, config.adapter, groups.collection)
     return model.to(groups.device)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 
@@ -26,6 +27,10 @@ from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 _ROWS_PER_BLOCK = 256
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
+_EMBEDDING_B = f"embedding_{LORA_B}"
+# Of an embedding A and not B, as in PEFT: A has a row for each token.
+_ZERO = (f"proj_{LORA_B}", f"fc2_{LORA_B}", f"output_{LORA_B}", f".{LORA_B}", f"embedding_{LORA_A}")
+"""Endings of names of what begins at zero."""
 
 
 def sharded_tensors(
@@ -50,7 +55,8 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
     """Fills matrices from a normal distribution; norms (ones) and biases (zeros) stay as built.
 
     Standard deviation: model.init_std; projections back into the residual stream: init_std / sqrt(2 * num_layers).
-    Rows of the padded vocabulary are zero.
+    Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
+    stays zero, so that a model begins as its frozen part.
     """
     for shard in sharded_tensors(module, groups):
         axes = shard.prepend_axis_num  # leading axes that number layers and experts
@@ -58,12 +64,14 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
         if len(shape) < 2:
             continue
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        if name.endswith(_ZERO):
+            continue
         if name == "output_layer.weight" and config.model.tied_embeddings:
             # The last stage's copy of a tied table: drawn as the first stage draws it, so the two begin alike without a
             # broadcast.
             name = _EMBEDDING
         values = _draw(
-            f"{config.train.seed}:{name}", shape[1:], offset[0], shard.local_shape[0], _deviation(name, config)
+            f"{config.train.seed}:{name}", shape[1:], offset[0], shard.local_shape[0], _deviation(name, shape, config)
         )
         # Whole rows are drawn first, so a cut along columns (RowParallelLinear) gets the same numbers under any tp.
         for dim, (start, size) in enumerate(zip(offset[1:], shard.local_shape[1:]), start=1):
@@ -74,7 +82,11 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
         shard.data.copy_(values)  # rounds to the parameter's dtype once, and moves it to its device
 
 
-def _deviation(name: str, config: Config) -> float:
+def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:
+    if name.endswith(_EMBEDDING_B):
+        return 1.0
+    if name.endswith(LORA_A):
+        return 1 / math.sqrt(3 * shape[-1])  # of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
     into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
     # 2 for a layer's two additions to the residual: its variance then does not grow with the depth.
     return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std

@@ -10,6 +10,7 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mtrain.base.errors import ConfigError
+from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.layer_parts import FUSED_NAMES, layer_spec
 from mtrain.mcore.model.norm import Norm
@@ -50,18 +51,21 @@ def has_transformer_engine() -> bool:
 Backend = Literal["torch", "te"]
 
 
-def chosen_backend(model: ModelSection, isolate_documents: bool, device: torch.device) -> Backend:
+def chosen_backend(config: Config, device: torch.device) -> Backend:
     """`model.backend` with auto resolved: te where it is importable, a GPU is present and it can do the work.
 
-    TransformerEngine cuts packed rows by document, ours by row, so isolated documents need the torch spec.
+    TransformerEngine cuts packed rows by document, ours by row, so isolated documents need the torch spec. It also
+    fuses norms into the projections behind them, whose inputs an adapter has to read.
 
     Raises:
         ConfigError: te was asked for where it cannot run.
     """
+    model = config.model
     reasons = {
         "there is no GPU": device.type != "cuda",
         "transformer_engine cannot be imported": not has_transformer_engine(),
-        "data.isolate_documents=true needs the torch backend": isolate_documents,
+        "data.isolate_documents=true needs the torch backend": config.data.isolate_documents,
+        "adapter needs the torch backend": config.adapter is not None,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
     ours = (feature.needs_torch_layers(model) for feature in FEATURES)

@@ -26,7 +26,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import canonical_name
 from mtrain.mcore.state.reader import load_shards
-from mtrain.mcore.state.sharded_parameters import sharded_parameters, whole_of
+from mtrain.mcore.state.sharded_parameters import base_parameters, whole_of
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
 _BESIDE = re.compile(r"(optimizer|chained_|rng|opt_param_scheduler|rerun_state)")
@@ -66,7 +66,7 @@ def load_megatron_weights(
     theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
-    for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups):
+    for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
         # Once for the spelling, by which the dtype is known, and once more for tensors of that dtype to read into.
         found = [_theirs(shard, theirs) for shard in whole_of(place, place.key, place.data)]
         known = next((shard.key for shard in found if shard.key in saved.tensors), None)

@@ -22,6 +22,7 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys
 from mtrain.mcore.distributed import rng
@@ -31,9 +32,16 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.state.base import base_of, check_base, refused_as_model
 from mtrain.mcore.state.reader import GlobalTensors, load_shards
 from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, whole_of
+from mtrain.mcore.state.sharded_parameters import (
+    base_parameters,
+    checkpoint_parameters,
+    optimizer_key,
+    run_of,
+    whole_of,
+)
 
 _TE_STATE = "._extra_state/"
 """In keys of what TransformerEngine pickles beside weights; never read."""
@@ -105,12 +113,13 @@ def load_checkpoint(
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     # Before the tensors are opened: a wrong batch size or precision should say so, and not a wrong dtype of some
     # tensor.
-    state = on_first_rank(lambda: _resumable_state(entry, config))
+    base = base_of(chunks, groups, config)
+    state = on_first_rank(lambda: _resumable_state(entry, config, base))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     # The device too: a GPU's generator has a state of another kind.
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
     # Tensors hash by identity, so a parameter finds its own place.
-    places = {place.data: place for place in _places(chunks, groups)}
+    places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
     shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
     # Straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state.
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
@@ -202,7 +211,7 @@ def _read_weights(
     entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
 ) -> dict[Tensor, Tensor]:
     """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
-    state = on_first_rank(lambda: _read_state(entry, config))
+    state = on_first_rank(lambda: _state_of_model(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
 
     def key_of(key: str) -> str:
@@ -242,7 +251,8 @@ def read_weights(
     """
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
-    for place in _places(chunks, groups):
+    # Adapters are no part of a model that is started from.
+    for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
         key = key_of(place.key)
         # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
@@ -252,10 +262,6 @@ def read_weights(
     shards.sort(key=lambda shard: (shard.key, shard.at.offset))  # neighbours on disk are read together
     load_shards(saved, shards, may_be_left, vocab_size)
     return weights
-
-
-def _places(chunks: Sequence[torch.nn.Module], groups: Groups) -> list[ShardedParameter]:
-    return sharded_parameters([unwrap(chunk) for chunk in chunks], groups)
 
 
 def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
@@ -268,7 +274,14 @@ def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
     return state
 
 
-def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
+def _state_of_model(entry: CheckpointEntry, config: Config) -> TrainingState:
+    if entry.manifest.base is not None:
+        raise refused_as_model(entry.manifest.base, entry.path)
+    return _read_state(entry, config)
+
+
+def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | None) -> TrainingState:
+    check_base(entry.manifest, base, entry.path)
     state = _read_state(entry, config)
     if state.step != entry.step:
         raise DataError(f"{entry.path / STATE_NAME} is of step {state.step}, but the checkpoint of step {entry.step}")
@@ -289,7 +302,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config) -> TrainingState:
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
     # With the step: else dropout would repeat the run's first masks.
     seed_generators(config.train.seed, state.step, groups)
-    if groups.rank == 0 and dropout_keys(config.model):
+    if groups.rank == 0 and dropout_keys(config):
         _log.warning(
             "the checkpoint was saved by %s on %s and continues on %s on %s: dropout draws from new seeds",
             *(state.layout, state.device, groups.layout, groups.device.type),

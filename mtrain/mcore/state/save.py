@@ -47,6 +47,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank, on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.state.base import base_of
 from mtrain.mcore.state.shards import local_shards
 
 _POLL_S = 0.02
@@ -162,6 +163,7 @@ class Saver:
             git=self._origin.git,
             changes=self._origin.changes,
             valid_loss=valid_loss,
+            base=base_of(chunks, self._groups, self._config),
         )
         work = started(lambda: self._write(attempt, parts), f"save-{step}")
         self._flight = _PendingSave(attempt, state, facts, work, began, time.monotonic() - began)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -16,12 +16,28 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.slices import slices_of_run
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.adapters.adapter import has_adapters, is_adapter_key
 
 ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 """Global name, shape and offset of a parameter; `data` is the parameter itself."""
 
 
-def sharded_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
+def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
+    """Of `sharded_parameters`, what a checkpoint holds: of a model with adapters these alone."""
+    models = list(modules)
+    # By the model and not by what this stage holds: it may have no adapter.
+    adapts = any(has_adapters(model) for model in models)
+    return sharded_parameters(models, groups, lambda key: not adapts or is_adapter_key(key))
+
+
+def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
+    """Of `sharded_parameters`, those of the model itself, without adapters."""
+    return sharded_parameters(modules, groups, lambda key: not is_adapter_key(key))
+
+
+def sharded_parameters(
+    modules: Iterable[MegatronModule], groups: Groups, is_wanted: Callable[[str], bool] = lambda key: True
+) -> list[ShardedParameter]:
     """The places of all parameters, and of the buffers that belong to the model's state.
 
     Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; of experts over the ranks
@@ -31,13 +47,16 @@ def sharded_parameters(modules: Iterable[MegatronModule], groups: Groups) -> lis
     Args:
         modules: Unwrapped model chunks.
         groups: The process groups.
+        is_wanted: Which of them, by key.
     """
     # Our own modules assert that it is there; megatron-core's would ask the global state.
     metadata = {"dp_cp_group": groups.dp_cp}
     states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
     # what TransformerEngine pickles beside the weights (_extra_state) is empty without fp8 and not kept
     # ShardedObject is the rest.
-    places = [state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory)]
+    places = [
+        state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory) and is_wanted(state.key)
+    ]
     return [
         # (over stages, over TP, over replicas): the first two are megatron-core's, 0 on the main copy alone.
         replace(place, replica_id=(*place.replica_id[:2], _turn(groups.replicas_of(place.data), number)))

@@ -21,11 +21,11 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.sharded_parameters import (
+    checkpoint_parameters,
     has_own_shard,
     is_written_here,
     optimizer_key,
     run_of,
-    sharded_parameters,
     whole_of,
 )
 
@@ -41,7 +41,7 @@ def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups
         optimizer: Their optimizer. A parameter that was never updated gets zero moments.
         groups: The process groups.
     """
-    places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
     # Weights are whole on every rank of DP x CP: each writes every n-th one.
     parts = [
         part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)

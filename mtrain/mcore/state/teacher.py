@@ -116,6 +116,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
     content = config.model_dump()
     of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
     content["model"] = model.model_dump() | of_run
+    content["adapter"] = None  # the student's alone
     if model.num_layers != config.model.num_layers:
         # These count the student's layers.
         content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))

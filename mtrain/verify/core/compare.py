@@ -16,9 +16,10 @@ from mtrain.verify.core.inputs import Fields, rate_deviations, sample_deviations
 from mtrain.verify.core.layouts import Prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Tolerance
 from mtrain.verify.core.tolerances import update_tolerance
-from mtrain.verify.core.weights import EMBEDDING, OUTPUT, Arrays, Whole
+from mtrain.verify.core.weights import TABLES, Arrays, Whole
 from mtrain.verify.core.worker import Outcome, disagreement
 from mtrain.verify.reference.adamw import Moments, Updated
+from mtrain.verify.reference.model.adapters import is_trained
 from mtrain.verify.reference.optimizer import exact_optimizer
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -165,12 +166,14 @@ class StepComparison:
             excess = np.abs(own - expected) / scale
             spread = found.spread[name] / float(scale.max())
             value = math.inf if padding.any() else max(float(excess.max()), spread)
-            yield Deviation("update", name, step, value, update_tolerance(step))
+            # What is frozen keeps its bits.
+            tolerance = update_tolerance(step) if is_trained(name, self._config) else 0.0
+            yield Deviation("update", name, step, value, tolerance)
 
     def _parts(self, name: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """A tensor, and its rows of the padded vocabulary, which are exactly 0 in a sound run."""
         size = self._config.model.vocab_size
-        return (values[:size], values[size:]) if name in (EMBEDDING, OUTPUT) else (values, values[:0])
+        return (values[:size], values[size:]) if name in TABLES else (values, values[:0])
 
 
 def relative(found: float, exact: float) -> float:

@@ -19,8 +19,8 @@ from mtrain.loss.pair import LossPair, TermInputs
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify.core.result import StepValues
-from mtrain.verify.core.weights import Arrays, drawn
-from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, shapes_of
+from mtrain.verify.core.weights import TABLES, Arrays, drawn
+from mtrain.verify.reference.model.adapters import all_shapes
 from mtrain.verify.reference.model.transformer import Transformer
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
 from mtrain.verify.reference.optimizer import exact_optimizer
@@ -88,7 +88,7 @@ def exact_run(groups: Groups, job: ExactJob) -> tuple[list[StepValues], list[str
 
 def initial_weights(config: Config, model: str = "trained") -> Arrays:
     """What every layout starts from, in the order of the forward pass, without padding of the vocabulary."""
-    return {name: drawn(name, shape, config, model).numpy() for name, shape in shapes_of(config.model).items()}
+    return {name: drawn(name, shape, config, model).numpy() for name, shape in all_shapes(config).items()}
 
 
 class _Evaluator:
@@ -98,7 +98,8 @@ class _Evaluator:
         self._device, self._config = device, config
         self._teacher = None
         if config.loss.teacher is not None:
-            self._teacher = Transformer(config.model, self._tensors(initial_weights(config, "teacher")))
+            frozen = config.model_copy(update={"adapter": None})
+            self._teacher = Transformer(config.model, self._tensors(initial_weights(frozen, "teacher")))
 
     def step(self, number: int, weights: Mapping[str, NDArray[Any]], texts: Sequence[Text], watches: bool) -> Exact:
         """Values and gradients at these weights of the step with this index."""
@@ -115,12 +116,12 @@ class _Evaluator:
 
     def _tensors(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
         """Float64, without the padding of the vocabulary."""
-        shapes = shapes_of(self._config.model)
         return {
-            name: torch.from_numpy(weights[name][: shape[0]] if name in (EMBEDDING, OUTPUT) else weights[name]).to(
+            name: torch.from_numpy(weights[name][: shape[0]] if name in TABLES else weights[name]).to(
                 self._device, torch.float64
             )
-            for name, shape in shapes.items()
+            for name, shape in all_shapes(self._config).items()
+            if name in weights
         }
 
     def _user_term(self, section: TermSection, scene: Scene) -> tuple[Tensor, float]:

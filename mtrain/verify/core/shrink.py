@@ -7,6 +7,7 @@ for every pipeline stage at least), sizes, sequence, batch. Precision is float32
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, assert_never
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
+from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features import FEATURES, SmallRun
@@ -31,6 +33,8 @@ _MAX_VOCAB = 16384
 """Up to here the user's vocabulary is kept where the user's data are read."""
 _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
+_MAX_RANK = 3
+"""Of adapters; odd, and no size of anything else."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
     batch = multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
     content = config.model_dump()
     content["model"] |= _model(config, trials, length, reads_files)
+    content["adapter"] = None if config.adapter is None else _adapter(config.adapter)
     content["layout"] = {}
     content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
     content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
@@ -110,7 +115,7 @@ def refuse_incomparable(config: Config) -> None:
 
 
 def _refuse_dropout(config: Config) -> None:
-    if keys := dropout_keys(config.model):
+    if keys := dropout_keys(config):
         raise ConfigError(
             f"{' and '.join(keys)} above 0 draw other numbers under every layout and micro-batch size, so that no two "
             f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
@@ -147,6 +152,13 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
         **_of_features(model, SmallRun(tp, ep, etp, config.data.seq_length, seq_length, num_layers)),
     }
+
+
+def _adapter(adapter: AdapterSection) -> dict[str, Any]:
+    """The same scale at a small rank, from drawn values."""
+    rank = min(adapter.rank, _MAX_RANK)
+    alpha = adapter.alpha * (math.sqrt(rank / adapter.rank) if adapter.scaling == "rslora" else rank / adapter.rank)
+    return adapter.model_dump() | {"rank": rank, "alpha": alpha}
 
 
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
@@ -202,8 +214,8 @@ def _training_only(data: FilesSection) -> dict[str, Any]:
 
 def _changes(before: Config, after: Config) -> Iterator[str]:
     old, new = before.model_dump(), after.model_dump()
-    for section in ("model", "train", "optimizer", "data"):
-        for key, value in old[section].items():
+    for section in ("model", "adapter", "train", "optimizer", "data"):
+        for key, value in (old[section] or {}).items():
             if key in new[section] and new[section][key] != value:  # another kind of data lacks keys
                 folded = key == "vocab_size" and after.data.kind != "mock"
                 how = f" (token ids modulo {after.model.vocab_size})" if folded else ""

@@ -24,6 +24,13 @@ Arrays = dict[str, NDArray[Any]]
 """Global tensors by name, tables of the vocabulary with their padding rows."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+TABLES = (
+    EMBEDDING,
+    OUTPUT,
+    "embedding.word_embeddings_adapter.embedding_lora_a",
+    "output_layer_adapter.output_lora_b",
+)
+"""What has a row for each token; rows of the padded vocabulary are 0."""
 _DEVIATION = 0.1
 """Of matrices of up to 64 columns, and of what is added to the norms' ones and the biases' zeros. Wider matrices get
 less, by the square root of their columns: larger values make the attention of an untrained model so sharp that it
@@ -51,10 +58,10 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
     source = EMBEDDING if name == OUTPUT and config.model.tied_embeddings else name
     digest = hashlib.sha256(f"{config.train.seed}:{model}:{source}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    real = [min(shape[0], config.model.vocab_size), *shape[1:]] if source in (EMBEDDING, OUTPUT) else list(shape)
+    real = [min(shape[0], config.model.vocab_size), *shape[1:]] if source in TABLES else list(shape)
     narrowing = math.sqrt(min(1.0, _COLUMNS / shape[-1])) if len(shape) > 1 else 1.0
     values = torch.randn(real, generator=generator) * (_DEVIATION * narrowing)
-    if len(shape) == 1 and name.endswith("weight"):
+    if len(shape) == 1 and name.endswith(("weight", "magnitude")):
         values += 1.0
     whole = torch.zeros(*shape)
     whole[: real[0]] = values

@@ -144,6 +144,7 @@ def small_teacher(config: Config, groups: Groups) -> Teacher | None:
     """In the place of the user's teacher one of the size of the shrunk model, with weights of its own."""
     if config.loss.teacher is None:
         return None
+    config = config.model_copy(update={"adapter": None})  # the student's alone
     chunks = build_frozen_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
     return Teacher(config, chunks, groups)

@@ -26,6 +26,7 @@ from mtrain.mcore.model.attention import context_parallel, full_width_norm
 from mtrain.mcore.model.moe import balance
 from mtrain.mcore.model.mtp import Logits
 from mtrain.training import step
+from mtrain.verify.planted.adapter_faults import ADAPTER_PLANTS
 from mtrain.verify.planted.planting import Plant, replaced
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 
@@ -291,5 +292,6 @@ PLANTS: dict[str, Plant] = {
     "depths-divided-by-main": _depths_by_main,
     "matrices-by-tp-rank": _matrices_by_tp_rank,
     "matrices-fused": lambda: replaced(muon, "segments", lambda name, num_rows, model: [num_rows]),
+    **ADAPTER_PLANTS,
     **SHARED_PLANTS,
 }

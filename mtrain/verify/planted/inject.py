@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.plan import padded_vocab_size
+from mtrain.verify.planted.adapter_inject import ADAPTER_FAULTS
 from mtrain.verify.planted.fault import Fault, isolates_documents, side_terms_differ
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
 
@@ -163,7 +164,7 @@ LAYOUT_FAULTS = (
 )
 """By the order of loss, layout, data, engine."""
 
-FAULTS = (*LAYOUT_FAULTS, *SHARED_FAULTS)
+FAULTS = (*LAYOUT_FAULTS, *ADAPTER_FAULTS, *SHARED_FAULTS)
 
 NAMES = tuple(fault.name for fault in FAULTS)
 

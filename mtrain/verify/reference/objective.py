@@ -13,6 +13,7 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection, TermSection
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.losses import cross_entropy, known_losses
+from mtrain.verify.reference.model.adapters import is_trained, merged
 from mtrain.verify.reference.model.experts import coefficients, moved_bias, router_numerator, router_shares
 from mtrain.verify.reference.model.shapes import EXPERT_BIAS
 from mtrain.verify.reference.model.transformer import Forward, Transformer
@@ -87,15 +88,15 @@ def evaluated(
         teacher: Where a term compares with one.
         user_term: For functions that are not the package's own.
     """
-    is_state = {name: name.endswith(EXPERT_BIAS) for name in tensors}
-    leaves = {name: each.detach().clone().requires_grad_(not is_state[name]) for name, each in tensors.items()}
-    forward = Transformer(config.model, leaves).forward(rows)
+    learns = {name: is_trained(name, config) and not name.endswith(EXPERT_BIAS) for name in tensors}
+    leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
+    forward = Transformer(config.model, merged(config, leaves)).forward(rows)
     with torch.no_grad():
         taught = None if teacher is None else teacher.forward(rows, looks_ahead=False).logits
     terms = _terms(config, rows, forward, taught, user_term)
     factors = term_coefficients(config.loss, config.model.mtp_depths)
     objective = torch.stack([factors[name] * term.mean for name, term in terms.items()]).sum()
-    trained = {name: leaf for name, leaf in leaves.items() if not is_state[name]}
+    trained = {name: leaf for name, leaf in leaves.items() if learns[name]}
     is_empty = terms["main"].denominator == 0
     found = torch.autograd.grad(objective * float(not is_empty), list(trained.values()), materialize_grads=True)
     return Evaluated(

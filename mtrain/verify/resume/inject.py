@@ -14,7 +14,7 @@ CRASH = "crash"
 
 
 def _has_dropout(config: Config) -> bool:
-    return bool(dropout_keys(config.model))
+    return bool(dropout_keys(config))
 
 
 def _rate_changes(config: Config) -> bool:

@@ -29,13 +29,14 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.loss_reduction import StepTotals
 from mtrain.mcore.engine.optimizer import Update
+from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep
 from mtrain.training.trainer import train_on
-from mtrain.verify.core.weights import EMBEDDING, OUTPUT, Whole, gathered
+from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
 from mtrain.verify.planted.planting import planted
 from mtrain.verify.resume.faults import PLANTS
@@ -193,7 +194,8 @@ class WatchedStep(TrainingStep):
         files, run = CheckpointTensors(path), self._run
         for held in local_state(run.chunks, run.optimizer, run.groups):
             wanted = self._rows_of_tokens(held)
-            if wanted.num_elements == 0:
+            is_frozen = run.config.adapter is not None and not is_adapter_key(held.name)
+            if wanted.num_elements == 0 or is_frozen:  # files hold what learns
                 continue
             own = wanted.within(held.shard.at).of(held.shard.data.view(held.shard.at.shape)).cpu()
             saved = files.read(held.shard.key, wanted)
@@ -204,7 +206,7 @@ class WatchedStep(TrainingStep):
     def _rows_of_tokens(self, held: Held) -> TensorSlice:
         """The slice without padding rows."""
         offset, shape = held.shard.at
-        if held.name not in (EMBEDDING, OUTPUT):
+        if held.name not in TABLES:
             return held.shard.at
         rows = max(0, min(shape[0], self._run.config.model.vocab_size - offset[0]))
         return TensorSlice(offset, (rows, *shape[1:]))

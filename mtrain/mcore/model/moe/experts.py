@@ -88,7 +88,8 @@ class Experts(MegatronModule):
         fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
         self.linear_fc1 = Stack(config, num_local_experts, fc1_rows, config.hidden_size)
         self.linear_fc2 = Stack(config, num_local_experts, config.hidden_size, ffn)
-        self._implementation, self._row_sizes = implementation, (config.hidden_size, fc1_rows, ffn)
+        self.implementation: Literal["auto", "grouped", "sequential"] = implementation
+        self._row_sizes = (config.hidden_size, fc1_rows, ffn)
         chosen_product(implementation, self._row_sizes, self.linear_fc1.weight)  # refuses now, not in the first step
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
@@ -104,7 +105,7 @@ class Experts(MegatronModule):
         """
         # Split sizes are needed on the host; on a GPU this waits, unless the dispatcher has brought them over already.
         counts = tokens_per_expert.cpu()
-        product = chosen_product(self._implementation, self._row_sizes, self.linear_fc1.weight)
+        product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
         weights = weights.unsqueeze(-1)
         hidden = self.linear_fc1(tokens, counts, product)
         biases = self.linear_fc1.biases(counts)

@@ -1,0 +1,81 @@
+"""What an adapter cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mtrain.config.schema.adapter import GROUPS, AdapterSection
+from mtrain.config.schema.model import ModelSection
+
+if TYPE_CHECKING:
+    from mtrain.config.schema.root import Config
+
+_FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
+
+
+def broken_rules(config: Config, adapter: AdapterSection) -> Iterator[str]:
+    """A message for every broken rule: what was given, what is needed, what to change."""
+    yield from _targets(config.model, adapter)
+    yield from _run(config, adapter)
+
+
+def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
+    """Every target has to be there, and to be what PEFT makes of it."""
+    if model.mla is not None and (given := _given(adapter, "qkv")):
+        yield (
+            f"adapter.targets={given} is not supported with model.mla, whose queries, keys and values come from "
+            "latents; remove it (proj is)"
+        )
+    if "gate_proj" in adapter.targets and not model.is_gated:
+        yield f"adapter.targets=gate_proj needs a gate, but model.activation={model.activation} has none; remove it"
+    if "experts" in adapter.parts and model.experts is None:
+        yield "adapter.targets=experts needs model.experts; remove it"
+    if adapter.parts & _FEED_FORWARD and not _has_networks(model):
+        yield (
+            f"adapter.targets={_given(adapter, 'fc1', 'fc2')}: every layer has experts and none a shared one; name "
+            "experts, or remove it"
+        )
+    if model.tied_embeddings and (given := ", ".join(sorted({"embedding", "output"} & adapter.parts))):
+        yield (
+            f"adapter.targets={given} would part the tables that model.tied_embeddings=true keeps the same; remove it"
+        )
+
+
+def _given(adapter: AdapterSection, *groups: str) -> str:
+    names = [name for group in groups for name in (group, *GROUPS.get(group, ()))]
+    return ", ".join(target for target in adapter.targets if target in names)
+
+
+def _has_networks(model: ModelSection) -> bool:
+    is_shared = model.experts is not None and model.experts.shared_ffn_hidden_size > 0
+    return is_shared or not all(model.has_experts(layer) for layer in range(model.num_layers))
+
+
+def _run(config: Config, adapter: AdapterSection) -> Iterator[str]:
+    model = config.model
+    if model.mtp_depths:
+        yield (
+            f"adapter with model.mtp_depths={model.mtp_depths} is not supported; set it to 0, and the depths' weights "
+            "stay unread"
+        )
+    if config.optimizer.kind == "muon":
+        yield (
+            "adapter with optimizer.kind=muon would orthogonalize A and B apart, and not what they make together; use "
+            "optimizer.kind=adamw"
+        )
+    if model.backend == "te":
+        yield (
+            "adapter needs the inputs of projections, which model.backend=te fuses with the norms before them; use "
+            "model.backend=auto or torch"
+        )
+    if config.layout.etp > 1 and "experts" in adapter.parts:
+        yield (
+            f"adapter.targets=experts cannot be divided over layout.etp={config.layout.etp}; set it to 1 and raise "
+            "layout.ep"
+        )
+    if model.experts is not None and model.experts.bias_update_rate > 0:
+        yield (
+            f"model.experts.bias_update_rate={model.experts.bias_update_rate} moves a part of the frozen model; set it "
+            "to 0"
+        )

@@ -1,0 +1,130 @@
+"""`adapter.*`: low-rank adapters beside a frozen model, in the words of PEFT."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, assert_never
+
+from pydantic import Field, Tag, field_validator
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, by_kind, rule
+
+Target = Literal[
+    "qkv",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "proj",
+    "fc1",
+    "gate_proj",
+    "up_proj",
+    "fc2",
+    "experts",
+    "embedding",
+    "output",
+]
+PARTS = ("q_proj", "k_proj", "v_proj", "proj", "gate_proj", "up_proj", "fc2", "experts", "embedding", "output")
+"""What has a pair of matrices of its own; experts: one for each of the two projections of every expert."""
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "fc1": ("gate_proj", "up_proj"),
+}
+SYNONYMS: Mapping[str, Target] = {
+    "linear_qkv": "qkv",
+    "linear_proj": "proj",
+    "o_proj": "proj",
+    "linear_fc1": "fc1",
+    "linear_fc2": "fc2",
+    "down_proj": "fc2",
+    "embed_tokens": "embedding",
+    "lm_head": "output",
+    "output_layer": "output",
+}
+"""Names of PEFT's (Llama's modules) and of Megatron-Bridge's -> ours."""
+
+
+class AdapterSection(Section):
+    """Matrices A [rank, inputs] and B [outputs, rank] beside frozen ones: W x + scale B A x."""
+
+    kind: str
+    rank: Annotated[int, bounds.WIDTH] = Field(8, gt=0)
+    alpha: float = Field(16.0, gt=0)
+    """Numerator of the scale."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of what A reads. Above 0 it draws other numbers under another layout or micro-batch size."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """The scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+    targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
+    """What is adapted: docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def other_programs_names_are_understood(cls, value: object) -> object:
+        """PEFT's and Megatron-Bridge's names become ours; what is no name stays, to be refused."""
+        if not isinstance(value, list | tuple):
+            return value
+        named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]
+        return tuple(dict.fromkeys(named)) if all(isinstance(each, str) for each in named) else tuple(named)
+
+    @rule
+    def something_is_adapted(self) -> str | None:
+        return None if self.targets else "targets is empty, so that nothing would learn; name at least one"
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        match self.scaling:
+            case "standard":
+                return self.alpha / self.rank
+            case "rslora":
+                return self.alpha / math.sqrt(self.rank)
+            case _:
+                assert_never(self.scaling)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The targets with groups spelled out."""
+        return frozenset(part for target in self.targets for part in GROUPS.get(target, (target,)))
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether a trained vector replaces the norms of the rows of each adapted matrix."""
+        return False
+
+
+class LoraSection(AdapterSection):
+    """LoRA, arXiv 2106.09685."""
+
+    kind: Literal["lora"] = "lora"
+
+
+class DoraSection(AdapterSection):
+    """DoRA, arXiv 2402.09353: rows of W + scale B A are brought to trained lengths, their norms taken as constants."""
+
+    kind: Literal["dora"]
+
+    @property
+    def has_magnitudes(self) -> bool:
+        return True
+
+    @rule
+    def there_is_no_dropout(self) -> str | None:
+        if self.dropout == 0:
+            return None
+        return (
+            f"dropout={self.dropout} with kind=dora would have to drop inputs of the frozen matrices as well; set it "
+            "to 0, or kind=lora"
+        )
+
+    @rule
+    def rows_of_matrices_are_adapted(self) -> str | None:
+        wrong = sorted({"experts", "embedding", "output"} & self.parts)
+        if not wrong:
+            return None
+        return (
+            f"targets={', '.join(wrong)} cannot have kind=dora, for which PEFT has no form (experts) or whose rows may "
+            "be padding (embedding, output); remove them, or use kind=lora"
+        )
+
+
+AnyAdapter = Annotated[Annotated[LoraSection, Tag("lora")] | Annotated[DoraSection, Tag("dora")], by_kind("lora")]

@@ -1,0 +1,110 @@
+"""Freezes a model and puts adapters beside what the configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.mcore.model.adapters.adapter import MODULE
+from mtrain.mcore.model.adapters.experts import ExpertAdapter, add_to_stack
+from mtrain.mcore.model.adapters.fusion import Fusion
+from mtrain.mcore.model.adapters.linear import FusedParts, LinearAdapter, adapted_names, add_to_linear
+from mtrain.mcore.model.adapters.tables import EmbeddingAdapter, add_to_table
+from mtrain.mcore.model.moe.experts import Stack
+from mtrain.plan import adapters as plan
+
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
+    """Freezes every parameter and adds the adapters, B zero; before anything lists parameters.
+
+    Args:
+        model: One stage, a LanguageModel; its layers are torch layers.
+        section: Its architecture.
+        adapter: What is adapted, and how.
+        collection: Process groups.
+    """
+    model.requires_grad_(False)
+    model.has_adapters = True
+    builder = _Builder(section, adapter, model.config, collection)
+    if model.pre_process:
+        # Full recomputation and the pipeline follow what needs a gradient from the input on: with a frozen table they
+        # would leave the adapters behind it without one (megatron-core, tensor_parallel/random.py).
+        model.embedding.register_forward_hook(_with_gradient)
+        if "embedding" in adapter.parts:
+            builder.beside_table(model.embedding)
+    for layer in model.decoder.layers:
+        builder.inside(layer)
+    if model.post_process and "output" in adapter.parts:
+        builder.beside_output(model)
+
+
+class _Builder:
+    """Adapters of one stage."""
+
+    def __init__(
+        self, section: ModelSection, adapter: AdapterSection, config: Any, collection: ProcessGroupCollection
+    ) -> None:
+        self._section, self._adapter, self._config, self._collection = section, adapter, config, collection
+
+    def inside(self, layer: nn.Module) -> None:
+        """Adapts the targets in one layer, shared and routed experts among them."""
+        # A list, since adapters are added while the modules are walked.
+        for holder in list(layer.modules()):
+            for name, module in list(holder.named_children()):
+                match module:
+                    case ColumnParallelLinear() | RowParallelLinear() if name in _LINEARS:
+                        self._beside_linear(holder, name, module)
+                    case Stack() if "experts" in self._adapter.parts:
+                        self._beside_stack(holder, name, module)
+
+    def beside_table(self, embedding: Any) -> None:
+        """Adapts the table of embeddings."""
+        adapter = EmbeddingAdapter(self._adapter, self._config, self._collection, embedding.word_embeddings)
+        embedding.word_embeddings.register_forward_hook(add_to_table(adapter))
+        embedding.add_module(f"word_embeddings{MODULE}", adapter)
+
+    def beside_output(self, model: Any) -> None:
+        """Adapts the output layer."""
+        fusion = Fusion(1, (model.output_layer.weight.shape[0],))
+        self._beside(model, "output_layer", model.output_layer, FusedParts(fusion, ("output",), frozenset(("output",))))
+
+    def _beside_linear(self, holder: nn.Module, name: str, linear: ColumnParallelLinear | RowParallelLinear) -> None:
+        names = plan.fused_parts(self._section, name)
+        adapted = adapted_names(names, self._adapter)
+        if adapted:
+            self._beside(holder, name, linear, FusedParts(self._fusion(name, linear), names, adapted))
+
+    def _beside(self, holder: nn.Module, name: str, linear: Any, parts: FusedParts) -> None:
+        adapter = LinearAdapter(self._adapter, self._config, self._collection, linear, parts)
+        linear.register_forward_hook(add_to_linear(adapter))
+        holder.add_module(f"{name}{MODULE}", adapter)
+
+    def _beside_stack(self, holder: Any, name: str, stack: Stack) -> None:
+        adapter = ExpertAdapter(self._adapter, self._config, stack, holder.implementation)
+        stack.register_forward_hook(add_to_stack(adapter))
+        holder.add_module(f"{name}{MODULE}", adapter)
+
+    def _fusion(self, name: str, linear: ColumnParallelLinear | RowParallelLinear) -> Fusion:
+        """Of a rank's outputs; query groups and their heads are never cut."""
+        rows, model = linear.weight.shape[0], self._section
+        if name == "linear_qkv":
+            sizes = (
+                model.num_attention_heads // model.query_groups * model.head_size,
+                model.head_size,
+                model.head_size,
+            )
+            return Fusion(rows // sum(sizes), sizes)
+        count = len(plan.fused_parts(model, name))
+        return Fusion(1, (rows // count,) * count)
+
+
+def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

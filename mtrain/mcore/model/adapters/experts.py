@@ -1,0 +1,76 @@
+"""Adapters of routed experts: a pair for each of the two projections of every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, Adapter
+from mtrain.mcore.model.moe.experts import Stack
+from mtrain.mcore.model.moe.grouped_gemm import chosen_product
+
+Implementation = Literal["auto", "grouped", "sequential"]
+
+
+class ExpertAdapter(Adapter):
+    """A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts.
+
+    Gate and up share A: PEFT's form for the experts of transformers, which are one fused parameter. `Experts` names
+    the parameters in checkpoints, with an axis of all experts.
+    """
+
+    def __init__(
+        self, section: AdapterSection, config: TransformerConfig, stack: Stack, implementation: Implementation
+    ) -> None:
+        """
+        Args:
+            section: Rank, scale, dropout.
+            config: Of the model.
+            stack: The frozen projection of the rank's experts.
+            implementation: Of its products.
+        """
+        nn.Module.__init__(self)
+        self._section = section
+        count, rows, columns = stack.weight.shape
+        # Rows of `rank` numbers may not be aligned for the grouped product: then one product an expert.
+        self._implementation: Implementation = "auto" if implementation == "grouped" else implementation
+        self._sizes = (rows, columns, section.rank)
+        for name, shape in ((LORA_A, (count, section.rank, columns)), (LORA_B, (count, rows, section.rank))):
+            self.register_parameter(name, _parameter(shape, config))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """What is added to the projections of [count, columns] tokens, sorted by expert."""
+        down, up = self.get_parameter(LORA_A), self.get_parameter(LORA_B)
+        product = chosen_product(self._implementation, self._sizes, down)
+        # Every token is on one rank here, and draws of its own.
+        kept = functional.dropout(tokens, self._section.dropout) if self._drops else tokens
+        return product(product(kept, down, counts) * self._section.scale, up, counts)
+
+    @property
+    def _drops(self) -> bool:
+        return self._section.dropout > 0 and self.training
+
+
+def _parameter(shape: tuple[int, ...], config: TransformerConfig) -> nn.Parameter:
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter: Any = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device))
+    # As the experts' own weights: replicas are those of the expert, and each counts in the norm everywhere.
+    parameter.allreduce = False
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim, parameter.partition_stride = 0, 1
+    return parameter
+
+
+def add_to_stack(adapter: ExpertAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """A forward hook of the projection that the adapter stands beside."""
+
+    def hook(stack: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output + adapter(*inputs[:2]) if adapter.is_on else output
+
+    return hook

@@ -1,0 +1,205 @@
+"""Adapters of column- and row-parallel projections.
+
+Between A and B there are `rank` numbers a token, so what ranks of TP exchange for an adapter is that narrow: of a
+column-parallel projection the gradient of A x (under sp A x itself, gathered over the sequence), of a row-parallel one
+the sum of A x. The frozen projection's own communication stays as it is.
+
+DoRA: y = m / |W + s B A| * (W x + s B A x), the norms of rows as constants in the backward pass, as in PEFT and in
+section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks, which sum their squares.
+
+Sources: LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
+from mtrain.mcore.model.adapters.fusion import Fusion
+
+
+class FusedParts(NamedTuple):
+    """The parts of a projection, and which of them have adapters."""
+
+    fusion: Fusion
+    names: tuple[str, ...]
+    """Of all parts, in the order of the fusion."""
+    adapted: frozenset[str]
+
+
+class LinearAdapter(Adapter):
+    """Low-rank pairs of the parts of one projection; what is called gives what is added to its output."""
+
+    def __init__(
+        self,
+        section: AdapterSection,
+        config: TransformerConfig,
+        collection: ProcessGroupCollection,
+        linear: ColumnParallelLinear | RowParallelLinear,
+        parts: FusedParts,
+    ) -> None:
+        """
+        Args:
+            section: Rank, scale, dropout, magnitudes.
+            config: Of the model.
+            collection: Process groups.
+            linear: The frozen projection.
+            parts: Of its outputs.
+        """
+        super().__init__(config, collection)
+        self._section, self._parts = section, parts
+        self.is_row_parallel = isinstance(linear, RowParallelLinear)
+        self._weight: Callable[[], Tensor] = lambda: linear.weight  # not an attribute: it is no parameter of this one
+        columns = linear.weight.shape[1]
+        for part, name in enumerate(parts.names):
+            if name not in parts.adapted:
+                continue
+            rows = parts.fusion.width(part)
+            of_inputs, of_outputs = (1, None) if self.is_row_parallel else (None, 0)
+            self.add_parameter(f"{name}_{LORA_A}", (section.rank, columns), of_inputs)
+            self.add_parameter(f"{name}_{LORA_B}", (rows, section.rank), of_outputs, name == "output")
+            if section.has_magnitudes:
+                self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs)
+
+    def forward(self, inputs: Tensor, plain: Tensor) -> Tensor:
+        """What is added to the frozen projection's output.
+
+        Args:
+            inputs: What the projection reads: [seq_local, batch, inputs].
+            plain: Its output without a bias: [seq_local, batch, outputs]; seq_local is the whole sequence of a
+                column-parallel one under sp.
+        """
+        names = [name for name in self._parts.names if name in self._parts.adapted]
+        narrow = self._between(self._dropped(inputs), torch.cat([self._of(name, LORA_A) for name in names]))
+        of_part = dict(zip(names, (narrow * self._section.scale).chunk(len(names), dim=-1), strict=True))
+        wide = [
+            functional.linear(of_part[name], self._of(name, LORA_B)) if name in of_part else None
+            for name in self._parts.names
+        ]
+        change = self._parts.fusion.joined(wide, 0.0, plain)
+        if not self._section.has_magnitudes:
+            return change
+        lengths = self._lengths()
+        return (lengths - 1.0) * plain + lengths * change
+
+    def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
+        """A x, complete: [seq, batch, ranks of all parts], of the positions that B's product is for.
+
+        One collective over TP, of `rank` numbers a token and part.
+        """
+        narrow, group = functional.linear(inputs, down), self._tp
+        if group.size() == 1:
+            return narrow
+        result: Tensor
+        match self.is_row_parallel, self._config.sequence_parallel:
+            case True, True:
+                result = reduce_scatter_to_sequence_parallel_region(narrow, group=group)
+            case True, False:
+                result = reduce_from_tensor_model_parallel_region(narrow, group=group)
+            case False, True:
+                # Backward: ranks hold parts of the gradient of all positions, which a reduce-scatter sums.
+                result = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=group)
+            case False, False:
+                # Backward: each rank's B gives a part of the gradient; the sum makes A's the same on all ranks.
+                result = _same_gradient(narrow, group)
+        return result
+
+    def _dropped(self, inputs: Tensor) -> Tensor:
+        if self._section.dropout == 0 or not self.training:
+            return inputs
+        # The same draws on all ranks of TP where they hold the same numbers, else draws of their own.
+        differs = self.is_row_parallel or self._config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if differs else nullcontext():
+            return functional.dropout(inputs, self._section.dropout)
+
+    def _lengths(self) -> Tensor:
+        """[outputs] of this rank: magnitude over the norm of its row, 1 where a part has none; in the inputs' dtype."""
+        norms = self._parts.fusion.split(self.row_norms())
+        ratios = [
+            (self._of(name, MAGNITUDE).float() / norm) if name in self._parts.adapted else None
+            for name, norm in zip(self._parts.names, norms, strict=True)
+        ]
+        return self._parts.fusion.joined(ratios, 1.0, norms[0]).to(self._config.params_dtype)
+
+    @torch.no_grad()
+    def row_norms(self) -> Tensor:
+        """Norms of the rows of W + s B A, in the order of the fused projection: [outputs], float32.
+
+        One all-reduce over TP of a row-parallel projection. The norm of a sum needs all of its elements, so the sum
+        is formed, a matrix of the projection's size in float32, and freed.
+        """
+        products = [
+            (self._of(name, LORA_B).float() @ self._of(name, LORA_A).float()).T if name in self._parts.adapted else None
+            for name in self._parts.names
+        ]
+        weight = self._weight().float()  # [outputs, inputs]
+        whole = weight.T + self._section.scale * self._parts.fusion.joined(products, 0.0, weight.T)
+        return self._over_ranks(whole.square().sum(0)).sqrt()
+
+    def _over_ranks(self, squares: Tensor) -> Tensor:
+        """Sums over the columns of a row, of which each rank of TP has a part where the projection is row-parallel."""
+        if self.is_row_parallel and self._tp.size() > 1:
+            dist.all_reduce(squares, group=self._tp)
+        return squares
+
+    @torch.no_grad()
+    def reset_magnitudes(self) -> dict[Tensor, Tensor]:
+        """Makes the magnitudes the norms of the rows as they are, so that the output is that of W + s B A.
+
+        Returns:
+            Each magnitude -> its norms in float32, for the optimizer's main weights. One all-reduce over TP of a
+            row-parallel projection.
+        """
+        if not self._section.has_magnitudes:
+            return {}
+        norms = dict(zip(self._parts.names, self._parts.fusion.split(self.row_norms()), strict=True))
+        found: dict[Tensor, Tensor] = {self._of(name, MAGNITUDE): norms[name] for name in self._parts.adapted}
+        for parameter, values in found.items():
+            parameter.copy_(values)
+        return found
+
+    def _of(self, name: str, kind: str) -> nn.Parameter:
+        return self.get_parameter(f"{name}_{kind}")
+
+
+def _same_gradient(narrow: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Nothing forward; backward one all-reduce of the gradient."""
+    same: Tensor = copy_to_tensor_model_parallel_region(narrow, group=group)
+    return same
+
+
+def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+    """A forward hook of the projection that the adapter stands beside."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+        if not adapter.is_on:
+            return output
+        whole, later_bias = output
+        bias = linear.bias if later_bias is None else None  # added already, and no part of what DoRA scales
+        plain = whole if not isinstance(bias, Tensor) else whole - bias
+        return whole + adapter(inputs[0], plain), later_bias
+
+    return hook
+
+
+def adapted_names(parts: Sequence[str], section: AdapterSection) -> frozenset[str]:
+    """Those of some parts that are targets."""
+    return frozenset(section.parts.intersection(parts))

@@ -1,0 +1,129 @@
+"""The frozen model that adapters stand beside: which one it is.
+
+Checkpoints of adapters do not hold it. They name where it came from and a fingerprint of its bits, which is the same
+under every layout; whoever goes on with them loads the model again and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor, nn
+
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.fingerprint import hash_of, shown
+from mtrain.checkpoint.store.manifest import BaseInfo, Manifest
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.adapters.adapter import adapters_of
+from mtrain.mcore.model.adapters.linear import LinearAdapter
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.sharded_parameters import base_parameters, is_written_here, shards
+
+DRAWN = "drawn from train.seed"
+"""Origin of a base that was not loaded."""
+
+
+def settle_base(chunks: Sequence[nn.Module], optimizer: Optimizer, groups: Groups, config: Config) -> None:
+    """To be called when the frozen weights are those of the run, before its adapters are loaded. Collective.
+
+    Takes the fingerprint, and gives magnitudes (DoRA) the norms of the rows that they start from. One all-reduce over
+    the world; for magnitudes of row-parallel projections one over TP each.
+
+    Raises:
+        DataError: A weight is not finite; on all ranks.
+    """
+    found = _fingerprint(chunks, groups, config.model.vocab_size)
+    for chunk in chunks:
+        unwrap(chunk).base_fingerprint = found
+    norms: dict[Tensor, Tensor] = {}
+    for adapter in adapters_of(chunks):
+        if isinstance(adapter, LinearAdapter):
+            norms |= adapter.reset_magnitudes()
+    optimizer_state.set_main_weights(optimizer.inner, norms)
+
+
+def base_of(chunks: Sequence[nn.Module], groups: Groups, config: Config) -> BaseInfo | None:
+    """What a manifest says of the frozen model; None where the run trains all of it. Collective where it was not
+    settled."""
+    if config.adapter is None:
+        return None
+    known = unwrap(chunks[0]).base_fingerprint
+    fingerprint = _fingerprint(chunks, groups, config.model.vocab_size) if known is None else known
+    return BaseInfo(origin=origin_of(config), fingerprint=fingerprint)
+
+
+def origin_of(config: Config) -> str:
+    """Where the frozen weights of a run come from."""
+    return config.model.hf or config.checkpoint.initialize_from or DRAWN
+
+
+def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
+    """A checkpoint of adapters goes on beside the very model that they were trained beside, one of a model alone.
+
+    Raises:
+        DataError: It is another one.
+    """
+    saved = manifest.base
+    if saved is None and own is not None:
+        raise DataError(
+            f"{path} holds a whole model, but the run has adapters; start from it in another run.dir with "
+            f"checkpoint.initialize_from={path}"
+        )
+    if saved is not None and own is None:
+        raise refused_as_model(saved, path)
+    if saved is not None and own is not None and saved.fingerprint != own.fingerprint:
+        raise DataError(
+            f"the frozen model is not the one that the adapters of {path} were trained beside (fingerprint "
+            f"{own.fingerprint} of {own.origin}, not {saved.fingerprint} of {saved.origin}); restore it, or name the "
+            "one of before by model.hf or checkpoint.initialize_from"
+        )
+
+
+def refused_as_model(base: BaseInfo, path: object) -> DataError:
+    """The error where a whole model is needed and adapters are there."""
+    return DataError(
+        f"{path} holds adapters alone, of a frozen model ({base.origin}), but a whole model is needed; merge them with "
+        f"mtrain convert export --checkpoint {path} --out DIR, and take DIR"
+    )
+
+
+def _fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int) -> str:
+    """Of all frozen tensors, without padding of the vocabulary. One all-reduce over the world.
+
+    Raises:
+        DataError: A number is not finite; on all ranks.
+    """
+    sums = torch.zeros(2, dtype=torch.int64, device=groups.device)
+    for part in _own_parts(chunks, groups):
+        axes = part.prepend_axis_num  # leading ones, which number layers and experts
+        shape, offset, values = part.global_shape[axes:], part.global_offset[axes:], part.data
+        if part.allow_shape_mismatch:  # a table: how many rows only pad it depends on tp
+            shape, values = (vocab_size, *shape[1:]), values[: max(0, vocab_size - offset[0])]
+        if values.numel():
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            sums[0] += hash_of(name, values, TensorSlice(tuple(offset), tuple(values.shape)), shape)
+            sums[1] += (~values.isfinite()).sum()
+    dist.all_reduce(sums)
+    total, num_broken = (int(each) for each in sums.tolist())
+    if num_broken:
+        error = DataError(f"{num_broken} numbers of the frozen model are nan or inf; restore it, or name another one")
+        error.on_every_rank = True  # after the sum all ranks know the same
+        raise error
+    return shown(total)
+
+
+def _own_parts(chunks: Sequence[nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
+    """Parts of the frozen tensors; each element on one rank of the world."""
+    models: list[Any] = [unwrap(chunk) for chunk in chunks]
+    for place in base_parameters(models, groups):
+        if is_written_here(place):
+            yield from shards(place, place.key, place.data)

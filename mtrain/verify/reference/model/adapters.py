@@ -1,0 +1,132 @@
+"""Adapters as their definition says: the matrix that a layer multiplies by is W + scale B A.
+
+Sources: LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1. rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. DoRA: Liu et
+al. 2024, arXiv 2402.09353, equation 5, with the norm as a constant (section 4.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.verify.reference.model.shapes import Shape, has_experts, is_gated, layers, shapes_of
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class Adapted(NamedTuple):
+    """One frozen matrix and the pairs of its parts."""
+
+    weight: str
+    """Name of the frozen matrix."""
+    pairs: Mapping[str, Tensor]
+    """Part -> rows of the frozen matrix, ascending."""
+
+
+def all_shapes(config: Config) -> dict[str, Shape]:
+    """Name -> shape of everything that a run holds: the model, then its adapters."""
+    found = dict(shapes_of(config.model))
+    if config.adapter is None:
+        return found
+    frozen = shapes_of(config.model)
+    for adapted in _adapted(config.model, config.adapter):
+        columns = frozen[adapted.weight][1]
+        for part, rows in adapted.pairs.items():
+            name = _prefix(adapted.weight, part)
+            if part == "embedding":  # a row of A for each token; B makes hidden numbers of it
+                found[f"{name}lora_a"] = (len(rows), config.adapter.rank)
+                found[f"{name}lora_b"] = (columns, config.adapter.rank)
+                continue
+            found[f"{name}lora_a"] = (config.adapter.rank, columns)
+            found[f"{name}lora_b"] = (len(rows), config.adapter.rank)
+            if config.adapter.kind == "dora":
+                found[f"{name}magnitude"] = (len(rows),)
+    return found
+
+
+def is_trained(name: str, config: Config) -> bool:
+    """Whether a tensor learns: of a model with adapters these alone."""
+    return config.adapter is None or "_adapter." in name
+
+
+def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model without adapters that computes the same; with the graph to what they are made from."""
+    found = dict(tensors)
+    section = config.adapter
+    if section is None:
+        return found
+    root = math.sqrt(section.rank) if section.scaling == "rslora" else section.rank
+    scale = section.alpha / root
+    for adapted in _adapted(config.model, section):
+        whole = tensors[adapted.weight].clone()
+        for part, rows in adapted.pairs.items():
+            name = _prefix(adapted.weight, part)
+            a, b = tensors[f"{name}lora_a"], tensors[f"{name}lora_b"]
+            product = a @ b.T if part == "embedding" else b @ a
+            new = tensors[adapted.weight][rows] + scale * product
+            if section.kind == "dora":
+                length = torch.sqrt((new.detach() ** 2).sum(1, keepdim=True))
+                new = tensors[f"{name}magnitude"][:, None] * new / length
+            whole = whole.index_put((rows,), new)
+        found[adapted.weight] = whole
+    return found
+
+
+def _prefix(weight: str, part: str) -> str:
+    """Beginning of the names of a pair; those of an expert, which has one pair for a projection, name no part."""
+    module = weight.removesuffix(".weight")
+    return f"{module}_adapter." if part == "experts" else f"{module}_adapter.{part}_"
+
+
+def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
+    shapes, targets = shapes_of(model), _spelled_out(section)
+    for layer, number in layers(model).items():
+        for weight in _weights(layer, number, model):
+            rows = _rows(weight, shapes[weight][0], model)
+            wanted = {part: where for part, where in rows.items() if part in targets}
+            if wanted:
+                yield Adapted(weight, wanted)
+    for table, part in (("embedding.word_embeddings.weight", "embedding"), ("output_layer.weight", "output")):
+        if part in targets:
+            yield Adapted(table, {part: torch.arange(shapes[table][0])})
+
+
+def _spelled_out(section: AdapterSection) -> set[str]:
+    groups = {"qkv": _QKV, "fc1": ("gate_proj", "up_proj")}
+    return {part for target in section.targets for part in groups.get(target, (target,))}
+
+
+def _weights(layer: str, number: int, model: ModelSection) -> Iterator[str]:
+    """Matrices of a layer that can have adapters."""
+    if model.mla is None:
+        yield f"{layer}.self_attention.linear_qkv.weight"
+    yield f"{layer}.self_attention.linear_proj.weight"
+    networks = [f"{layer}.mlp"]
+    if has_experts(model, number):
+        assert model.experts is not None
+        networks = [f"{layer}.mlp.experts.{expert}" for expert in range(model.experts.num_experts)]
+        networks += [f"{layer}.mlp.shared_experts"] if model.experts.shared_ffn_hidden_size else []
+    for network in networks:
+        yield f"{network}.linear_fc1.weight"
+        yield f"{network}.linear_fc2.weight"
+
+
+def _rows(weight: str, count: int, model: ModelSection) -> dict[str, Tensor]:
+    """Part of a matrix -> its rows in it."""
+    every = torch.arange(count)
+    if ".mlp.experts." in weight:
+        return {"experts": every}
+    if weight.endswith("linear_qkv.weight"):
+        heads = every.view(model.query_groups, -1, model.head_size)  # of each group its queries, its key, its value
+        return {"q_proj": heads[:, :-2].flatten(), "k_proj": heads[:, -2].flatten(), "v_proj": heads[:, -1].flatten()}
+    if weight.endswith("linear_fc1.weight"):
+        half = count // 2
+        return {"gate_proj": every[:half], "up_proj": every[half:]} if is_gated(model) else {"up_proj": every}
+    return {"proj": every} if weight.endswith("linear_proj.weight") else {"fc2": every}

@@ -1,0 +1,95 @@
+"""A model with adapters on its ranks: saved, loaded, beside another base, switched off; for `test_adapter_state.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.schedule import run_forward
+from mtrain.mcore.model.adapters.adapter import adapters_off
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.state.base import base_of, settle_base
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.mcore.state.load import load_checkpoint, load_weights, save_checkpoint
+from mtrain.verify.core.samples import Batches, SamplePlan
+from mtrain.verify.core.weights import drawn, set_weights
+
+Weights = dict[str, Tensor]
+
+
+class Loaded(NamedTuple):
+    """What a rank has after loading."""
+
+    weights: Weights | None
+    """Of the whole model; on rank 0."""
+    fingerprint: str
+    refusals: list[str]
+    """What was said of another base, and of adapters in the place of a model."""
+
+
+def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, str]:
+    """Draws adapters, of which none is zero, and saves them; the weights on rank 0, and the base's fingerprint."""
+    chunks = build_model(config, groups)
+    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
+    optimizer = Optimizer(config, chunks, groups)
+    save_checkpoint(folder / "checkpoints", chunks, optimizer, groups, config, step=1)
+    base = base_of(chunks, groups, config)
+    assert base is not None
+    return gather_whole(parameter_shards(chunks, groups)), base.fingerprint
+
+
+def load(groups: Groups, config: Config, folder: Path) -> Loaded:
+    """Loads what `save` has left, then again beside a base of which one bit is another."""
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    settle_base(chunks, optimizer, groups, config)
+    entry = checkpoint_at(folder).entry
+    assert entry is not None
+    load_checkpoint(entry, chunks, optimizer, groups, config)
+    found = gather_whole(parameter_shards(chunks, groups))
+    base = base_of(chunks, groups, config)
+    assert base is not None
+    refusals = []
+    with torch.no_grad():
+        if groups.pp_rank == 0 and groups.tp_rank == 0:
+            row = unwrap(chunks[0]).embedding.word_embeddings.weight[3]
+            row[5] = torch.nextafter(row[5], torch.tensor(9.0))
+    settle_base(chunks, optimizer, groups, config)
+    for attempt in (load_checkpoint, load_weights):
+        try:
+            attempt(entry, chunks, optimizer, groups, config)
+        except DataError as error:
+            refusals.append(str(error))
+    return Loaded(found, base.fingerprint, refusals)
+
+
+def logits(groups: Groups, config: Config) -> dict[str, Tensor]:
+    """Of one microbatch with drawn adapters: with them, without them, and of a model that never had any."""
+    chunks = build_model(config, groups)
+    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
+    plain = build_model(config.model_copy(update={"adapter": None}), groups)
+    batch = Batches(config, SamplePlan(0, 1), 0, 1).of_step(0)[0]
+    found = {"on": _logits(chunks, batch, config)}
+    with adapters_off(chunks):
+        found["off"] = _logits(chunks, batch, config)
+    return found | {"plain": _logits(plain, batch, config), "on again": _logits(chunks, batch, config)}
+
+
+def _logits(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) -> Tensor:
+    found: list[Tensor] = []
+
+    def take(logits: Logits, batch: Microbatch) -> None:
+        found.append(logits.main.clone())
+
+    run_forward(chunks, [batch], take, config)
+    return found[0]

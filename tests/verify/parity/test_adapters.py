@@ -1,0 +1,93 @@
+"""Adapters under every kind of layout are those of the definition, and what is frozen keeps its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.verify.core.ranks import Pool
+from mtrain.verify.core.result import ParityReport
+from mtrain.verify.planted.adapter_faults import ADAPTER_PLANTS
+from mtrain.verify.planted.adapter_inject import ADAPTER_FAULTS
+from mtrain.verify.planted.inject import chosen
+from tests.verify.parity.checks import check, expert_config, rich_config
+
+LORA = {"rank": 8, "alpha": 16.0}
+DORA = {"kind": "dora", "rank": 8, "targets": ["q_proj", "v_proj", "proj", "up_proj", "fc2"]}
+
+
+def adapted(adapter: dict[str, Any], **changes: Any) -> Config:
+    return rich_config(**({"adapter": adapter} | changes))
+
+
+def frozen_and_trained(report: ParityReport) -> tuple[list[str], list[str]]:
+    return (
+        [name for name in report.tensors if "_adapter." not in name],
+        [name for name in report.tensors if "_adapter." in name],
+    )
+
+
+def passes(report: ParityReport) -> None:
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    frozen, trained = frozen_and_trained(report)
+    for layout in report.layouts:
+        updates = {each.name: each for each in layout.deviations if each.kind == "update"}
+        gradients = {each.name for each in layout.deviations if each.kind == "gradient"}
+        assert gradients == set(trained), "nothing frozen has a gradient"
+        assert updates.keys() == {*frozen, *trained}
+        assert {(updates[name].value, updates[name].tolerance) for name in frozen} == {(0.0, 0.0)}
+
+
+def test_lora_of_everything_is_exact_on_all_axes(pool: Pool) -> None:
+    """Full recomputation needs a gradient at its input, which a frozen table does not give; overlaps need hooks."""
+    targets = ["qkv", "proj", "fc1", "fc2", "embedding", "output"]
+    train = {
+        "train__recompute": "full",
+        "train__overlap_grad_reduce": True,
+        "train__overlap_param_gather": True,
+        "model__tied_embeddings": False,
+        "model__qkv_bias": True,
+    }
+    user = adapted(LORA | {"targets": targets, "scaling": "rslora"}, **train)
+    passes(check(pool, user, "tp2mbs16,tp2spmbs16,pp2vpp2mbs2,cp2mbs16,dp2mbs8,tp2sppp2cp2mbs4", num_steps=2))
+
+
+def test_dora_is_exact_where_rows_lie_on_several_ranks(pool: Pool) -> None:
+    user = adapted(DORA, model__qkv_bias=True, train__distributed_optimizer=False)
+    passes(check(pool, user, "tp2mbs16,tp2spdp2mbs8,pp2cp2mbs4", num_steps=2))
+
+
+def test_adapters_of_experts_are_exact(pool: Pool) -> None:
+    user = expert_config(
+        adapter=LORA | {"targets": ["q_proj", "fc1", "experts"]},
+        model__mtp_depths=0,
+        model__experts__bias_update_rate=0.0,
+        layout__etp=1,
+    )
+    passes(check(pool, user, "ep2dp2mbs4,tp2spep2mbs4,tp2sppp2mbs4", num_steps=2))
+
+
+EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "adapter-gradient-times-tp": (LORA, "tp2mbs16", "tp", "gradient"),
+    "adapter-gradient-not-reduced": (LORA, "tp2mbs16,tp2spmbs16", "sp", "gradient"),
+    "adapter-scale-dropped": (LORA, "mbs4", "every layout", "loss"),
+    "magnitude-by-tp-rank": (DORA, "tp2mbs16", "tp", "loss"),
+    "frozen-weights-decayed": (LORA, "mbs4", "every layout", "update"),
+}
+"""Fault -> adapter, layouts, the axis and the kind of quantity that betray it."""
+
+
+@pytest.mark.parametrize("fault", ADAPTER_FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_of_adapters_is_found(pool: Pool, fault: Any) -> None:
+    adapter, layouts, axis, kind = EXPECTED[fault.name]
+    report = check(pool, adapted(adapter), layouts, fault.name, num_steps=1)
+    assert all(layout.error is None for layout in report.layouts)
+    assert report.diagnosis is not None
+    assert (report.diagnosis.axis, report.diagnosis.kind) == (axis, kind)
+    assert report.layouts[0].passed == (axis != "every layout")
+    assert EXPECTED.keys() == ADAPTER_PLANTS.keys()
+    with pytest.raises(ConfigError, match="it needs"):
+        chosen(fault.name, rich_config(), ["tp", "sp"])
