@@ -16,22 +16,26 @@ FieldPath = tuple[str, ...]
 """Where a tensor of a batch lies: a field, and inside it the loss term, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 _OF_DEPTH = ("tokens", "labels", "is_padding")
+_COUNTS = ("num_padding_tokens", "num_loss_tokens")
 
 
 def field_dtypes(
-    terms: Sequence[str], with_documents: bool, with_padding: bool, mtp_depths: int
+    terms: Sequence[str], with_documents: bool, is_packed: bool, with_padding: bool, mtp_depths: int
 ) -> dict[FieldPath, torch.dtype]:
     """The tensors that the batches of a run have, each [batch, seq].
 
     Args:
         terms: Names of the loss terms that are computed from logits.
-        with_documents: Whether rows are isolated documents.
+        with_documents: Whether rows hold isolated documents.
+        is_packed: Whether rows may hold several samples.
         with_padding: Whether somebody asks which positions hold no text.
         mtp_depths: How many further tokens are predicted.
     """
     dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
     if with_documents:
         dtypes[DOCUMENT_STARTS] = torch.int32
+    if is_packed:
+        dtypes["sequence_ids",] = torch.int64
     if with_padding:
         # only where routers count text: a field that nobody reads would be broadcast with every batch
         dtypes["is_padding",] = torch.bool
@@ -60,7 +64,7 @@ class MtpTargets:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples of one forward pass, one row a sample; full rows, before they are cut for context parallelism."""
+    """Samples of one forward pass; full rows, before they are cut for context parallelism."""
 
     tokens: Tensor
     """[batch, seq] int64."""
@@ -78,8 +82,13 @@ class Microbatch:
     is_padding: Tensor | None
     """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
     not count them. None where nobody asks."""
+    sequence_ids: Tensor | None = None
+    """[batch, seq] int64: the sequence (sample) of each position, counted from 0 in the microbatch; padding belongs to
+    the one before it. None: each row is one sequence."""
     mtp: tuple[MtpTargets, ...] = ()
     """By depth, from 1, where several tokens are predicted."""
+    num_sequences: int = 0
+    """That `sequence_ids` tell apart; where there are none, the rows."""
     num_padding_tokens: int = 0
     """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
     num_loss_tokens: int = 0
@@ -87,7 +96,7 @@ class Microbatch:
 
     def tensors(self) -> dict[FieldPath, Tensor]:
         """Every tensor that is there."""
-        alone = ("tokens", "labels", "positions", "document_starts", "is_padding")
+        alone = ("tokens", "labels", "positions", "document_starts", "sequence_ids", "is_padding")
         found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in alone}
         found |= {("weights", term): weights for term, weights in self.weights.items()}
         found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
@@ -96,9 +105,17 @@ class Microbatch:
         return {path: tensor for path, tensor in found.items() if tensor is not None}
 
     @classmethod
-    def of(cls, tensors: Mapping[FieldPath, Tensor]) -> Microbatch:
-        """The batch with these tensors, as `tensors` gives them; its positions are not counted."""
+    def of(cls, tensors: Mapping[FieldPath, Tensor], num_sequences: int | None = None) -> Microbatch:
+        """The batch with these tensors, as `tensors` gives them; its positions are not counted.
+
+        Args:
+            tensors: By field.
+            num_sequences: That sequence_ids tell apart; None asks them, for which the host waits, or counts rows.
+        """
         num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
+        ids = tensors.get(("sequence_ids",))
+        if num_sequences is None:
+            num_sequences = len(tensors["tokens",]) if ids is None else int(ids.max()) + 1
         depths = [[("mtp", str(depth), name) for name in _OF_DEPTH] for depth in range(num_depths)]
         return cls(
             # one-element paths are tuples too, hence the comma
@@ -109,7 +126,9 @@ class Microbatch:
             denominator_weights={path[1]: each for path, each in tensors.items() if path[0] == "denominator_weights"},
             document_starts=tensors.get(DOCUMENT_STARTS),
             is_padding=tensors.get(("is_padding",)),
-            mtp=tuple(MtpTargets(tensors[ids], tensors[labels], tensors.get(pad)) for ids, labels, pad in depths),
+            sequence_ids=ids,
+            mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
+            num_sequences=num_sequences,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
@@ -127,5 +146,5 @@ class Microbatch:
         return self._with({path: folded(path, rows) for path, rows in self.tensors().items()})
 
     def _with(self, tensors: Mapping[FieldPath, Tensor]) -> Microbatch:
-        padding, loss = self.num_padding_tokens, self.num_loss_tokens
-        return replace(Microbatch.of(tensors), num_padding_tokens=padding, num_loss_tokens=loss)
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return replace(Microbatch.of(tensors, self.num_sequences), **counts)

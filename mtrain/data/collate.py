@@ -1,11 +1,22 @@
-"""Samples to microbatches: stacked rows with, for each loss term, weights and shares of the denominator."""
+"""Samples to microbatches: rows of one or several samples with, for each loss term, weights and shares of the
+denominator.
+
+A row is a list of samples, laid one after the other; what is left of its width is padding. Everything that a loss reads
+is made for each sample by itself before it is laid down, so a sample counts the same wherever it lies.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.data.samples.mtp import moved, mtp_sample
@@ -19,95 +30,181 @@ def loss_terms(section: LossSection) -> dict[str, TermSection]:
     return {MAIN_TERM: section, **section.side_terms}
 
 
-def collate(
-    samples: Sequence[Sample | None],
-    seq_length: int,
-    terms: Mapping[str, TermSection],
-    first_of_step: int | None,
-    with_documents: bool,
-    with_padding: bool,
-    mtp_depths: int = 0,
-) -> Microbatch:
+@dataclass(frozen=True)
+class RowForm:
+    """What the rows of a run are like."""
+
+    width: int
+    """Positions."""
+    terms: Mapping[str, TermSection]
+    """Aggregation of each loss term."""
+    is_packed: bool = False
+    """Whether a row may hold several samples."""
+    isolates_documents: bool = False
+    """Whether documents do not see each other, as samples of one row never do; a sample without edges counts as one."""
+    with_padding: bool = False
+    """Whether somebody asks which positions hold no text."""
+    mtp_depths: int = 0
+    """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
+
+    @classmethod
+    def of(cls, config: Config) -> RowForm:
+        """Of a run."""
+        return cls(
+            width=config.row_width,
+            terms=loss_terms(config.loss),
+            is_packed=config.data.packing is not None,
+            isolates_documents=config.data.isolate_documents,
+            with_padding=config.model.experts is not None,
+            mtp_depths=config.model.mtp_depths,
+        )
+
+
+class Place(NamedTuple):
+    """Where a sample lies in a microbatch."""
+
+    row: int
+    number: int
+    """Of the samples of the row, from 0."""
+
+
+@dataclass(frozen=True)
+class _PlacedSample:
+    """One sample as it is laid into a row; [width] each."""
+
+    sample: Sample
+    """With one position, of padding, where it was without text."""
+    is_text: NDArray[np.bool_]
+    document_starts: NDArray[np.int32]
+    """Index in the sample."""
+
+
+def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Place | None) -> Microbatch:
     """Rows of one forward pass.
 
     Args:
-        samples: One a row. None makes a row that fills the microbatch up: it is not a sequence, so its weights and
-            shares are 0 whatever the aggregation.
-        seq_length: Positions of a row.
-        terms: Aggregation of each loss term.
-        first_of_step: The row that has slot 0 of the global batch, if it is here.
-        with_documents: Whether rows are isolated documents; those without edges count as one.
-        with_padding: Whether somebody asks which positions hold no text.
-        mtp_depths: How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one.
+        rows: The samples of each row. A row without one fills the microbatch up: there is no sequence in it, so its
+            weights and shares are 0 whatever the aggregation.
+        form: What rows are like.
+        first_of_step: Where the sample in slot 0 of the global batch lies, if it is here.
     """
-    rows = [_filler(seq_length) if sample is None else sample for sample in samples]
-    starts = [_starts(row, seq_length, with_documents) for row in rows]
-    # from whole rows, before any cut: what lies k tokens ahead may later be on another context-parallel rank
+    laid = [[_piece(sample, form) for sample in row] for row in rows]
+    starts = _document_starts(laid, form)
+    # from whole samples, before any cut: what lies k tokens ahead may later be on another context-parallel rank
     further = {
-        depth_term(depth): [mtp_sample(row, start, depth) for row, start in zip(rows, starts)]
-        for depth in range(1, mtp_depths + 1)
+        depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in laid]
+        for depth in range(1, form.mtp_depths + 1)
     }
-    by_term = {name: _terms(samples, rows, term, first_of_step) for name, term in terms.items()}
+    by_term = {name: _aggregated(laid, term, first_of_step) for name, term in form.terms.items()}
     # lengths of a depth are those of its own mask, which has fewer tokens
-    by_term |= {name: _terms(samples, each, terms[MAIN_TERM], first_of_step) for name, each in further.items()}
-    # they begin again at each document, as if it stood alone in the row
-    positions = [np.arange(seq_length) - start for start in starts]
+    by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], first_of_step) for name, each in further.items()}
+    is_text = _laid([[piece.is_text for piece in row] for row in laid], form.width, np.bool_)
+    ids, num_sequences = _sequence_ids(laid, form.width)
     return Microbatch(
-        tokens=_stacked([row.tokens for row in rows]),
-        labels=_stacked([row.labels for row in rows]),
-        positions=_stacked([position.astype(np.int64) for position in positions]),
-        weights={name: _stacked([row.weights for row in of_rows]) for name, of_rows in by_term.items()},
+        tokens=_of_samples(laid, "tokens", form.width),
+        labels=_of_samples(laid, "labels", form.width),
+        # they begin again at each document, as if it stood alone in the row
+        positions=torch.from_numpy(np.arange(form.width) - starts),
+        weights={
+            name: _laid([[each.weights for each in row] for row in of_rows], form.width, np.float32)
+            for name, of_rows in by_term.items()
+        },
         denominator_weights={
-            name: _stacked([row.denominator_weights for row in of_rows]) for name, of_rows in by_term.items()
+            name: _laid([[each.denominator_weights for each in row] for row in of_rows], form.width, np.float64)
+            for name, of_rows in by_term.items()
         },
         # None, not zeros: attention then need not look for documents in the row
-        document_starts=_stacked(starts) if with_documents else None,
-        is_padding=_stacked([_padding(row) for row in rows]) if with_padding else None,
-        mtp=tuple(
-            MtpTargets(
-                tokens=_stacked([row.tokens for row in each]),
-                labels=_stacked([row.labels for row in each]),
-                is_padding=_without_token_ahead(rows, starts, depth) if with_padding else None,
-            )
-            for depth, each in enumerate(further.values(), start=1)
-        ),
-        num_padding_tokens=sum(row.num_padding for row in rows),
+        document_starts=torch.from_numpy(starts) if form.isolates_documents else None,
+        sequence_ids=torch.from_numpy(ids) if form.is_packed else None,
+        is_padding=~is_text if form.with_padding else None,
+        mtp=tuple(_targets(each, form) for each in further.values()),
+        num_sequences=num_sequences,
+        num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
-        num_loss_tokens=sum(int(np.count_nonzero(row.weights)) for row in by_term[MAIN_TERM]),
+        num_loss_tokens=sum(int(np.count_nonzero(each.weights)) for row in by_term[MAIN_TERM] for each in row),
     )
 
 
-def _without_token_ahead(rows: Sequence[Sample], starts: Sequence[NDArray[np.int32]], depth: int) -> torch.Tensor:
-    return ~_stacked([moved(~_padding(row), start, depth) for row, start in zip(rows, starts)])
+def _piece(sample: Sample, form: RowForm) -> _PlacedSample:
+    is_text = np.ones(sample.width, np.bool_)
+    if not len(sample.tokens):
+        nothing = np.zeros(1, np.int64)
+        sample = replace(sample, tokens=nothing, labels=nothing, mask=np.zeros(1), document_starts=None)
+        is_text[:] = False
+    starts = sample.document_starts if form.isolates_documents else None
+    return _PlacedSample(sample, is_text, np.zeros(sample.width, np.int32) if starts is None else starts)
 
 
-def _starts(row: Sample, seq_length: int, with_documents: bool) -> NDArray[np.int32]:
-    if row.document_starts is None or not with_documents:
-        return np.zeros(seq_length, np.int32)
-    return row.document_starts
+def _ahead(piece: _PlacedSample, depth: int) -> _PlacedSample:
+    """What lies `depth` tokens further; text where there is such a token."""
+    starts = piece.document_starts
+    return replace(piece, sample=mtp_sample(piece.sample, starts, depth), is_text=moved(piece.is_text, starts, depth))
 
 
-def _terms(
-    samples: Sequence[Sample | None], rows: Sequence[Sample], term: TermSection, first_of_step: int | None
-) -> list[TokenTerms]:
-    """One term of every row; of a row without a sample nothing counts."""
+def _targets(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> MtpTargets:
+    is_text = _laid([[piece.is_text for piece in row] for row in rows], form.width, np.bool_)
+    return MtpTargets(
+        tokens=_of_samples(rows, "tokens", form.width),
+        labels=_of_samples(rows, "labels", form.width),
+        is_padding=~is_text if form.with_padding else None,
+    )
+
+
+def _aggregated(
+    rows: Sequence[Sequence[_PlacedSample]], term: TermSection, first_of_step: Place | None
+) -> list[list[TokenTerms]]:
+    """One term of every sample of every row."""
     return [
-        # not `aggregate` on an empty mask: with empty_sequences=include it would count the filler as a sequence
-        TokenTerms(np.zeros(len(row.mask), np.float32), np.zeros(len(row.mask), np.float64))
-        if sample is None
-        else aggregate(row.mask, sample.weight, term, index == first_of_step)
-        for index, (sample, row) in enumerate(zip(samples, rows))
+        [_terms(piece.sample, term, (row, number) == first_of_step) for number, piece in enumerate(pieces)]
+        for row, pieces in enumerate(rows)
     ]
 
 
-def _filler(seq_length: int) -> Sample:
-    nothing = np.zeros(seq_length, np.int64)
-    return Sample(tokens=nothing, labels=nothing, mask=np.zeros(seq_length), num_padding=seq_length)
+def _terms(sample: Sample, term: TermSection, is_first_in_step: bool) -> TokenTerms:
+    """One term of one sample."""
+    return aggregate(sample.mask, sample.weight, term, is_first_in_step)
 
 
-def _padding(row: Sample) -> NDArray[np.bool_]:
-    return np.arange(len(row.tokens)) >= len(row.tokens) - row.num_padding
+def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> NDArray[np.int32]:
+    """[rows, width]: index in the row at which each position's document begins."""
+    starts = np.zeros((len(rows), form.width), np.int32)
+    if not form.isolates_documents:
+        return starts
+    for row, pieces in zip(starts, rows):
+        begin = 0
+        for piece in pieces:
+            row[begin : begin + piece.sample.width] = begin + piece.document_starts
+            begin += piece.sample.width
+        # a document of its own: padding attends to no text
+        row[begin:] = begin
+    return starts
 
 
-def _stacked(rows: Sequence[NDArray[np.generic]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(rows))
+def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[NDArray[np.int64], int]:
+    """[rows, width]: the number of each position's sequence in the microbatch, and how many there are.
+
+    Padding belongs to the last sample of its row, and a row without one is a sequence without text: where every row
+    holds one sample, the number is that of the row.
+    """
+    ids, count = np.zeros((len(rows), width), np.int64), 0
+    for row, pieces in zip(ids, rows):
+        widths = [piece.sample.width for piece in pieces] or [width]
+        own = np.repeat(np.arange(count, count + len(widths)), widths)
+        row[: len(own)], row[len(own) :] = own, own[-1]
+        count += len(widths)
+    return ids, count
+
+
+def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) -> Tensor:
+    """An int64 field of the samples."""
+    return _laid([[getattr(piece.sample, name) for piece in row] for row in rows], width, np.int64)
+
+
+def _laid(rows: Sequence[Sequence[NDArray[Any]]], width: int, dtype: type[np.generic]) -> Tensor:
+    """[rows, width]: what each row holds, one after the other, and 0 behind it."""
+    whole = np.zeros((len(rows), width), dtype)
+    for row, parts in zip(whole, rows):
+        if parts:
+            joined = np.concatenate(parts)
+            row[: len(joined)] = joined
+    return torch.from_numpy(whole)

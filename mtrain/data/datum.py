@@ -10,7 +10,7 @@ import numpy as np
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, shifted
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Datum:
 
 
 def sample_of(datum: Datum, name: str, config: Config) -> Sample:
-    """A datum as a padded row.
+    """A datum as a sample.
 
     Args:
         datum: What the user gave.
         name: For messages, such as "sample 3".
-        config: Length of a row, size of the vocabulary.
+        config: Positions of a sample, size of the vocabulary.
 
     Raises:
         DataError: It is empty, too long, has ids beyond the vocabulary, or weights that cannot be.
@@ -58,7 +58,7 @@ def sample_of(datum: Datum, name: str, config: Config) -> Sample:
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
     # position t predicts token t + 1, so the weight of the first token has no position
-    return padded(ids, weights[1:], length, pad_id=0, weight=datum.weight)
+    return shifted(ids, weights[1:], datum.weight)
 
 
 def _fault(message: str) -> DataError:

@@ -1,25 +1,90 @@
 """What one data-parallel rank trains and validates on, as microbatches.
 
-Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here), and
-microbatch m of data-parallel rank d holds slots (m * dp + d) * micro_batch_size and those after it. So nothing that a
-rank reads depends on what was read before.
+Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here).
+Without packing a row is a sample, and microbatch m of data-parallel rank d holds slots (m * dp + d) * micro_batch_size
+and those after it. With packing the samples of a step are put into rows and these are dealt out, from the lengths of
+all samples of the step alone (`mtrain.data.packing`). So nothing that a rank reads depends on what was read before, and
+a step holds the same samples under any layout.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Literal
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.collate import collate, loss_terms
+from mtrain.data.collate import Place, RowForm, collate
 from mtrain.data.order import slots
+from mtrain.data.packing.step_plan import StepShape, plan_step
 from mtrain.data.prefetch import Prefetch
 from mtrain.data.samples.sample import Sample
-from mtrain.data.sources import HeldOut, MockHeldOut, Sources
+from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
 from mtrain.tokenizer import Tokenizer
 
-_SampleOfSlot = Callable[[int], Sample | None]
+
+class Slots(Protocol):
+    """The samples of a step, or of a pass through a validation set, by slot."""
+
+    def sample(self, slot: int) -> Sample | None:
+        """None beyond the end of a set."""
+
+    def width(self, slot: int) -> int:
+        """Positions that the sample takes in a row; 0 beyond the end of a set."""
+
+
+class RowPlan(Protocol):
+    """Which slots lie in which row of which rank."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of every rank."""
+
+    def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
+        """The slots of each row of one forward pass; none in a row that fills the microbatch up."""
+
+
+@dataclass(frozen=True)
+class OneSampleEach:
+    """Without packing: each slot is a row."""
+
+    num_slots: int
+    num_microbatches: int
+    micro_batch_size: int
+    dp_size: int
+
+    def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
+        """As of `RowPlan`."""
+        # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
+        own = slots(microbatch, dp_rank, self.dp_size, self.micro_batch_size)
+        return tuple((slot,) if slot < self.num_slots else () for slot in own)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Samples at hand, by slot."""
+
+    samples: Sequence[Sample]
+
+    def sample(self, slot: int) -> Sample | None:
+        """As of `Slots`."""
+        return self.samples[slot] if slot < len(self.samples) else None
+
+    def width(self, slot: int) -> int:
+        """As of `Slots`."""
+        return self.samples[slot].width if slot < len(self.samples) else 0
+
+    def places(self, plan: RowPlan, dp_size: int) -> dict[int, tuple[int, int]]:
+        """Slot -> number of its row, by microbatch and data-parallel rank, and where in the row it begins."""
+        turns = [(microbatch, rank) for microbatch in range(plan.num_microbatches) for rank in range(dp_size)]
+        found: dict[int, tuple[int, int]] = {}
+        for number, row in enumerate(row for turn in turns for row in plan.rows(*turn)):
+            begins = itertools.accumulate((self.width(slot) for slot in row), initial=0)
+            found |= {slot: (number, begin) for slot, begin in zip(row, begins)}
+        return found
 
 
 class HeldOutBatches:
@@ -34,18 +99,44 @@ class HeldOutBatches:
         self.num_samples = len(samples)
         """In the set, over all ranks."""
         self.num_passes = -(-self.num_samples // rows.global_batch_size)
-        """Calls of the pipeline schedule, each with as many microbatches as a training step."""
+        """Calls of the pipeline schedule."""
 
     def batches(self) -> Iterator[list[Microbatch]]:
         """Yields the microbatches of each pass."""
         for number in range(self.num_passes):
-            start = number * self._rows.global_batch_size
-            sample = functools.partial(self._sample, start)
-            yield self._rows.microbatches(sample, self._rows.num_microbatches, has_first=number == 0)
+            yield self._rows.of_step(
+                HeldOutSlots(self._samples, number * self._rows.global_batch_size), has_first=number == 0
+            )
 
-    def _sample(self, start: int, slot: int) -> Sample | None:
-        index = start + slot
-        return self._samples.sample(index) if index < self.num_samples else None
+
+@dataclass(frozen=True)
+class HeldOutSlots:
+    """A global batch of a held-out set."""
+
+    samples: HeldOut | MockHeldOut
+    start: int
+
+    def sample(self, slot: int) -> Sample | None:
+        index = self.start + slot
+        return self.samples.sample(index) if index < len(self.samples) else None
+
+    def width(self, slot: int) -> int:
+        index = self.start + slot
+        return self.samples.width(index) if index < len(self.samples) else 0
+
+
+@dataclass(frozen=True)
+class TrainingSlots:
+    """A global batch of the training samples."""
+
+    stream: SampleStream
+    start: int
+
+    def sample(self, slot: int) -> Sample:
+        return self.stream.sample(self.start + slot)
+
+    def width(self, slot: int) -> int:
+        return self.stream.width(self.start + slot)
 
 
 class StepLoader:
@@ -81,9 +172,15 @@ class StepLoader:
 
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""
-        start = step * self._rows.global_batch_size
-        count = self._rows.num_microbatches
-        return self._rows.microbatches(lambda slot: self._stream.sample(start + slot), count, has_first=True)
+        return self._rows.of_step(self.samples(step), has_first=True)
+
+    def samples(self, step: int) -> Slots:
+        """The samples of the step after `step` completed updates, by slot."""
+        return TrainingSlots(self._stream, step * self._rows.global_batch_size)
+
+    def plan(self, step: int) -> RowPlan:
+        """Which of them lie in which row; the same on every rank."""
+        return self._rows.plan(self.samples(step), self._rows.global_batch_size)
 
     def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
         """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""
@@ -96,45 +193,61 @@ class StepLoader:
 
 
 class RowsOfRank:
-    """Which slots of a global batch become which rows on this rank."""
+    """Which samples of a global batch become which rows on this rank."""
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
         """
         Raises:
             ConfigError: train.global_batch_size does not divide over the ranks.
         """
-        self.global_batch_size = config.train.global_batch_size
-        self._micro_batch_size = config.train.micro_batch_size
+        self.global_batch_size, self._micro_batch_size = config.train.global_batch_size, config.train.micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._seq_length, self._terms = config.data.seq_length, loss_terms(config.loss)
-        self._with_documents, self._mtp_depths = config.data.isolate_documents, config.model.mtp_depths
-        self._with_padding = config.model.experts is not None
-        self.num_microbatches, rest = divmod(self.global_batch_size, dp_size * self._micro_batch_size)
-        if rest:
+        self._form, self._shape = RowForm.of(config), StepShape.of(config, dp_size)
+        if not self._form.is_packed and self.global_batch_size % (dp_size * self._micro_batch_size):
             raise ConfigError(
                 f"train.global_batch_size={self.global_batch_size} must be a multiple of dp x train.micro_batch_size = "
                 f"{dp_size} x {self._micro_batch_size}; change one of them"
             )
 
-    def microbatches(self, sample: _SampleOfSlot, num_microbatches: int, has_first: bool) -> list[Microbatch]:
-        """
+    def of_step(self, samples: Slots, has_first: bool) -> list[Microbatch]:
+        """The microbatches of a global batch.
+
         Args:
-            sample: What lies in a slot; None beyond the end of a set.
-            num_microbatches: How many to make.
+            samples: global_batch_size slots.
             has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
         """
-        return [self._microbatch(number, sample, has_first) for number in range(num_microbatches)]
+        return self.microbatches(self.plan(samples, self.global_batch_size), samples, has_first)
 
-    def _microbatch(self, number: int, sample: _SampleOfSlot, has_first: bool) -> Microbatch:
-        # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
-        own = slots(number, self._dp_rank, self._dp_size, self._micro_batch_size)
-        return collate(
-            [sample(slot) for slot in own],
-            self._seq_length,
-            self._terms,
-            # slot 0 lies on one data-parallel rank alone, so the constant denominators have one owner
-            first_of_step=0 if has_first and own.start == 0 else None,
-            with_documents=self._with_documents,
-            with_padding=self._with_padding,
-            mtp_depths=self._mtp_depths,
-        )
+    def plan(self, samples: Slots, num_slots: int) -> RowPlan:
+        """Where each of so many slots lies; the same on every rank.
+
+        Raises:
+            DataError: A sample is longer than a row.
+        """
+        if self._form.is_packed:
+            widths = np.array([samples.width(slot) for slot in range(num_slots)], np.int64)
+            return plan_step(widths, self._shape)
+        count = -(-num_slots // (self._dp_size * self._micro_batch_size))
+        # what megatron-core's interleaved schedule can run
+        count = -(-count // self._shape.multiple_of) * self._shape.multiple_of
+        return OneSampleEach(num_slots, count, self._micro_batch_size, self._dp_size)
+
+    def microbatches(self, plan: RowPlan, samples: Slots, has_first: bool) -> list[Microbatch]:
+        """This rank's part of a plan.
+
+        Args:
+            plan: Of these samples.
+            samples: By slot.
+            has_first: As for `of_step`.
+        """
+        return [
+            self._microbatch(plan.rows(number, self._dp_rank), samples, has_first)
+            for number in range(plan.num_microbatches)
+        ]
+
+    def _microbatch(self, rows: tuple[tuple[int, ...], ...], samples: Slots, has_first: bool) -> Microbatch:
+        found = [[samples.sample(slot) for slot in row] for row in rows]
+        # slot 0 lies on one data-parallel rank alone, so the constant denominators have one owner
+        places = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
+        present = [[sample for sample in row if sample is not None] for row in found]
+        return collate(present, self._form, places[0] if places else None)

@@ -32,6 +32,9 @@ class SampleStream(Protocol):
     def sample(self, g: int) -> Sample:
         """Sample g of the run, counted from 0."""
 
+    def width(self, g: int) -> int:
+        """Positions that sample g takes in a row."""
+
 
 class Blended:
     """Sources in their shares, each in a new order every epoch."""
@@ -61,6 +64,10 @@ class Blended:
         place = self.order.locate(g)
         return self.sources[place.source].sample(place.epoch, place.index)
 
+    def width(self, g: int) -> int:
+        place = self.order.locate(g)
+        return self.sources[place.source].width(place.epoch, place.index)
+
 
 def _blend_of(fingerprints: Sequence[str], weights: Sequence[float]) -> str:
     return "+".join(f"{weight:g}*{fingerprint}" for weight, fingerprint in zip(weights, fingerprints))
@@ -79,9 +86,18 @@ class HeldOut:
 
     def sample(self, index: int) -> Sample:
         """Sample `index`, in the order of the sources."""
+        source, own = self._locate(index)
+        return source.sample(0, own)
+
+    def width(self, index: int) -> int:
+        """Positions that sample `index` takes in a row."""
+        source, own = self._locate(index)
+        return source.width(0, own)
+
+    def _locate(self, index: int) -> tuple[SampleSource, int]:
         for source in self._sources:
             if index < len(source):
-                return source.sample(0, index)
+                return source, index
             index -= len(source)
         raise IndexError(index)
 
@@ -97,6 +113,9 @@ class MockHeldOut:
 
     def sample(self, index: int) -> Sample:
         return self._samples.sample(index)
+
+    def width(self, index: int) -> int:
+        return self._samples.width(index)
 
 
 class Sources:
@@ -175,7 +194,7 @@ class Sources:
                 assert self.tokenizer is not None
                 tokens = self._caches.open(section.path)
                 numbers = _numbers(data, part, len(tokens))
-                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, self.tokenizer.pad_id)
+                found = SftDataset(tokens, numbers, data.seq_length, data.too_long)
                 self._notes += found.notes()
                 return found
             case IndexedSection():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import Aggregation
-from mtrain.loss.sequences import sum_over_ranks
+from mtrain.loss.sequences import PackedSequences, sum_by_sequence, sum_over_ranks
 
 if TYPE_CHECKING:
     from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
@@ -57,6 +57,8 @@ class TermInputs:
     """The ranks that hold the other tokens of the same sequences; None where this rank holds all of them."""
     aggregation: Aggregation = "token-mean"
     """Of the term."""
+    packed: PackedSequences | None = None
+    """Which tokens belong together, where a row may hold several sequences; None where each row is one."""
 
     @property
     def shares(self) -> Tensor:
@@ -68,29 +70,34 @@ class TermInputs:
         """[batch, seq] int64: the sequence of each token, counted from 0 in the microbatch; the same numbers on all
         ranks that hold parts of it.
 
-        A sequence is a row, as in every aggregation: what one sample holds, several documents of running text too.
+        A sequence is a sample, as in every aggregation: one conversation, wherever it lies in a packed row; one window
+        of running text, with all of its documents.
         """
+        if self.packed is not None:
+            return self.packed.ids
         batch, seq = self.labels.shape
-        # a row is a sequence, on every context-parallel rank at the same index: no communication; expand takes no
+        # else a row is a sequence, on every context-parallel rank at the same index: no communication; expand takes no
         # memory
         return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Adds up values over the tokens of each sequence, those on other context-parallel ranks included.
 
-        One all-reduce of [batch] numbers over CP and one in backward; none at cp = 1. Every rank has to call it, and
-        its result has to reach the numerator on every rank, as `weigh_sequences` sees to.
+        One all-reduce of [sequences] numbers over CP and one in backward; none at cp = 1. Every rank has to call it,
+        and its result has to reach the numerator on every rank, as `weigh_sequences` sees to.
 
         Args:
             values: [batch, seq], one a token. Tokens of weight 0 are left out, whatever their value is.
 
         Returns:
-            [batch] float64, the same on all ranks of the sequence. `[sequence_ids]` spreads it over the tokens.
+            [sequences] float64, the same on all ranks of the sequence. `[sequence_ids]` spreads it over the tokens.
         """
         # where, not values * (weights != 0): a masked value may be inf or nan, and 0 x inf is nan
         kept = torch.where(self.weights != 0, values, 0.0)
         # float64: which tokens are added on which rank depends on cp, and float32 would show it in the last digits
-        return sum_over_ranks(kept.sum(dim=1, dtype=torch.float64), self.context)
+        if self.packed is None:
+            return sum_over_ranks(kept.sum(dim=1, dtype=torch.float64), self.context)
+        return sum_over_ranks(sum_by_sequence(kept.double(), self.packed), self.context)
 
 
 LossFunction = Callable[[TermInputs], LossPair]
@@ -132,7 +139,7 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
     token-mean, and not at all where it has no loss token (unless loss.empty_sequences=include).
 
     Args:
-        sequence_losses: [batch], the same on all ranks that hold parts of the sequences; made with
+        sequence_losses: [sequences], the same on all ranks that hold parts of the sequences; made with
             `TermInputs.sum_over_sequence`.
         inputs: The microbatch whose shares count.
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, assert_never, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 RouterTerm = Literal["router_z", "router_sequence_balance", "router_microbatch_balance", "router_global_balance"]
@@ -31,23 +33,29 @@ _TINY = 1e-20
 """Keeps the sum of sigmoid scores above 0; far below any of them."""
 
 
-def router_denominator(term: RouterTerm, padding: Sequence[Tensor]) -> float:
+def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids: Sequence[Tensor | None]) -> float:
     """What a term is divided by: the sequences that hold text, or their tokens.
 
     Args:
         term: One of the four names.
         padding: [batch, seq] bool of each microbatch, full rows on the CPU: positions that hold no text.
+        sequence_ids: [batch, seq] likewise: the sequence of each position in its microbatch; None where it is the row.
     """
     # numpy: the plan is made before the first forward pass, while batches are still on the host
     is_text = [~each.numpy() for each in padding]
     match term:
         case "router_sequence_balance":
-            # a row of padding alone has no counts and no loss, so it must not be in the denominator either
-            return float(sum(each.any(1).sum() for each in is_text))
+            # a sequence of padding alone has no counts and no loss, so it must not be in the denominator either
+            return float(sum(_num_sequences(text, ids) for text, ids in zip(is_text, sequence_ids, strict=True)))
         case "router_z" | "router_microbatch_balance" | "router_global_balance":
             return float(sum(each.sum() for each in is_text))
         case _:
             assert_never(term)
+
+
+def _num_sequences(is_text: NDArray[np.bool_], ids: Tensor | None) -> int:
+    """That hold text, of one microbatch."""
+    return int(is_text.any(1).sum()) if ids is None else len(np.unique(ids.numpy()[is_text]))
 
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
@@ -81,13 +89,25 @@ def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_t
     return torch.where(is_text.unsqueeze(-1), scores, 0.0)
 
 
-def choices_by_row(scores: Tensor, top_k: int, is_text: Tensor) -> Tensor:
-    """How often each expert is among the top k: [seq, batch, experts] -> [batch, experts] int64."""
+def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+    """How often each expert is among the top k of the tokens of each sequence.
+
+    Args:
+        scores: [seq, batch, experts].
+        top_k: Choices of a token.
+        sequence_ids: [seq, batch] int64, below num_sequences; negative where there is no text.
+        num_sequences: How many to tell apart.
+
+    Returns:
+        [num_sequences, experts] int64.
+    """
     # counted from the unbiased scores and without groups, unlike where the tokens are sent (docs/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
-    # integers, so that sums over ranks and microbatches are exact in any order
-    return (chosen & is_text.unsqueeze(-1)).sum(0)
+    # integers, so that sums over ranks, microbatches and the threads of a device are exact in any order
+    counts = torch.zeros(num_sequences, scores.shape[-1], dtype=torch.int64, device=scores.device)
+    kept = (chosen & (sequence_ids >= 0).unsqueeze(-1)).to(torch.int64)
+    return counts.index_add_(0, sequence_ids.clamp(min=0).flatten(), kept.flatten(0, 1))
 
 
 def balance_losses(scores: Tensor, choices: Tensor) -> Tensor:
@@ -95,12 +115,11 @@ def balance_losses(scores: Tensor, choices: Tensor) -> Tensor:
 
     Args:
         scores: [seq, batch, experts], normalised.
-        choices: [experts] or [batch, experts]: counts over the set of tokens that has to be even.
+        choices: [experts] or [seq, batch, experts]: counts over the tokens that have to be even, each token's own.
 
     Returns:
         [seq, batch]; its mean over that set is the loss.
     """
     # clamp: a set without text has no choices, and 0 / 0 would be nan; all its scores are 0
     shares = choices.to(scores.dtype) / choices.sum(-1, keepdim=True).clamp(min=1)
-    # [seq, batch, experts] x [experts] or [batch, experts]: the counts are the same for every token of a set
     return (scores * shares).sum(-1) * scores.shape[-1]

@@ -1,12 +1,29 @@
-"""Sums over whole sequences, whose tokens may lie on several context-parallel ranks."""
+"""Sums over whole sequences, whose tokens may share a row with others and lie on several context-parallel ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """The sequences of a microbatch whose rows may hold several."""
+
+    ids: Tensor
+    """[batch, seq] int64: the sequence of each token of this rank, counted from 0 in the microbatch."""
+    num_sequences: int
+    """Of the whole microbatch, the same on all ranks that hold parts of it."""
+
+
+def sum_by_sequence(values: Tensor, packed: PackedSequences) -> Tensor:
+    """[batch, seq] -> [num_sequences]: the sum over this rank's tokens of each sequence, to be differentiated."""
+    # Not index_add or scatter_add, which add in any order on a GPU: a run has to repeat to the bit.
+    return values.new_zeros(packed.num_sequences).index_put((packed.ids,), values, accumulate=True)
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

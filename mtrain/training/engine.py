@@ -23,7 +23,7 @@ from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
 from mtrain.data.batch import Microbatch
 from mtrain.data.datum import Datum, sample_of
-from mtrain.data.loader import RowsOfRank
+from mtrain.data.loader import Given, RowPlan, RowsOfRank
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossFunction
 from mtrain.mcore.distributed.groups import opened_groups
@@ -81,10 +81,12 @@ class Engine:
     after `close` there may be another, under another layout.
 
     Weights begin where a run of `mtrain train` begins: at `checkpoint.initialize_from`, `model.hf`, or drawn from
-    `train.seed`, the same under any layout. `data.*` plays no part but for `data.seq_length`, the length of a row.
+    `train.seed`, the same under any layout. `data.*` plays no part but for `data.seq_length`, the length of a sample,
+    and `data.packing`.
 
     Batches are global: every rank is given all samples and takes its own. Any number of samples is allowed; rows that
-    are missing to a whole number of microbatches are filled up and count nothing.
+    are missing to a whole number of microbatches are filled up and count nothing. With `data.packing` rows hold several
+    samples, which do not see each other.
 
     Raises of all methods: RankLostError and MachineError inside a `with` block, where another rank is gone or memory
     runs out; RuntimeError after `close`.
@@ -141,9 +143,15 @@ class Engine:
             DataError: A sample does not fit the configuration.
         """
         parts = self._built()
-        batches, count = self._microbatches(batch, has_first=True)
+        samples = self._samples(batch)
+        plan = self._rows.plan(samples, len(batch))
+        batches, count = self._own(plan, samples, has_first=True), plan.num_microbatches
         found = label_log_probs(self.config, self._groups, parts.chunks, parts.optimizer, batches, count).cpu()
-        return [row[: len(datum.input_ids) - 1].clone() for row, datum in zip(found, batch)]
+        places = samples.places(plan, self._groups.layout.dp)
+        return [
+            found[row, begin : begin + len(datum.input_ids) - 1].clone()
+            for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
+        ]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossFunction | None = None) -> None:
         """Adds the gradient of a batch, not divided by anything; several calls make one step.
@@ -164,10 +172,12 @@ class Engine:
                 any other error it is gone.
         """
         training = self._built().training
-        batches, count = self._microbatches(batch, has_first=self._open is None)
+        samples = self._samples(batch)
+        plan = self._rows.plan(samples, len(batch))
+        batches = self._own(plan, samples, has_first=self._open is None)
         objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
         step, self._open = self._open or training.open(), None  # a pass that fails leaves no half of a gradient behind
-        training.accumulate(step, batches, count, objective, is_last=False)
+        training.accumulate(step, batches, plan.num_microbatches, objective, is_last=False)
         self._open = step
         self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)
 
@@ -309,29 +319,26 @@ class Engine:
             raise RuntimeError("this Engine is closed; make another one")
         return self._parts
 
-    def _microbatches(self, batch: Sequence[Datum], has_first: bool) -> tuple[list[Microbatch] | None, int]:
-        """What this rank reads of a global batch, and how many microbatches every data-parallel rank has."""
-        if not batch:
-            raise ValueError("a batch needs at least one sample")
-        layout = self._groups.layout
-        count = -(-len(batch) // (layout.dp * self.config.train.micro_batch_size))
-        if layout.vpp > 1:
-            count = -(-count // layout.pp) * layout.pp  # what megatron-core's interleaved schedule can run
-        return self._rows_of(batch, count, has_first), count
-
     def _passes(self, batches: Iterable[Sequence[Datum]]) -> Iterator[list[Microbatch] | None]:
         """This rank's part of each `train.global_batch_size` samples, of one pass at least."""
-        data, number = itertools.chain.from_iterable(batches), 0
-        while (batch := list(itertools.islice(data, self.config.train.global_batch_size))) or number == 0:
-            yield self._rows_of(batch, self._rows.num_microbatches, has_first=number == 0)
-            number += 1
+        data, size = itertools.chain.from_iterable(batches), self._rows.global_batch_size
+        for number in itertools.count():
+            batch = list(itertools.islice(data, size))
+            if number and not batch:
+                return
+            samples = Given([sample_of(datum, f"sample {slot}", self.config) for slot, datum in enumerate(batch)])
+            # whole passes, so that the number of microbatches is that of a training step
+            yield self._own(self._rows.plan(samples, size), samples, has_first=number == 0)
 
-    def _rows_of(self, batch: Sequence[Datum], num_microbatches: int, has_first: bool) -> list[Microbatch] | None:
+    def _samples(self, batch: Sequence[Datum]) -> Given:
         """Every rank looks at all samples, so that all refuse the same one."""
-        samples = [sample_of(datum, f"sample {number}", self.config) for number, datum in enumerate(batch)]
-        if self._groups.tp_rank > 0:
-            return None
-        return self._rows.microbatches(dict(enumerate(samples)).get, num_microbatches, has_first)
+        if not batch:
+            raise ValueError("a batch needs at least one sample")
+        return Given([sample_of(datum, f"sample {slot}", self.config) for slot, datum in enumerate(batch)])
+
+    def _own(self, plan: RowPlan, samples: Given, has_first: bool) -> list[Microbatch] | None:
+        """What this rank reads of a global batch; None where tensor-parallel rank 0 reads for it."""
+        return None if self._groups.tp_rank > 0 else self._rows.microbatches(plan, samples, has_first)
 
 
 def _cleared(out: Path, scratch: Path) -> None:

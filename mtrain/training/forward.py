@@ -58,7 +58,7 @@ def forward_totals(
     # pass
     optimizer.gather_parameters()
     terms = tuple(objective.functions)
-    num_microbatches = groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    count = num_microbatches(config, groups)
     # one accumulator over all passes: sum over sum, not a mean of means
     sums = StepSums(PairAccumulator(terms, groups.device), dict.fromkeys(terms, 0.0))
 
@@ -69,11 +69,18 @@ def forward_totals(
         for own in passes:
             # the plan is compared in validation too: a row that is counted twice shows here
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
-            rows = slice_for_rank(broadcast_batches(own, num_microbatches, terms, config, groups), groups)
+            rows = slice_for_rank(broadcast_batches(own, count, terms, config, groups), groups)
             accumulate(rows, term_inputs_of(rows, config, groups, teacher))
     totals = GlobalTotals(sums, groups).read(objective.coefficients).terms
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
     return totals
+
+
+def num_microbatches(config: Config, groups: Groups) -> int | None:
+    """Of a data-parallel rank in one step; None where rows are packed: what the step holds decides."""
+    if config.data.packing is not None:
+        return None
+    return groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
 
 
 @torch.no_grad()
@@ -98,10 +105,11 @@ def label_log_probs(
         num_microbatches: How many they are.
 
     Returns:
-        [rows, seq] float32 on the device, in nats, the same on all ranks; rows by slot of the global batch.
+        [rows, seq] float32 on the device, in nats, the same on all ranks. Rows by microbatch, then data-parallel rank:
+        without packing by slot of the global batch.
     """
     optimizer.gather_parameters()
-    size, seq, layout = config.train.micro_batch_size, config.data.seq_length, groups.layout
+    size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # tokens further ahead: not asked for
     found = torch.zeros(num_microbatches * layout.dp * size, seq, device=groups.device)

@@ -26,7 +26,7 @@ from mtrain.mcore.engine.schedule import connect, deferred_grad_sync, run_schedu
 from mtrain.mcore.model.moe.balance import RouterBalance
 from mtrain.mcore.model.mtp import Logits
 from mtrain.mcore.state.teacher import Teacher
-from mtrain.training.forward import forward_totals
+from mtrain.training.forward import forward_totals, num_microbatches
 from mtrain.training.term_inputs import term_inputs_of
 from mtrain.training.totals import check_totals, planned_denominators, token_counts
 
@@ -64,9 +64,7 @@ class TrainingStep:
         """
         self._config, self._groups, self._chunks = config, groups, list(chunks)
         self._optimizer, self._objective, self._teacher = optimizer, objective, teacher
-        self._num_microbatches = groups.layout.num_microbatches(
-            config.train.global_batch_size, config.train.micro_batch_size
-        )
+        self._num_microbatches = num_microbatches(config, groups)
         self.routers = RouterBalance(config, groups, self._chunks)
         # once: the hooks stay in the chunks' config from step to step
         connect(self._chunks, optimizer, config)
@@ -101,7 +99,7 @@ class TrainingStep:
         self,
         step: OpenStep,
         batches: Sequence[Microbatch] | None,
-        num_microbatches: int,
+        num_microbatches: int | None,
         objective: Objective,
         is_last: bool,
     ) -> None:
@@ -110,7 +108,7 @@ class TrainingStep:
         Args:
             step: Receives them.
             batches: As for `forward_backward`.
-            num_microbatches: How many they are, the same on all ranks.
+            num_microbatches: How many they are, the same on all ranks; None where ranks without batches do not know.
             objective: What is differentiated; of the same terms in all passes of a step.
             is_last: No pass follows, so that gradients may be reduced beside the backward pass.
 
@@ -133,6 +131,7 @@ class TrainingStep:
         factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups)
+        step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = slice_for_rank(shared, self._groups)
         inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
 
@@ -144,7 +143,7 @@ class TrainingStep:
         # a function, since it waits for the plan: called by the first router, not ahead of the forward pass
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
         with (
-            self.routers.watching(step.sums.pairs, router_factors),
+            self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
             nullcontext() if is_last else deferred_grad_sync(self._chunks),
         ):
             run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)

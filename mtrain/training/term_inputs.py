@@ -12,6 +12,7 @@ from mtrain.config.schema.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
 from mtrain.loss.pair import TermInputs
+from mtrain.loss.sequences import PackedSequences
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.mtp import Logits
@@ -60,6 +61,7 @@ def term_inputs(
 
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
     context = groups.cp if groups.layout.cp > 1 else None
+    packed = None if batch.sequence_ids is None else PackedSequences(batch.sequence_ids, batch.num_sequences)
     terms = loss_terms(config.loss)
     inputs = {
         term: TermInputs(
@@ -71,6 +73,7 @@ def term_inputs(
             teacher,
             context,
             terms.get(term, config.loss).aggregation,  # depths of multi-token prediction: as the main term
+            packed,
         )
         for term in batch.weights
     }

@@ -19,8 +19,9 @@ weights. Counts are below 1e12, where this means equality."""
 def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
     """Each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
     padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
+    ids = [batch.sequence_ids for batch in batches]
     return {
-        term: router_denominator(ROUTER_TERMS[term], padding)
+        term: router_denominator(ROUTER_TERMS[term], padding, ids)
         if term in ROUTER_TERMS
         else math.fsum(batch.denominator_weights[term].numpy().sum() for batch in batches)
         for term in terms

@@ -259,8 +259,7 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
 
 def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:
     train = run.config.train
-    padding, of_loss = totals.tokens
-    tokens = train.global_batch_size * run.config.data.seq_length - padding
+    tokens, (padding, of_loss) = totals.num_text_tokens, totals.tokens
     is_half = train.precision == "fp16"
     return StepRecord(
         step=done,

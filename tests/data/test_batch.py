@@ -18,7 +18,7 @@ def rows(dtype: torch.dtype) -> Tensor:
 def full() -> Microbatch:
     """Every field filled."""
     return replace(
-        Microbatch.of({path: rows(dtype) for path, dtype in field_dtypes(TERMS, True, True, 2).items()}),
+        Microbatch.of({path: rows(dtype) for path, dtype in field_dtypes(TERMS, True, True, True, 2).items()}),
         num_padding_tokens=3,
         num_loss_tokens=5,
     )
@@ -26,14 +26,14 @@ def full() -> Microbatch:
 
 def test_the_table_names_every_field() -> None:
     tensors = full().tensors()
-    counted = {"num_padding_tokens", "num_loss_tokens"}
+    counted = {"num_sequences", "num_padding_tokens", "num_loss_tokens"}
     assert {path[0] for path in tensors} == {field.name for field in fields(Microbatch)} - counted
     assert {path[2] for path in tensors if path[0] == "mtp"} == {field.name for field in fields(MtpTargets)}
-    assert {path: each.dtype for path, each in tensors.items()} == field_dtypes(TERMS, True, True, 2)
+    assert {path: each.dtype for path, each in tensors.items()} == field_dtypes(TERMS, True, True, True, 2)
 
 
 def test_taking_apart_and_putting_together_changes_nothing() -> None:
-    for batch in (full(), replace(full(), document_starts=None, is_padding=None, mtp=())):
+    for batch in (full(), replace(full(), document_starts=None, is_padding=None, sequence_ids=None, mtp=())):
         again = Microbatch.of(batch.tensors())
         assert again.tensors().keys() == batch.tensors().keys()
         assert all(torch.equal(each, batch.tensors()[path]) for path, each in again.tensors().items())
@@ -43,6 +43,7 @@ def test_a_change_reaches_all_but_the_edges_of_documents() -> None:
     batch = full().map(lambda each: each[:, 1:])
     assert {path for path, each in batch.tensors().items() if each.shape == (2, 4)} == {DOCUMENT_STARTS}
     assert (batch.num_padding_tokens, batch.num_loss_tokens) == (3, 5)
+    assert batch.num_sequences == 8, "counted before rows were cut"
 
 
 def test_a_smaller_vocabulary_folds_ids_and_nothing_else() -> None:

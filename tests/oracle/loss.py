@@ -32,16 +32,16 @@ class Sequence:
 
     @classmethod
     def of_sample(cls, sample: Sample, with_text: bool = False) -> "Sequence":
-        """A row of a batch without what follows its last loss token: no loss of logits depends on that.
+        """A sample without what follows its last loss token: no loss of logits depends on that.
 
         Args:
-            sample: The row.
-            with_text: Keep all its text, and leave the padding alone out: routers count text without a loss too.
+            sample: Of the batch.
+            with_text: Keep all its text: routers count text without a loss too.
         """
         (places,) = sample.mask.nonzero()
         length = places[-1].item() + 1 if len(places) > 0 else 1
         if with_text:
-            length = len(sample.tokens) - sample.num_padding
+            length = len(sample.tokens)
         starts = (0,) if sample.document_starts is None else sorted(set(sample.document_starts[:length].tolist()))
         return cls(
             tokens=torch.from_numpy(sample.tokens[:length]),

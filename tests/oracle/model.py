@@ -187,7 +187,9 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
         scores = torch.cat([scores, sinks.expand(documents, -1, -1, length, 1)], dim=-1)
     probabilities = scores.softmax(-1)[..., :length]
     context = torch.einsum("dghqk,dkgoe->dqghe", probabilities, value)
-    return _linear(parameters, f"{name}.linear_proj", context.reshape(documents, length, -1))
+    return _linear(
+        parameters, f"{name}.linear_proj", context.reshape(documents, length, model.num_attention_heads * head)
+    )
 
 
 def _head_norm(parameters: Parameters, name: str, model: ModelSection, heads: Tensor) -> Tensor:

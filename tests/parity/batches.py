@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, shifted
 
 BATCH, SEQ, VOCAB = 16, 32, 61
 """Samples of a step, positions of a row, real tokens."""
@@ -68,6 +70,12 @@ def weighted_steps(seed: int = 8) -> list[GlobalBatch]:
     return steps
 
 
+def cut(sample: Sample, length: int) -> Sample:
+    """The first so many positions of a sample of one document."""
+    fields = {name: getattr(sample, name)[:length] for name in ("tokens", "labels", "mask")}
+    return replace(sample, **fields)
+
+
 def full_batch(seed: int = 9) -> GlobalBatch:
     """Every token has a loss, as in pretraining on whole rows."""
     rng = np.random.default_rng(seed)
@@ -111,7 +119,7 @@ def _with_documents(sample: Sample, edges: list[int]) -> Sample:
 
 
 def padded_steps(seed: int = 12) -> list[GlobalBatch]:
-    """Rows of questions and answers: text of ragged lengths, the prompt without a loss, padding behind it; in one row
+    """Questions and answers of ragged lengths, the prompt without a loss; in one of them
     of the second step nothing is in the loss."""
     rng = np.random.default_rng(seed)
     steps = []
@@ -121,6 +129,6 @@ def padded_steps(seed: int = 12) -> list[GlobalBatch]:
             length = int(rng.integers(1, SEQ + 1)) if slot else SEQ - 3
             mask = np.zeros(length)
             mask[int(share * length) :] = 1.0
-            rows.append(padded(rng.integers(0, VOCAB, length + 1), mask, SEQ, pad_id=0))
+            rows.append(shifted(rng.integers(0, VOCAB, length + 1), mask))
         steps.append(rows)
     return steps

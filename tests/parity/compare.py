@@ -92,11 +92,7 @@ def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 def _fingerprint(batches: list[GlobalBatch]) -> int:
     return hash(
-        tuple(
-            (s.tokens.tobytes(), s.mask.tobytes(), s.weight, str(s.document_starts), s.num_padding)
-            for b in batches
-            for s in b
-        )
+        tuple((s.tokens.tobytes(), s.mask.tobytes(), s.weight, str(s.document_starts)) for b in batches for s in b)
     )
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.collate import collate, loss_terms
-from mtrain.data.order import slots
+from mtrain.data.loader import Given, RowsOfRank
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
@@ -95,21 +94,8 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
     """The part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
-    size = config.train.micro_batch_size
-    count = groups.layout.num_microbatches(len(batch), size)
-    rows = [slots(number, groups.dp_rank, groups.layout.dp, size) for number in range(count)]
-    return [
-        collate(
-            [batch[slot] for slot in row],
-            config.data.seq_length,
-            loss_terms(config.loss),
-            first_of_step=0 if row.start == 0 else None,
-            with_documents=config.data.isolate_documents,
-            with_padding=config.model.experts is not None,
-            mtp_depths=config.model.mtp_depths,
-        )
-        for row in rows
-    ]
+    rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp), Given(batch)
+    return rows.microbatches(rows.plan(samples, len(batch)), samples, has_first=True)
 
 
 @torch.no_grad()

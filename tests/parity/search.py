@@ -92,14 +92,14 @@ def sample(row: Row, config: Config, rng: np.random.Generator) -> Sample:
     """Random tokens under the row's mask."""
     seq, isolated = config.data.seq_length, config.data.isolate_documents
     text = max(1, seq - row.padding)
-    tokens = rng.integers(0, config.model.vocab_size, seq + 1)
+    tokens = rng.integers(0, config.model.vocab_size, seq + 1)[: text + 1]
     mask = places(row, seq, rng)
-    starts = np.zeros(seq, np.int32)
+    starts = np.zeros(text, np.int32)
     if row.is_fractional:
         mask *= rng.choice([1.0, 0.5, 0.125, 0.3], seq)
-    mask[text:] = 0.0
+    mask = mask[:text]
     if isolated:
-        edges = [edge for edge in row.edges if edge < text] + [text] * (text < seq)  # padding is a document of its own
+        edges = [edge for edge in row.edges if edge < text]
         starts[edges] = edges
         mask[[edge - 1 for edge in edges]] = 0.0  # no token is predicted across an edge
     return Sample(
@@ -108,7 +108,6 @@ def sample(row: Row, config: Config, rng: np.random.Generator) -> Sample:
         mask=mask,
         weight=row.weight,
         document_starts=np.maximum.accumulate(starts) if isolated else None,
-        num_padding=seq - text,
     )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mtrain.data.order import key_of, mix
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, shifted
 
 _TRAIN, _HELD_OUT = 0, 1
 
@@ -30,4 +30,8 @@ class MockSamples:
         key = np.uint64(key_of(self._seed, self._part, g))
         words = mix(np.arange(self._seq_length + 1, dtype=np.uint64) ^ key)
         ids = (words % np.uint64(self._vocab_size)).astype(np.int64)
-        return padded(ids, np.ones(self._seq_length), self._seq_length, pad_id=0)
+        return shifted(ids, np.ones(self._seq_length))
+
+    def width(self, g: int) -> int:
+        """Positions of sample g."""
+        return self._seq_length

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.data.formats.megatron_indexed import Corpus
 from mtrain.data.order import key_of, permutation
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, shifted
 
 _DOCUMENT_ORDER = 1
 """Sets the permutation of documents apart from that of windows, which has the same seed."""
 
 
 class PretrainDataset:
-    """Documents of a corpus as windows of seq_length tokens; a row is a sequence for the loss."""
+    """Documents of a corpus as windows of seq_length tokens; a window is a sequence for the loss."""
 
     def __init__(
         self,
@@ -75,13 +75,17 @@ class PretrainDataset:
         ids, edges = self._read(order, starts, first, last)
         mask = np.ones(len(ids) - 1)
         if not self._isolate:
-            return padded(ids, mask, self._seq_length, pad_id=0)
+            return shifted(ids, mask)
         mask[edges - 1] = 0.0  # the token before an edge would predict the next document's first
         document_starts = np.zeros(len(ids) - 1, np.int32)
         inner = edges[edges < len(ids) - 1]
         # a start at each edge; the running maximum then spreads it over its document
         document_starts[inner] = inner
-        return padded(ids, mask, self._seq_length, pad_id=0, document_starts=np.maximum.accumulate(document_starts))
+        return shifted(ids, mask, document_starts=np.maximum.accumulate(document_starts))
+
+    def width(self, epoch: int, index: int) -> int:
+        """Positions of a window: all but the last one of a validation set are full."""
+        return max(1, min(self._seq_length, self.num_tokens - 1 - index * self._seq_length))
 
     def document_order(self, epoch: int) -> NDArray[np.int64]:
         """[n] int64: the documents in the order of an epoch, counted from the first one that is used."""

@@ -1,4 +1,4 @@
-"""One training sample before it becomes a row of a batch."""
+"""One training sample before it becomes a row, or a part of a row, of a batch."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,20 +9,24 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of seq_length positions with what each of them has to predict; one sequence for the loss."""
+    """One sequence for the loss: n positions of text, without padding, and what each of them has to predict."""
 
     tokens: NDArray[np.int64]
-    """[seq]; padded at the end."""
+    """[n]; n may be 0."""
     labels: NDArray[np.int64]
-    """[seq], shifted: the token to predict at each position; 0 where there is none."""
+    """[n], shifted: the token to predict at each position; 0 where there is none."""
     mask: NDArray[np.float64]
-    """[seq] at least 0: what the token to predict counts; 0 for padding and prompts."""
+    """[n] at least 0: what the token to predict counts; 0 for prompts."""
     weight: float = 1.0
     """What the whole sample counts, at least 0."""
     document_starts: NDArray[np.int32] | None = None
-    """[seq]: index in the row at which each token's document begins; None where the row is one document."""
-    num_padding: int = 0
-    """Positions at the end that hold no text."""
+    """[n]: index in the sample at which each token's document begins; None where the sample is one document."""
+
+    @property
+    def width(self) -> int:
+        """Positions that it takes in a row: one, of padding, where it has no text."""
+        # what a sequence adds to a denominator lies at its first position, so each needs one
+        return max(1, len(self.tokens))
 
 
 class SampleSource(Protocol):
@@ -41,36 +45,26 @@ class SampleSource(Protocol):
             DataError: the corpus is damaged at this place or does not fit the model.
         """
 
+    def width(self, epoch: int, index: int) -> int:
+        """`sample(epoch, index).width`: what packing asks of every sample of a step, on every rank.
 
-def padded(
+        Raises:
+            DataError: as for `sample`.
+        """
+
+
+def shifted(
     ids: NDArray[np.int64],
     label_mask: NDArray[np.float64],
-    seq_length: int,
-    pad_id: int,
     weight: float = 1.0,
     document_starts: NDArray[np.int32] | None = None,
 ) -> Sample:
     """A sample from running text: position t holds ids[t] and predicts ids[t + 1].
 
     Args:
-        ids: [n], 1 <= n <= seq_length + 1.
+        ids: [n], at least one.
         label_mask: [n - 1]: what predicting ids[1:] counts.
-        seq_length: Width of the row; what is missing is padded with weight 0.
-        pad_id: Fills the tokens.
         weight: Of the sample.
-        document_starts: [n - 1]; padding becomes a document of its own.
+        document_starts: [n - 1].
     """
-    filled = len(ids) - 1
-    missing = seq_length - filled
-    starts = document_starts
-    if starts is not None:
-        # a document of its own: padding attends to no text
-        starts = np.pad(starts, (0, missing), constant_values=filled).astype(np.int32)
-    return Sample(
-        tokens=np.pad(ids[:-1], (0, missing), constant_values=pad_id),
-        labels=np.pad(ids[1:], (0, missing)),
-        mask=np.pad(label_mask, (0, missing)),
-        weight=weight,
-        document_starts=starts,
-        num_padding=missing,
-    )
+    return Sample(tokens=ids[:-1], labels=ids[1:], mask=label_mask, weight=weight, document_starts=document_starts)

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from typing import assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, shifted
 from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
@@ -30,19 +29,18 @@ _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refus
 class SftDataset:
     """A part of a source's samples."""
 
-    def __init__(self, cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong, pad_id: int) -> None:
+    def __init__(self, cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> None:
         """
         Args:
             cache: Of the source.
             numbers: The part of its samples that is used, counted from 0.
             seq_length: Positions of a row.
             too_long: What happens to a sample of more than seq_length + 1 tokens.
-            pad_id: Fills rows.
 
         Raises:
             DataError: A sample is too long and has to be refused, or none is left.
         """
-        self.cache, self._numbers, self._seq_length, self._pad_id = cache, numbers, seq_length, pad_id
+        self.cache, self._numbers, self._seq_length = cache, numbers, seq_length
         self._too_long = too_long
         self._pieces: Pieces
         self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long)
@@ -66,18 +64,16 @@ class SftDataset:
         found = self.cache.read(int(self._pieces.samples[index]))
         start = int(self._pieces.starts[index])
         end = start + int(self._pieces.sizes[index])
-        return padded(
+        return shifted(
             found.ids[start:end].astype(np.int64),
-            # shifted: position t predicts token t + 1
+            # position t predicts token t + 1, so what the first token counts is not asked for
             found.loss_weights[start + 1 : end].astype(np.float64),
-            self._seq_length,
-            self._pad_id,
             weight=found.weight,
         )
 
-    def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions that samples take in rows, without reading them; at least 1."""
-        return np.maximum(1, self._pieces.sizes[indices] - 1)
+    def width(self, epoch: int, index: int) -> int:
+        """Positions that sample `index` takes in a row, without reading it; at least 1."""
+        return max(1, int(self._pieces.sizes[index]) - 1)
 
     def place(self, index: int) -> str:
         """File and number of the record that a sample comes from."""

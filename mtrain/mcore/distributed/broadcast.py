@@ -15,15 +15,16 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 def broadcast_batches(
-    batches: Sequence[Microbatch] | None, count: int, terms: Sequence[str], config: Config, groups: Groups
+    batches: Sequence[Microbatch] | None, count: int | None, terms: Sequence[str], config: Config, groups: Groups
 ) -> list[Microbatch]:
     """Full rows on the device of every rank of the tensor-parallel group.
 
-    Two broadcasts over TP for all microbatches together.
+    Two broadcasts over TP for all microbatches together; a third one in front, of one number that the host waits for,
+    where the count is not known.
 
     Args:
         batches: The step's microbatches on tensor-parallel rank 0, elsewhere None.
-        count: Number of microbatches.
+        count: Number of microbatches; None where ranks without batches do not know it.
         terms: Names of the loss terms.
         config: Gives the shapes.
         groups: The process groups.
@@ -33,11 +34,15 @@ def broadcast_batches(
         assert batches is not None
         return [batch.map(lambda rows: rows.to(groups.device)) for batch in batches]
     model = config.model
-    # Both sides derive fields and shapes from the configuration, so no header travels in front of the tensors.
-    fields = field_dtypes(terms, config.data.isolate_documents, model.experts is not None, model.mtp_depths)
+    # Both sides derive fields and shapes from the configuration: the number of microbatches is all that a packed step
+    # decides by itself.
+    if count is None:
+        count = _shared_count(batches, groups)
+    is_packed, has_routers = config.data.packing is not None, model.experts is not None
+    fields = field_dtypes(terms, config.data.isolate_documents, is_packed, has_routers, model.mtp_depths)
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
-    shape = (config.train.micro_batch_size, config.data.seq_length)  # whole rows; they are cut for CP afterwards
+    shape = (config.train.micro_batch_size, config.row_width)  # whole rows; they are cut for CP afterwards
     # one vector of each kind: int64 and float64 hold every value of the narrower types
     packed = [
         _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
@@ -48,6 +53,13 @@ def broadcast_batches(
         Microbatch.of({path: _as_given(path, rows, fields[path]) for path, rows in zip(paths, [*whole, *real])})
         for whole, real in zip(*packed)
     ]
+
+
+def _shared_count(batches: Sequence[Microbatch] | None, groups: Groups) -> int:
+    """How many microbatches tensor-parallel rank 0 has. One broadcast."""
+    count = torch.tensor(0 if batches is None else len(batches), device=groups.device)
+    dist.broadcast(count, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
+    return int(count)
 
 
 def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:

@@ -90,6 +90,8 @@ class StepSums:
     """Each term's denominator over this rank's batches, in the order of `pairs.terms`."""
     tokens: TokenCounts = NO_TOKENS
     """Of this rank's batches; 0 where it reads none."""
+    num_positions: int = 0
+    """Of the global batch, in all rows of all ranks: known without asking them, as all have as many rows."""
     numerator_scale: float = 1.0
     """What objectives were multiplied by before backward; the division takes it out."""
 
@@ -109,6 +111,8 @@ class StepTotals:
     """Whether any rank asked for it."""
     tokens: TokenCounts
     """Of the global batch."""
+    num_positions: int
+    """Of the global batch, with and without text."""
     grad_norm_sq: float | None
     """Squared norm of the gradient before it is divided; None in fp16, where the update finds it."""
     coefficients: Mapping[str, float]
@@ -129,6 +133,11 @@ class StepTotals:
         """Global L2 norm of the normalised gradient, before clipping; None in fp16."""
         divisor = self.terms[MAIN_TERM].denominator or math.inf  # an empty batch has no gradient
         return None if self.grad_norm_sq is None else math.sqrt(self.grad_norm_sq) / divisor
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Positions with text."""
+        return self.num_positions - self.tokens.padding
 
     @property
     def is_empty(self) -> bool:
@@ -156,7 +165,7 @@ class GlobalTotals:
         stop_requested: Any rank's true makes `stop_requested` true on all.
         local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
         """
-        self._terms = sums.pairs.terms
+        self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
         # Host numbers first, those of the device copied over them: one transfer to the device and none back.
         pairs, count = [0.0] * (2 * len(self._terms)), len(self._terms)
         of_batch = [*sums.planned.values(), *sums.tokens] if groups.counts_plan else [0.0] * (count + len(sums.tokens))
@@ -182,7 +191,7 @@ class GlobalTotals:
         pairs = [(next(values), next(values)) for _ in self._terms]
         terms = {term: TermTotals(*pair, next(values)) for term, pair in zip(self._terms, pairs)}
         tokens = TokenCounts(int(next(values)), int(next(values)))  # exact: float64 holds whole numbers to 2^53
-        return StepTotals(terms, next(values) > 0, tokens, next(values, None), coefficients)
+        return StepTotals(terms, next(values) > 0, tokens, self._num_positions, next(values, None), coefficients)
 
 
 class PlannedTotals:

@@ -61,7 +61,7 @@ def run_schedule(
         batches: This rank's microbatches, sliced for context parallelism.
         loss: Called on the last stage.
         accumulator: Receives the pairs.
-        config: Sequence length and micro batch size.
+        config: Shape of a microbatch.
     """
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
@@ -126,7 +126,7 @@ def _run(
         data_iterator=[iter(batches) for _ in chunks],  # each virtual stage goes through all microbatches on its own
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=config.data.seq_length,
+        seq_length=config.row_width,
         micro_batch_size=config.train.micro_batch_size,
         forward_only=forward_only,
     )

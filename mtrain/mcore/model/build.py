@@ -38,13 +38,14 @@ class LanguageModel(GPTModel):
     base_fingerprint: str | None = None
     """Of the frozen weights, once they are loaded (mtrain/mcore/state/base.py)."""
     _ahead: tuple[MtpTargets, ...] = ()
+    _sequence_ids: Tensor | None = None
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         document_starts: Tensor | None,
-        is_padding: Tensor | None,
+        sequence_ids: Tensor | None,
         ahead: tuple[MtpTargets, ...] = (),
     ) -> Tensor | Logits:
         """Runs this stage.
@@ -53,7 +54,8 @@ class LanguageModel(GPTModel):
             input_ids: [batch, seq_local] int64.
             position_ids: [batch, seq_local] int64.
             document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
-            is_padding: [batch, seq_local] bool, positions that routers do not count; None where there is no router.
+            sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
+                there is no text; None where there is no router.
             ahead: By depth; empty where only the next token is predicted.
 
         Returns:
@@ -64,16 +66,18 @@ class LanguageModel(GPTModel):
         self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
         # For `_postprocess`, which GPTModel.forward calls without it.
         self._ahead = ahead if self.mtp_process and self.looks_ahead else ()
-        padding = is_padding if self.pre_process else self._own_padding(is_padding)  # megatron-core cuts on the first
-        output: Tensor | Logits = super().forward(input_ids, position_ids, document_starts, padding_mask=padding)
+        self._sequence_ids = sequence_ids
+        # GPTModel cuts its padding mask, in whose place they travel, on the first stage.
+        own = sequence_ids if self.pre_process else self._own_part(sequence_ids)
+        output: Tensor | Logits = super().forward(input_ids, position_ids, document_starts, padding_mask=own)
         return output
 
-    def _own_padding(self, is_padding: Tensor | None) -> Tensor | None:
+    def _own_part(self, sequence_ids: Tensor | None) -> Tensor | None:
         """The positions of this sequence-parallel rank."""
-        if is_padding is None or not self.config.sequence_parallel:
-            return is_padding
+        if sequence_ids is None or not self.config.sequence_parallel:
+            return sequence_ids
         # Sequence parallelism gives rank r the r-th part of what its CP rank holds.
-        return is_padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
+        return sequence_ids.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
 
     def _postprocess(
         self, hidden_states: Tensor, *, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None, **others: object
@@ -87,9 +91,9 @@ class LanguageModel(GPTModel):
         logits, further = self._logits(hidden_states), []
         # In turn: a depth reads the hidden states of the one before.
         for number, ahead in enumerate(self._ahead):
-            padding = self._own_padding(ahead.is_padding)
+            own = self._own_part(_of_text(self._sequence_ids, ahead.is_padding))
             layer = self.mtp.layers[number]
-            hidden_states = layer(embedded[number], hidden_states, attention_mask, rotary_pos_emb, padding)
+            hidden_states = layer(embedded[number], hidden_states, attention_mask, rotary_pos_emb, own)
             further.append(self._logits(hidden_states))
         return Logits(logits, tuple(further)) if further else logits
 
@@ -216,6 +220,21 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    given = (batch.tokens, batch.positions, batch.document_starts, batch.is_padding, batch.mtp)
+    given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), batch.mtp)
     output: Tensor | Logits = chunk(*given, **options)
     return output
+
+
+def _sequence_ids(batch: Microbatch) -> Tensor | None:
+    """[batch, seq_local] int64: the sequence of each position, -1 where there is no text; None where nobody asks."""
+    if batch.is_padding is None:
+        return None
+    rows = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1).expand_as(batch.tokens)
+    return _of_text(rows if batch.sequence_ids is None else batch.sequence_ids, batch.is_padding)
+
+
+def _of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | None:
+    """-1 where there is no text."""
+    if sequence_ids is None or is_padding is None:
+        return None
+    return torch.where(is_padding, -1, sequence_ids)

@@ -54,7 +54,7 @@ Backend = Literal["torch", "te"]
 def chosen_backend(config: Config, device: torch.device) -> Backend:
     """`model.backend` with auto resolved: te where it is importable, a GPU is present and it can do the work.
 
-    TransformerEngine cuts packed rows by document, ours by row, so isolated documents need the torch spec. It also
+    TransformerEngine cuts packed rows by document, ours by row, so rows of documents need the torch spec. It also
     fuses norms into the projections behind them, whose inputs an adapter has to read.
 
     Raises:
@@ -64,7 +64,7 @@ def chosen_backend(config: Config, device: torch.device) -> Backend:
     reasons = {
         "there is no GPU": device.type != "cuda",
         "transformer_engine cannot be imported": not has_transformer_engine(),
-        "data.isolate_documents=true needs the torch backend": config.data.isolate_documents,
+        "documents in rows (data.isolate_documents, data.packing) need torch layers": config.data.isolate_documents,
         "adapter needs the torch backend": config.adapter is not None,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]

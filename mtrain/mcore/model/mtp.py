@@ -58,7 +58,8 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
             hidden_states: [seq_local, batch, hidden] of the depth before, under its final norm.
             attention_mask: As the model's layers get it.
             rotary_pos_emb: As the model's layers get it: positions are those of the row, not of the tokens ahead.
-            padding_mask: [batch, seq_local of sequence parallelism] bool: positions that routers do not count.
+            padding_mask: [batch, seq_local of sequence parallelism] int64, for routers: the sequence of each position,
+                negative where no token lies so far ahead.
         """
         given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
         if self.config.recompute_granularity == "full" and self.training:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mtrain.config import Config
-from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
+from mtrain.verify.core.samples import Places
 
 IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")
 """Modules of a layer in forward order; the layer itself follows."""
@@ -28,21 +28,27 @@ class RecordedOutput:
     """A part of a module's output over the whole global batch."""
 
     module: str
-    slots: tuple[int, ...]
-    """Samples of the global batch."""
+    slots: NDArray[np.int64]
+    """[seq_local, batch]: the sample of the global batch at each position; -1 for none."""
     positions: NDArray[np.int64]
-    """[seq_local]: places in the row."""
+    """[seq_local, batch]: its position in the sample."""
     first_column: int
     values: NDArray[Any]
     """[seq_local, batch, columns]."""
 
 
 class ActivationRecorder:
-    """Collects module outputs while it is open; does nothing where it is not enabled."""
+    """Collects module outputs while it is open."""
 
-    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, enabled: bool) -> None:
-        self._groups, self._config = groups, config
-        self._models = [unwrap(chunk) for chunk in chunks] if enabled else []
+    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, places: Places | None) -> None:
+        """Args:
+        chunks: Of the model.
+        groups: The process groups.
+        config: Shape of rows.
+        places: Where the samples of the step lie; None records nothing.
+        """
+        self._groups, self._config, self._places = groups, config, places
+        self._models = [] if places is None else [unwrap(chunk) for chunk in chunks]
         self._handles: list[RemovableHandle] = []
         self.pieces: list[RecordedOutput] = []
 
@@ -64,15 +70,16 @@ class ActivationRecorder:
 
     def add(self, module: str, microbatch: int, output: Tensor) -> None:
         """Notes the part of an output that this rank holds."""
-        groups, size = self._groups, self._config.train.micro_batch_size
-        layout, length = groups.layout, self._config.data.seq_length
+        assert self._places is not None, "nothing is watched"
+        groups, layout, length = self._groups, self._groups.layout, self._config.row_width
         positions = zigzag_index(length, layout.cp, groups.cp_rank).numpy() if layout.cp > 1 else np.arange(length)
         if layout.sp and len(output) < len(positions):
             positions = positions[groups.tp_rank * len(output) : (groups.tp_rank + 1) * len(output)]
         first = groups.tp_rank * output.shape[-1] if module.endswith(_COLUMNS_OVER_TP) else 0
-        rows = tuple(slots(microbatch, groups.dp_rank, layout.dp, size))
+        # [2, seq_local, batch]
+        slots, places = self._places.of(microbatch, groups.dp_rank, length)[..., positions].transpose(0, 2, 1)
         values = output.detach().to("cpu", copy=True).numpy()
-        self.pieces.append(RecordedOutput(module, rows, positions, first, values))
+        self.pieces.append(RecordedOutput(module, slots, places, first, values))
 
 
 class _ChunkHooks:
@@ -131,10 +138,11 @@ def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, 
         if piece.module not in whole:
             shape = (config.data.seq_length, config.train.global_batch_size, columns[piece.module])
             whole[piece.module] = np.full(shape, np.nan)
-        last = piece.first_column + piece.values.shape[-1]
-        whole[piece.module][np.ix_(piece.positions, np.array(piece.slots), np.arange(piece.first_column, last))] = (
-            piece.values
-        )
+        columns_held = slice(piece.first_column, piece.first_column + piece.values.shape[-1])
+        held_here = piece.slots >= 0
+        whole[piece.module][..., columns_held][piece.positions[held_here], piece.slots[held_here]] = piece.values[
+            held_here
+        ]
     if "output_layer" in whole:
         whole["output_layer"] = whole["output_layer"][..., : config.model.vocab_size]
     return whole

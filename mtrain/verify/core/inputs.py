@@ -1,7 +1,11 @@
-"""What a layout trained on and at which rates, against the raw samples and the published schedule."""
+"""What a layout trained on and at which rates, against the raw samples and the published schedule.
+
+Packed rows are taken apart first: what is compared is each sample as it would lie in a row of its own.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +22,8 @@ from mtrain.verify.core.tolerances import RATE_TOLERANCE, UNIT_ROUNDOFF
 from mtrain.verify.reference.aggregation import token_weights
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.reference.text import Rows, Text, rows_of
+
+_IDS = "sequence ids"
 
 Fields = dict[str, NDArray[Any]]
 """Name -> [rows, ...]."""
@@ -54,14 +60,15 @@ def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
 
 
 def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
-    """Which share of the rows is another one, whatever ranks and microbatches they are dealt out to.
+    """Which share of the samples is another one, whatever rows, ranks and microbatches they are dealt out to.
 
     Args:
         step: Counted from 1.
         batches: All microbatches of the step, of all ranks.
         expected: From `expected_fields`.
     """
-    found = [row for batch in batches for row in _rows(batch)]
+    length = expected["tokens"].shape[1]
+    found = [alone for batch in batches for row in _rows(batch) for alone in _samples(row, batch, length)]
     pairs = _paired(found, expected["tokens"])
     size = len(expected["tokens"])
     yield Deviation("samples", "tokens", step, (max(size, len(found)) - len(pairs)) / size, 0.0)
@@ -82,7 +89,27 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
             "documents": starts[row].numpy(),
             **padding,
             **{f"weights of {term}": weights[row].numpy() for term, weights in batch.weights.items()},
+            **({} if batch.sequence_ids is None else {_IDS: batch.sequence_ids[row].numpy()}),
         }
+
+
+def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
+    """The samples of a row, each as if it lay alone in a row of this length; rows that only fill up are left out."""
+    if batch.sequence_ids is None:
+        yield row
+        return
+    edges = [0, *(np.flatnonzero(np.diff(row[_IDS])) + 1), len(row[_IDS])]
+    for start, end in itertools.pairwise(edges):
+        alone = {name: values[start:end] for name, values in row.items() if name != _IDS}
+        alone["documents"] = alone["documents"] - start
+        if any(alone[name].any() for name in ("tokens", "labels", "weights of main")):
+            yield {name: _as_long(values, length, fill=name == "padding") for name, values in alone.items()}
+
+
+def _as_long(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
+    """Padded, or without what follows; that is padding, or the sample is none that is expected."""
+    missing = max(0, length - len(values))
+    return np.pad(values[:length], (0, missing), constant_values=fill)
 
 
 def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:

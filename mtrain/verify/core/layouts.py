@@ -282,6 +282,8 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
     """
     batch = shrunk.train.global_batch_size
     size = batch // trial.dp if trial.micro_batch_size is None else trial.micro_batch_size
+    if shrunk.train.tokens_per_micro_batch is not None:
+        size = 1  # the width of rows is what a forward pass holds
     layers = shared_layers(shrunk.model.num_layers, trial.stage_shares)
     section = _section(trial, layers, "layout")
     train = shrunk.train.model_copy(update={"micro_batch_size": size})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.collate import collate, loss_terms
-from mtrain.data.loader import StepLoader
-from mtrain.data.order import key_of, slots
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
+from mtrain.data.order import key_of
+from mtrain.data.samples.sample import Sample, shifted
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.reference.text import Text
 
@@ -24,6 +23,8 @@ _TOKEN_WEIGHTS = (1.0, 0.5, 0.3, 0.125)
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
 _NUM_EDGES = 3
 """Between documents of a row."""
+_PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
+"""Of a row's width that samples take, in turn, where rows are packed."""
 _SHORT_EVERY = 5
 """Of so many rows one has a quarter of padding, but not one that is to have loss tokens at its end."""
 
@@ -50,6 +51,27 @@ class SamplePlan:
         return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
 
 
+@dataclass(frozen=True)
+class Places:
+    """Which sample stands where in the rows of a step."""
+
+    plan: RowPlan
+    samples: Slots
+
+    def of(self, microbatch: int, dp_rank: int, width: int) -> NDArray[np.int64]:
+        """[2, rows, width]: the slot of the sample at each position, -1 for none, and its position in the sample."""
+        rows = self.plan.rows(microbatch, dp_rank)
+        found = np.full((2, len(rows), width), -1)
+        for row, own in enumerate(rows):
+            begin = 0
+            for slot in own:
+                # padding behind the last sample belongs to none
+                end = begin + self.samples.width(slot)
+                found[0, row, begin:end], found[1, row, begin:end] = slot, np.arange(end - begin)
+                begin = end
+        return found
+
+
 class Batches:
     """The microbatches of one data-parallel rank."""
 
@@ -58,30 +80,26 @@ class Batches:
         Raises:
             DataError: a file is damaged, too small, or does not fit the model.
         """
-        self._config, self._plan, self._dp_rank, self._dp_size = config, plan, dp_rank, dp_size
+        self._config, self._plan, self._rows = config, plan, RowsOfRank(config, dp_rank, dp_size)
         self._loader = own_loader(config, plan.own_vocab_size, dp_rank, dp_size) if plan.own_steps else None
+
+    def places(self, step: int) -> Places:
+        """Where each sample of a step lies; the same on every rank."""
+        if step < self._plan.own_steps:
+            assert self._loader is not None
+            samples, plan = self._loader.samples(step), self._loader.plan(step)
+        else:
+            samples = Given(hard_samples(self._config, step - self._plan.own_steps))
+            plan = self._rows.plan(samples, self._config.train.global_batch_size)
+        return Places(plan, samples)
 
     def of_step(self, step: int) -> list[Microbatch]:
         """Microbatches of a step, counted from 0."""
         if step < self._plan.own_steps:
             assert self._loader is not None
             return [batch.with_vocabulary(self._config.model.vocab_size) for batch in self._loader.batches(step)]
-        samples = hard_samples(self._config, step - self._plan.own_steps)
-        size = self._config.train.micro_batch_size
-        count = len(samples) // (self._dp_size * size)
-        return [self._microbatch(samples, slots(number, self._dp_rank, self._dp_size, size)) for number in range(count)]
-
-    def _microbatch(self, samples: list[Sample], own: Iterable[int]) -> Microbatch:
-        rows = list(own)
-        return collate(
-            [samples[slot] for slot in rows],
-            self._config.data.seq_length,
-            loss_terms(self._config.loss),
-            first_of_step=0 if rows[0] == 0 else None,
-            with_documents=self._config.data.isolate_documents,
-            with_padding=self._config.model.experts is not None,
-            mtp_depths=self._config.model.mtp_depths,
-        )
+        samples = Given(hard_samples(self._config, step - self._plan.own_steps))
+        return self._rows.of_step(samples, has_first=True)
 
 
 def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
@@ -107,7 +125,7 @@ def _sample(text: Text, config: Config) -> Sample:
         starts[edges] = edges
         starts = np.maximum.accumulate(starts)
         mask[edges - 1] = 0.0  # no token is predicted across an edge
-    return padded(text.ids, mask, config.data.seq_length, text.pad_id, text.weight, starts)
+    return shifted(text.ids, mask, text.weight, starts)
 
 
 def hard_texts(config: Config, number: int) -> list[Text]:
@@ -140,13 +158,22 @@ def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], k
     length = config.data.seq_length
     ids = rng.integers(0, config.model.vocab_size, length + 1)
     weight = float(rng.choice(_SAMPLE_WEIGHTS)) if kind == 1 else 1.0
-    is_short = slot % _SHORT_EVERY == 2 and slot != config.train.global_batch_size // 2
-    size = length - length // 4 if is_short else length
+    size = _size(slot, config)
     edges: tuple[int, ...] = ()
     if config.data.isolate_documents:
         count = min(_NUM_EDGES, size - 1)
         edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
     return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges)
+
+
+def _size(slot: int, config: Config) -> int:
+    """Positions of a sample: where rows are packed, some are short enough that several share a row."""
+    length = config.data.seq_length
+    if slot in (0, config.train.global_batch_size // 2):
+        return length
+    if config.data.packing is not None:
+        return max(2, round(length * _PACKED_SHARES[slot % len(_PACKED_SHARES)]))
+    return length - length // 4 if slot % _SHORT_EVERY == 2 else length
 
 
 def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
@@ -155,7 +182,8 @@ def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
     Raises:
         DataError: a file is damaged, too small, or does not fit the model.
     """
-    (batch,) = own_loader(config, own_vocab_size, 0, 1).batches(0)
+    alone = config.model_copy(update={"data": config.data.model_copy(update={"packing": None})})
+    (batch,) = own_loader(alone, own_vocab_size, 0, 1).batches(0)
     learned = (batch.weights["main"] != 0).any(dim=1)
     return bool(learned.double().mean() > 0.5)
 

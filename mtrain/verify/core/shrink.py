@@ -35,6 +35,8 @@ _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
 _MAX_RANK = 3
 """Of adapters; odd, and no size of anything else."""
+_MAX_WIDTH = 4
+"""Of packed rows, in samples of full length."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
     content["adapter"] = None if config.adapter is None else _adapter(config.adapter)
     content["layout"] = {}
     content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
+    if config.train.tokens_per_micro_batch is not None:
+        ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
+        content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
     content["valid"], content["checkpoint"] = {}, {}
     for section, values in also.items():
@@ -196,7 +201,8 @@ def _num_layers(model: ModelSection, trials: Sequence[Trial]) -> int:
 
 def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
     if not reads_files:
-        return {"kind": "mock", "isolate_documents": data.isolate_documents}
+        packing = None if data.packing is None else data.packing.model_dump()
+        return {"kind": "mock", "isolate_documents": data.isolate_documents, "packing": packing}
     match data:
         case SftSection():
             return data.model_dump() | _training_only(data) | {"too_long": "end"}

@@ -94,7 +94,8 @@ class _Runner:
         config = job.config
         self._groups, self._job, self._config = groups, job, config
         self._seen: list[list[Microbatch]] = []
-        reads = groups.tp_rank == 0
+        # where modules are watched, every rank has to know which sample stands where
+        reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
         self._chunks = build_model(config, groups)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
@@ -110,7 +111,8 @@ class _Runner:
         steps: list[StepOutcome] = []
         pieces: list[RecordedOutput] = []
         for number in range(self._job.plan.num_steps if watched is None else watched + 1):
-            with ActivationRecorder(self._chunks, self._groups, self._config, enabled=number == watched) as watch:
+            places = self._batches.places(number) if self._batches is not None and number == watched else None
+            with ActivationRecorder(self._chunks, self._groups, self._config, places) as watch:
                 outcome = self._step(number)
             steps.append(outcome)
             pieces = watch.pieces
@@ -120,7 +122,7 @@ class _Runner:
         return Outcome(initial, steps, pieces, self._seen, {number: rate(self._config, number) for number in shown})
 
     def _step(self, number: int) -> StepOutcome:
-        batches = None if self._batches is None else self._batches.of_step(number)
+        batches = self._batches.of_step(number) if self._batches is not None and self._groups.tp_rank == 0 else None
         if batches is not None and self._groups.cp_rank == self._groups.pp_rank == 0:
             self._seen.append(batches)
         totals = self._training.forward_backward(batches)

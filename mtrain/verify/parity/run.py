@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -103,7 +103,7 @@ def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, li
     if request.layouts is not None:
         named = parse_trials(request.layouts, config, max_ranks)
         shrunk = _shrunk(config, [base, *named])
-        return shrunk, [prepared(trial, shrunk.config) for trial in dict.fromkeys([base, *named])]
+        return shrunk, _told_apart(prepared(trial, shrunk.config) for trial in [base, *named])
     derived = derived_trials(config, max_ranks)
     shrunk = _shrunk(config, derived)
     legal = []
@@ -112,7 +112,12 @@ def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, li
             legal.append(prepared(trial, shrunk.config))
         except ConfigError:  # a variant that the user did not ask for, such as another cp_comm
             continue
-    return shrunk, legal
+    return shrunk, _told_apart(legal)
+
+
+def _told_apart(trials: Iterable[Prepared]) -> list[Prepared]:
+    """Each once: trials of several micro-batch sizes are one where the width of packed rows decides."""
+    return list({trial.name: trial for trial in trials}.values())
 
 
 def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:

@@ -31,6 +31,17 @@ def isolates_documents(config: Config) -> bool:
     return config.data.isolate_documents
 
 
+def packs_sequences(config: Config) -> bool:
+    """Whether a term is a mean over sequences of which a row may hold several."""
+    terms = (config.loss, *config.loss.side_terms.values())
+    return config.data.packing is not None and any(term.aggregation.startswith("seq-mean") for term in terms)
+
+
+def packs(config: Config) -> bool:
+    """Whether a row may hold several samples."""
+    return config.data.packing is not None
+
+
 def side_terms_differ(config: Config) -> bool:
     """Whether a side term is divided by something else than the main one."""
     main, sides = config.loss, config.loss.side_terms.values()

@@ -76,7 +76,7 @@ LAYOUT_FAULTS = (
         "lets attention see the documents packed before",
         None,
         isolates_documents,
-        "data.isolate_documents=true",
+        "data.isolate_documents=true or data.packing",
     ),
     Fault(
         "clip-before-normalisation",

@@ -6,6 +6,7 @@ Each is planted where all layouts pass: in the data, in the definition of a loss
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,9 @@ from torch import Tensor
 from mtrain.config.schema.loss import NORM_AGGREGATIONS, TermSection
 from mtrain.config.schema.model import RopeSection
 from mtrain.config.schema.train import OptimizerSection
-from mtrain.data import collate, order
+from mtrain.data import collate, loader, order
 from mtrain.data.batch import Microbatch
+from mtrain.data.collate import RowForm
 from mtrain.data.samples.mtp import mtp_sample
 from mtrain.data.samples.sample import Sample
 from mtrain.loss import aggregation
@@ -36,36 +38,79 @@ from mtrain.verify.planted.planting import Plant, replaced
 
 
 def _samples(change: Callable[[Sample], Sample]) -> Plant:
-    """Changes what the terms of a row are made of."""
+    """Changes what the terms of a sample are made of."""
     original = collate._terms
 
-    def faulty(samples: Any, rows: Sequence[Sample], term: TermSection, first_of_step: int | None) -> Any:
-        changed = [change(row) for row in rows]
-        known = [None if sample is None else row for sample, row in zip(samples, changed, strict=True)]
-        return original(known, changed, term, first_of_step)
+    def faulty(sample: Sample, term: TermSection, is_first_in_step: bool) -> Any:
+        return original(change(sample), term, is_first_in_step)
 
     return lambda: replaced(collate, "_terms", faulty)
 
 
-def _without_last_tokens(row: Sample) -> Sample:
+def _without_last_tokens(sample: Sample) -> Sample:
     """Masks the last token that each document predicts."""
-    size = len(row.mask) - row.num_padding
-    starts = np.zeros(len(row.mask), np.int32) if row.document_starts is None else row.document_starts
-    mask = row.mask.copy()
-    for end in (*np.flatnonzero(np.diff(starts[:size])), size - 1):
-        counted = np.flatnonzero((starts[:size] == starts[end]) & (mask[:size] > 0))
+    size = len(sample.mask)
+    starts = np.zeros(size, np.int32) if sample.document_starts is None else sample.document_starts
+    mask = sample.mask.copy()
+    for end in (*np.flatnonzero(np.diff(starts)), size - 1):
+        counted = np.flatnonzero((starts == starts[end]) & (mask > 0))
         mask[counted[-1:]] = 0.0
-    return replace(row, mask=mask)
+    return replace(sample, mask=mask)
 
 
-def _all_tokens(row: Sample) -> Sample:
-    size = len(row.mask) - row.num_padding
-    return replace(row, mask=np.where(np.arange(len(row.mask)) < size, 1.0, 0.0))
+def _padding_counted() -> contextlib.AbstractContextManager[None]:
+    original = collate.collate
+
+    def faulty(rows: Any, form: RowForm, first_of_step: Any) -> Microbatch:
+        batch = original(rows, replace(form, with_padding=True), first_of_step)
+        assert batch.is_padding is not None, "it was asked for"
+        weights, shares = (
+            {term: each.masked_fill(batch.is_padding, 1.0) for term, each in of_terms.items()}
+            for of_terms in (batch.weights, batch.denominator_weights)
+        )
+        known = batch.is_padding if form.with_padding else None
+        return replace(batch, weights=weights, denominator_weights=shares, is_padding=known)
+
+    return replaced(loader, "collate", faulty)
 
 
-def _with_padding(row: Sample) -> Sample:
-    size = len(row.mask) - row.num_padding
-    return replace(row, mask=np.where(np.arange(len(row.mask)) < size, row.mask, 1.0))
+def _rows_as_sequences() -> contextlib.AbstractContextManager[None]:
+    original = collate._aggregated
+
+    def faulty(rows: Any, term: TermSection, first_of_step: collate.Place | None) -> Any:
+        return original([[_joined(row)] if row else [] for row in rows], term, first_of_step)
+
+    return replaced(collate, "_aggregated", faulty)
+
+
+def _joined(row: Sequence[Any]) -> Any:
+    """All samples of a row as one, their weights among those of its tokens."""
+    mask = np.concatenate([piece.sample.mask * piece.sample.weight for piece in row])
+    return replace(row[0], sample=replace(row[0].sample, mask=mask, weight=1.0))
+
+
+def _labels_of_next() -> contextlib.AbstractContextManager[None]:
+    original = collate.collate
+
+    def faulty(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: collate.Place | None) -> Microbatch:
+        return original([_looking_over(row) for row in rows], form, first_of_step)
+
+    return replaced(loader, "collate", faulty)
+
+
+def _looking_over(row: Sequence[Sample]) -> list[Sample]:
+    changed = list(row)
+    for number, (sample, following) in enumerate(itertools.pairwise(row)):
+        if len(sample.tokens) and len(following.tokens):
+            labels, mask = sample.labels.copy(), sample.mask.copy()
+            labels[-1], mask[-1] = following.tokens[0], 1.0
+            changed[number] = replace(sample, labels=labels, mask=mask)
+    return changed
+
+
+def _balance_of_rows() -> contextlib.AbstractContextManager[None]:
+    original = build._sequence_ids
+    return replaced(build, "_sequence_ids", lambda batch: original(replace(batch, sequence_ids=None)))
 
 
 def _batches(change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Plant:
@@ -240,13 +285,16 @@ def _longer_warmup(number: int, section: OptimizerSection) -> tuple[int, Optimiz
 
 SHARED_PLANTS: dict[str, Plant] = {
     "last-token-masked": _samples(_without_last_tokens),
-    "masked-tokens-counted": _samples(_all_tokens),
-    "token-weights-squared": _samples(lambda row: replace(row, mask=row.mask**2)),
-    "sample-weights-ignored": _samples(lambda row: replace(row, weight=1.0)),
-    "padding-counted": _samples(_with_padding),
+    "masked-tokens-counted": _samples(lambda sample: replace(sample, mask=np.ones(len(sample.mask)))),
+    "token-weights-squared": _samples(lambda sample: replace(sample, mask=sample.mask**2)),
+    "sample-weights-ignored": _samples(lambda sample: replace(sample, weight=1.0)),
+    "padding-counted": _padding_counted,
     "labels-shifted-twice": _batches(lambda fields: {"labels": fields["labels"].roll(-1, dims=1)}),
     "sample-read-twice": _every_second_sample,
     "positions-not-restarted": _batches(_positions_of_rows),
+    "row-counted-as-sequence": _rows_as_sequences,
+    "label-of-the-next-sample": _labels_of_next,
+    "router-balance-by-row": _balance_of_rows,
     "tokens-ahead-across-documents": _looks_over_edges,
     "sequence-mean-plus-one": _divisor(["seq-mean-token-mean"], lambda total, term: total + 1),
     "square-root-left-out": _divisor(["seq-mean-token-sqrt"], lambda total, term: total if total > 0 else 1.0),

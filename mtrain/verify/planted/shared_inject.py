@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mtrain.config import Config
 from mtrain.config.schema.loss import NORM_AGGREGATIONS
-from mtrain.verify.planted.fault import Fault, isolates_documents, side_terms_differ
+from mtrain.verify.planted.fault import Fault, isolates_documents, packs, packs_sequences, side_terms_differ
 
 
 def _aggregates(*names: str) -> Callable[[Config], bool]:
@@ -46,6 +46,10 @@ def _balances(config: Config) -> bool:
     return config.loss.router.sequence_balance_coefficient > 0
 
 
+def _balances_packed(config: Config) -> bool:
+    return packs(config) and _balances(config)
+
+
 def _scales_experts(config: Config) -> bool:
     return config.model.experts is not None and config.model.experts.scaling_factor != 1
 
@@ -75,14 +79,35 @@ SHARED_FAULTS = (
         "counts positions over the row where documents are isolated",
         None,
         isolates_documents,
-        "data.isolate_documents=true",
+        "data.isolate_documents=true or data.packing",
+    ),
+    Fault(
+        "row-counted-as-sequence",
+        "aggregates packed rows as if each were one sequence",
+        None,
+        packs_sequences,
+        "data.packing, and a term that is a mean over sequences",
+    ),
+    Fault(
+        "label-of-the-next-sample",
+        "lets the last token of a packed sample predict the first one of the next",
+        None,
+        packs,
+        "data.packing",
+    ),
+    Fault(
+        "router-balance-by-row",
+        "balances the load of experts over packed rows, not over their sequences",
+        None,
+        _balances_packed,
+        "data.packing and loss.router.sequence_balance_coefficient > 0",
     ),
     Fault(
         "tokens-ahead-across-documents",
         "predicts further tokens over the edge of a document",
         None,
         _looks_ahead_in_documents,
-        "model.mtp_depths > 0 and data.isolate_documents=true",
+        "model.mtp_depths > 0, and data.isolate_documents=true or data.packing",
     ),
     Fault(
         "sequence-mean-plus-one",

@@ -52,4 +52,4 @@ def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Tex
         add(found["response"], True, True)
     size = seq_length + 1
     weight = float(found.get("weight", 1.0))
-    return Text(np.array(ids[:size], np.int64), np.array(counts[:size]), weight, pad_id=tokenizer.pad_id)
+    return Text(np.array(ids[:size], np.int64), np.array(counts[:size]), weight)

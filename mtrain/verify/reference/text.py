@@ -24,8 +24,6 @@ class Text:
     """v_i of the sample."""
     edges: tuple[int, ...] = ()
     """Ascending places in `ids`, never 0, where an isolated document begins."""
-    pad_id: int = 0
-    """Fills the row."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: tor
 def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]]:
     size = len(text.ids) - 1
     row: dict[str, NDArray[Any]] = {
-        "tokens": np.full(seq_length, text.pad_id % vocab_size, np.int64),
+        "tokens": np.zeros(seq_length, np.int64),
         "labels": np.zeros(seq_length, np.int64),
         "weights": np.zeros(seq_length, np.float64),
         "documents": np.full(seq_length, -1, np.int64),

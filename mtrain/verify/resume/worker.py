@@ -23,7 +23,6 @@ from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import step_name
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.order import slots
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
@@ -36,6 +35,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep
 from mtrain.training.trainer import train_on
+from mtrain.verify.core.samples import Places
 from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
 from mtrain.verify.planted.planting import planted
@@ -232,15 +232,16 @@ class WatchedStep(TrainingStep):
         return batch.with_vocabulary(size)
 
     def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
-        """Slot -> digest of the row's tokens, labels and weights."""
-        groups, size = self._run.groups, self._run.config.train.micro_batch_size
+        """Slot -> digest of the sample's tokens, labels and weights."""
+        loader = self._run.loader
+        assert loader is not None, "this rank reads"
+        places = Places(loader.plan(self._done), loader.samples(self._done))
         digests = {}
         for number, batch in enumerate(batches):
-            for row, slot in enumerate(slots(number, groups.dp_rank, groups.layout.dp, size)):
-                digest = hashlib.sha256(batch.tokens[row].numpy().tobytes() + batch.labels[row].numpy().tobytes())
-                for weights in batch.weights.values():
-                    digest.update(weights[row].numpy().tobytes())
-                digests[slot] = digest.hexdigest()
+            slots, _ = torch.from_numpy(places.of(number, self._run.groups.dp_rank, batch.tokens.shape[1]))
+            for slot in (int(each) for each in slots.unique() if each >= 0):
+                parts = [rows[slots == slot] for rows in (batch.tokens, batch.labels, *batch.weights.values())]
+                digests[slot] = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
         return digests
 
 

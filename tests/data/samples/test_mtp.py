@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.schema.loss import LossSection, depth_term
-from mtrain.data.collate import collate, loss_terms
+from mtrain.data.collate import Place, RowForm, collate, loss_terms
 from mtrain.data.samples.mtp import moved, mtp_sample
-from mtrain.data.samples.sample import Sample, padded
+from mtrain.data.samples.sample import Sample, shifted
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 7))
@@ -23,11 +23,11 @@ def test_values_move_inside_their_document_alone(lengths: list[int], depth: int)
 
 def test_each_depth_predicts_the_token_behind_the_one_it_sees() -> None:
     text = np.array([5, 6, 7, 8, 9])
-    sample = padded(text, np.array([0.0, 1.0, 0.5, 1.0]), seq_length=6, pad_id=1, weight=2.0)
-    one, two = (mtp_sample(sample, np.zeros(6, np.int32), depth) for depth in (1, 2))
-    assert (one.tokens.tolist(), one.labels.tolist()) == ([6, 7, 8, 1, 1, 0], [7, 8, 9, 0, 0, 0])
-    assert one.mask.tolist() == [1.0, 0.5, 1.0, 0.0, 0.0, 0.0]
-    assert (two.labels.tolist(), two.mask.tolist()) == ([8, 9, 0, 0, 0, 0], [0.5, 1.0, 0.0, 0.0, 0.0, 0.0])
+    sample = shifted(text, np.array([0.0, 1.0, 0.5, 1.0]), weight=2.0)
+    one, two = (mtp_sample(sample, np.zeros(4, np.int32), depth) for depth in (1, 2))
+    assert (one.tokens.tolist(), one.labels.tolist()) == ([6, 7, 8, 0], [7, 8, 9, 0])
+    assert one.mask.tolist() == [1.0, 0.5, 1.0, 0.0]
+    assert (two.labels.tolist(), two.mask.tolist()) == ([8, 9, 0, 0], [0.5, 1.0, 0.0, 0.0])
     assert two.weight == 2.0
 
 
@@ -35,7 +35,8 @@ def test_depths_are_aggregated_as_the_main_term_over_their_own_tokens() -> None:
     starts = np.array([0, 0, 0, 3, 3, 3], np.int32)
     row = Sample(np.arange(6), np.arange(1, 7), np.array([1.0, 0, 0, 1, 1, 0]), 3.0, document_starts=starts)
     terms = loss_terms(LossSection(aggregation="seq-mean-token-mean"))
-    batch = collate([row, None], 6, terms, 0, with_documents=True, with_padding=True, mtp_depths=2)
+    form = RowForm(6, terms, isolates_documents=True, with_padding=True, mtp_depths=2)
+    batch = collate([[row], []], form, Place(0, 0))
     weights, shares = batch.weights, batch.denominator_weights
     assert weights["main"].tolist() == [[1, 0, 0, 1, 1, 0], [0] * 6]
     assert weights[depth_term(1)].tolist() == [[0, 0, 0, 3, 0, 0], [0] * 6], "one token is left of three"

@@ -24,9 +24,10 @@ def windows(
 def test_validation_reads_every_window_once_in_file_order(write_corpus: WriteCorpus) -> None:
     held_out = windows(write_corpus("a", DOCUMENTS), seq_length=4)
     rows = [held_out.sample(0, index) for index in range(len(held_out))]
-    assert [row.tokens.tolist() for row in rows] == [[10, 11, 12, 20], [21, 30, 31, 32], [33, 34, 35, 0]]
-    assert [row.labels.tolist() for row in rows] == [[11, 12, 20, 21], [30, 31, 32, 33], [34, 35, 40, 0]]
-    assert [row.mask.tolist() for row in rows] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]]
+    assert [row.tokens.tolist() for row in rows] == [[10, 11, 12, 20], [21, 30, 31, 32], [33, 34, 35]]
+    assert [row.labels.tolist() for row in rows] == [[11, 12, 20, 21], [30, 31, 32, 33], [34, 35, 40]]
+    assert [row.mask.tolist() for row in rows] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1]]
+    assert [held_out.width(0, index) for index in range(3)] == [4, 4, 3]
     assert all(row.document_starts is None for row in rows)
 
 
@@ -46,10 +47,10 @@ def test_isolated_documents_start_again_and_predict_nothing_across_an_edge(write
     assert first.document_starts is not None
     assert first.document_starts.tolist() == [0, 0, 0, 3, 3, 5]
     assert first.mask.tolist() == [1, 1, 0, 1, 0, 1]
-    assert second.tokens.tolist() == [31, 32, 33, 34, 35, 0]
+    assert second.tokens.tolist() == [31, 32, 33, 34, 35]
     assert second.document_starts is not None
-    assert second.document_starts.tolist() == [0, 0, 0, 0, 0, 5]
-    assert second.mask.tolist() == [1, 1, 1, 1, 0, 0]
+    assert second.document_starts.tolist() == [0, 0, 0, 0, 0]
+    assert second.mask.tolist() == [1, 1, 1, 1, 0]
 
 
 def test_an_edge_at_the_end_of_a_row_hides_its_last_label(write_corpus: WriteCorpus) -> None:
@@ -93,7 +94,7 @@ def test_samples_do_not_depend_on_what_was_read_before(write_corpus: WriteCorpus
 def test_a_part_of_the_documents_is_read_alone(write_corpus: WriteCorpus) -> None:
     held_out = windows(write_corpus("a", DOCUMENTS), seq_length=4, part=range(2, 4))
     tokens = {int(token) for index in range(len(held_out)) for token in held_out.sample(0, index).tokens}
-    assert tokens == {0, 20, 21, 30, 31, 32, 33, 34}
+    assert tokens == {20, 21, 30, 31, 32, 33, 34}
 
 
 def test_too_little_text_is_refused(write_corpus: WriteCorpus) -> None:

@@ -33,19 +33,19 @@ def conversations(
     model = load_tokenizer(tokenizer)
     cache = SftCaches(SftSection.model_validate({**source, **more}), model, 1000).open(str(path))
     part = range(len(cache)) if numbers is None else numbers
-    return SftDataset(cache, part, seq_length, too_long, model.pad_id)
+    return SftDataset(cache, part, seq_length, too_long)
 
 
 def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
     """a b -> c d e, with <s> = 1, </s> = 2, <pad> = 3, a = 4, b = 5, ..."""
     rows = conversations(write_jsonl([{"prompt": "a b", "response": "c d e", "weight": 0.5}]), word_tokenizer, 8)
     row = rows.sample(0, 0)
-    assert row.tokens.tolist() == [1, 4, 5, 6, 7, 8, 3, 3]
-    assert row.labels.tolist() == [4, 5, 6, 7, 8, 2, 0, 0]
-    assert row.mask.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert row.tokens.tolist() == [1, 4, 5, 6, 7, 8]
+    assert row.labels.tolist() == [4, 5, 6, 7, 8, 2]
+    assert row.mask.tolist() == [0, 0, 1, 1, 1, 1]
     assert row.weight == 0.5
     assert row.document_starts is None
-    assert row.num_padding == 2  # the prompt is text, whatever of it is in the loss
+    assert row.width == rows.width(0, 0) == 6
 
 
 def test_only_the_assistants_messages_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -58,16 +58,16 @@ def test_only_the_assistants_messages_are_in_the_loss(write_jsonl: WriteJsonl, w
         {"role": "assistant", "content": "e"},
     ]
     row = conversations(write_jsonl([{"messages": messages}]), word_tokenizer, 20).sample(0, 0)
-    assert row.tokens.tolist() == [1, 14, 17, 13, 14, 15, 4, 14, 16, 5, 6, 2, 14, 15, 7, 14, 16, 8, 3, 3]
-    assert row.labels.tolist() == [14, 17, 13, 14, 15, 4, 14, 16, 5, 6, 2, 14, 15, 7, 14, 16, 8, 2, 0, 0]
-    assert row.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0]
+    assert row.tokens.tolist() == [1, 14, 17, 13, 14, 15, 4, 14, 16, 5, 6, 2, 14, 15, 7, 14, 16, 8]
+    assert row.labels.tolist() == [14, 17, 13, 14, 15, 4, 14, 16, 5, 6, 2, 14, 15, 7, 14, 16, 8, 2]
+    assert row.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
     assert row.weight == 1.0
 
 
 @pytest.mark.parametrize(
     ("seq_length", "mask"),
     [
-        (7, [0, 0, 1, 1, 1, 1, 0]),
+        (7, [0, 0, 1, 1, 1, 1]),
         (6, [0, 0, 1, 1, 1, 1]),  # the end is the last label
         (5, [0, 0, 1, 1, 1]),
         (3, [0, 0, 1]),
@@ -79,7 +79,7 @@ def test_truncation_keeps_the_mask_on_the_answer(
 ) -> None:
     rows = conversations(write_jsonl([{"prompt": "a b", "response": "c d e"}]), word_tokenizer, seq_length)
     assert rows.sample(0, 0).mask.tolist() == mask
-    assert rows.sample(0, 0).tokens.tolist() == [1, 4, 5, 6, 7, 8, 3][:seq_length]
+    assert rows.sample(0, 0).tokens.tolist() == [1, 4, 5, 6, 7, 8][:seq_length]
 
 
 def test_long_samples_are_dropped_or_refused_as_asked(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -100,7 +100,7 @@ def test_long_samples_are_dropped_or_refused_as_asked(write_jsonl: WriteJsonl, w
 def test_a_part_of_the_lines_is_read_alone(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
     path = write_jsonl([{"prompt": "a", "response": word} for word in "bcde"])
     rows = conversations(path, word_tokenizer, 4, numbers=range(2, 4))
-    assert [rows.sample(0, index).labels.tolist() for index in range(len(rows))] == [[4, 7, 2, 0], [4, 8, 2, 0]]
+    assert [rows.sample(0, index).labels.tolist() for index in range(len(rows))] == [[4, 7, 2], [4, 8, 2]]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_run_reads_what_it_opened_though_the_file_changes(write_jsonl: WriteJs
     path = write_jsonl([{"prompt": "a", "response": "b"}])
     rows = conversations(path, word_tokenizer, 4)
     path.write_text("")
-    assert rows.sample(0, 0).tokens.tolist() == [1, 4, 5, 3]
+    assert rows.sample(0, 0).tokens.tolist() == [1, 4, 5]
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

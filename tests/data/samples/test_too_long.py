@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,16 +84,16 @@ def test_split_predicts_every_trained_token_once(cache: TokenCache, seq_length: 
 
 
 def test_pieces_are_samples_of_their_own(cache: TokenCache) -> None:
-    rows = SftDataset(cache, range(len(cache)), 4, "split", pad_id=0)
+    rows = SftDataset(cache, range(len(cache)), 4, "split")
     assert len(rows) == 7
     assert rows.sample(0, 3).labels.tolist() == list(b"Fghi")
     assert rows.sample(0, 3).mask.tolist() == [1, 0, 0, 0], "E, which the piece begins with, was trained before"
     assert rows.place(3) == rows.place(2)
-    assert rows.widths(np.arange(7)).tolist() == [3, 2, 4, 4, 1, 2, 1]
+    assert [rows.width(0, index) for index in range(7)] == [3, 2, 4, 4, 1, 2, 1]
     (note,) = rows.notes()
     assert note.endswith("3 of 6 samples have more than 5 tokens: split into 9 pieces; in 5 nothing is left to learn")
 
 
 def test_every_policy_is_other_data(cache: TokenCache) -> None:
     policies: list[TooLong] = ["end", "start", "drop", "split"]
-    assert len({SftDataset(cache, range(6), 4, each, 0).fingerprint for each in policies}) == 4
+    assert len({SftDataset(cache, range(6), 4, each).fingerprint for each in policies}) == 4

@@ -11,7 +11,7 @@ COEFFICIENTS = {MAIN_TERM: 1.0, "z": 0.25}
 def totals(**terms: tuple[float, float]) -> StepTotals:
     """Of (numerator, denominator) by term; the squared norm is 36."""
     found = {term: TermTotals(*pair, planned=pair[1]) for term, pair in terms.items()}
-    return StepTotals(found, False, NO_TOKENS, 36.0, COEFFICIENTS)
+    return StepTotals(found, False, NO_TOKENS, 64, 36.0, COEFFICIENTS)
 
 
 def test_the_objective_adds_means_by_their_coefficients() -> None:

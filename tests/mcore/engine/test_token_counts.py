@@ -1,11 +1,10 @@
-"""Padding and loss tokens are those of the global batch, on every rank of every layout."""
-
-from dataclasses import replace
+"""Text, padding and loss tokens are those of the global batch, on every rank of every layout."""
 
 import pytest
 
+from mtrain.mcore.engine.loss_reduction import TokenCounts
 from tests.mcore.engine.token_ranks import counted
-from tests.parity.batches import three_steps
+from tests.parity.batches import SEQ, cut, three_steps
 from tests.parity.cases import SINGLE, Case, case
 from tests.pool import Pool
 
@@ -23,8 +22,9 @@ from tests.pool import Pool
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, precision: str, case: Case) -> None:
-    batch = [replace(sample, num_padding=slot) for slot, sample in enumerate(three_steps()[0])]
-    wanted = sum(range(len(batch))), sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0)
-    assert 0 < wanted[1] < sum(len(sample.mask) for sample in batch)
+    batch = [cut(sample, SEQ - slot) for slot, sample in enumerate(three_steps()[0])]
+    text, padding = sum(SEQ - slot for slot in range(len(batch))), sum(range(len(batch)))
+    wanted = text, TokenCounts(padding, sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0))
+    assert 0 < wanted[1].loss < text
     config = case.config(train__precision=precision, train__initial_loss_scale=2.0**10)
     assert pool.run(counted, case.resolved(config), config, batch) == [wanted] * case.resolved(config).world_size

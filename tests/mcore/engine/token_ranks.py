@@ -7,6 +7,7 @@ from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 
 
-def counted(groups: Groups, config: Config, batch: GlobalBatch) -> TokenCounts:
-    """As the step tells every rank."""
-    return build(groups, config).training.forward_backward(own_microbatches(batch, groups, config)).tokens
+def counted(groups: Groups, config: Config, batch: GlobalBatch) -> tuple[int, TokenCounts]:
+    """Text, padding and loss tokens as the step tells every rank."""
+    totals = build(groups, config).training.forward_backward(own_microbatches(batch, groups, config))
+    return totals.num_text_tokens, totals.tokens

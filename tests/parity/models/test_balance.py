@@ -12,7 +12,7 @@ from mtrain.data.order import slots
 from tests.oracle.loss import Sequence, routers_of, term_values
 from tests.oracle.routers import Routers, balance
 from tests.parity import balance_ranks as ranks
-from tests.parity.batches import SEQ, GlobalBatch, documents_steps, empty_batch, padded_steps, three_steps
+from tests.parity.batches import GlobalBatch, cut, documents_steps, empty_batch, padded_steps, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, initial_parameters, run_case, run_oracle, tensor_deviation, without_padding
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
@@ -71,7 +71,7 @@ def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
     everyone = pool.run(ranks.counts, case.resolved(config), config, parameters, batch)
     found = {name: np.sum([own[name] for own in everyone if name in own], axis=0).tolist() for name in exact}
     assert found == exact
-    num_text = sum(len(row.tokens) - row.num_padding for row in batch)
+    num_text = sum(len(sample.tokens) for sample in batch)
     assert [sum(each) for each in found.values()] == [4 * num_text] * 3
 
 
@@ -138,7 +138,7 @@ def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
     one = case(2, num_layers=2, tp=2, sp=True, pp=2, ep=2)
     strong = {"z_coefficient": 3.0, "sequence_balance_coefficient": 20.0}
     run = {**MIXTRAL, "loss__router": strong, "train__global_batch_size": 4}
-    config, batch = one.config(**run), [replace(row, num_padding=SEQ - 3) for row in three_steps()[0][:4]]
+    config, batch = one.config(**run), [cut(sample, 3) for sample in three_steps()[0][:4]]
     parameters = initial_parameters(config)
     (step,) = run_case(pool, one, [batch], **run).steps
     gradients = without_padding(step.gradients, config.model.vocab_size)

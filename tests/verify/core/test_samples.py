@@ -37,16 +37,15 @@ def test_documents_have_edges_that_no_loss_token_crosses() -> None:
     for sample in hard_samples(small(data__isolate_documents=True), 0):
         starts = sample.document_starts
         assert starts is not None
-        edges = np.flatnonzero(np.diff(starts[: len(starts) - sample.num_padding])) + 1
+        edges = np.flatnonzero(np.diff(starts)) + 1
         assert len(edges) == 3
         assert (starts[edges] == edges).all()
         assert not sample.mask[edges - 1].any()
 
 
 def test_some_rows_are_not_full() -> None:
-    padding = [sample.num_padding for sample in hard_samples(small(), 0)]
-    assert set(padding) == {0, small().data.seq_length // 4}
-    assert all(not sample.mask[32 - sample.num_padding :].any() for sample in hard_samples(small(), 1))
+    length = small().data.seq_length
+    assert {sample.width for sample in hard_samples(small(), 0)} == {length, length - length // 4}
 
 
 @pytest.mark.parametrize(("dp", "size"), [(1, 16), (2, 4), (4, 1), (8, 2)])

@@ -113,6 +113,8 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
             "loss__side_terms": {},
         },
         {"model__mtp_depths": 2},
+        {"data__packing": {}, "loss__aggregation": "seq-mean-token-mean", "model__mtp_depths": 1},
+        {"data__packing": {}, "train__tokens_per_micro_batch": 256},
         {
             "model__num_query_groups": None,
             "model__mla": {
@@ -130,6 +132,8 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
         "teacher, smoothing, entropy",
         "measured denominator",
         "two tokens ahead",
+        "packed",
+        "packed into wide rows",
         "latent attention",
     ],
 )

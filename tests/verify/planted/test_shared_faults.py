@@ -39,6 +39,7 @@ class Case(NamedTuple):
 
 
 SCHEDULE = {"optimizer__schedule": "cosine", "optimizer__warmup_steps": 5, "train__num_steps": 50}
+PACKED: dict[str, Any] = {"data__packing": {}}
 CASES = {
     "last-token-masked": Case("samples", MAIN_WEIGHTS),
     "masked-tokens-counted": Case("samples", MAIN_WEIGHTS),
@@ -48,6 +49,11 @@ CASES = {
     "labels-shifted-twice": Case("samples", "labels"),
     "sample-read-twice": Case("samples", "tokens"),
     "positions-not-restarted": Case("samples", "positions"),
+    "row-counted-as-sequence": Case("samples", Z_WEIGHTS, changes=PACKED),
+    "label-of-the-next-sample": Case("samples", "labels", changes=PACKED),
+    "router-balance-by-row": Case(
+        "denominator", "router_sequence_balance", changes={**PACKED, "data__isolate_documents": True}, of_experts=True
+    ),
     "tokens-ahead-across-documents": Case("samples", "weights of mtp_1", changes={"model__mtp_depths": 1}),
     "sequence-mean-plus-one": Case("samples", Z_WEIGHTS),
     "square-root-left-out": Case("samples", MAIN_WEIGHTS, changes={"loss__aggregation": "seq-mean-token-sqrt"}),
@@ -98,6 +104,12 @@ def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[s
     assert "one process with one microbatch too: not a fault of a layout" in found.lines[0]
 
 
+@pytest.mark.parametrize("name", ["document-boundary-crossed", "positions-not-restarted"])
+def test_faults_of_documents_show_between_packed_samples(pool: Pool, name: str) -> None:
+    report = check(pool, rich_config(**PACKED), "mbs4", name, num_steps=1)
+    assert not any(layout.passed for layout in report.layouts)
+
+
 def test_every_shared_fault_has_a_plant_and_a_case() -> None:
     assert [fault.name for fault in SHARED_FAULTS] == list(SHARED_PLANTS) == list(CASES)
     assert all(fault.axis is None for fault in SHARED_FAULTS)
@@ -115,6 +127,9 @@ def test_every_shared_fault_has_a_plant_and_a_case() -> None:
         ("router-losses-times-top-k", "sequence_balance_coefficient > 0"),
         ("expert-scaling-ignored", "scaling_factor other than 1"),
         ("warmup-off-by-one", "optimizer.warmup_steps > 0"),
+        ("row-counted-as-sequence", "data.packing"),
+        ("label-of-the-next-sample", "data.packing"),
+        ("router-balance-by-row", "data.packing"),
     ],
 )
 def test_a_shared_fault_that_cannot_show_is_refused(name: str, reason: str) -> None:

@@ -61,7 +61,7 @@ class Letters:
 )
 def test_answers_alone_count(found: dict[str, Any], ids: list[int], counts: list[float]) -> None:
     text = text_of(found | {"weight": 0.5}, Letters(), 100)  # type: ignore[arg-type]
-    assert (text.ids.tolist(), text.counts.tolist(), text.weight, text.pad_id) == (ids, counts, 0.5, 3)
+    assert (text.ids.tolist(), text.counts.tolist(), text.weight) == (ids, counts, 0.5)
     assert text_of(found, Letters(), 3).ids.tolist() == ids[:4]  # type: ignore[arg-type]
 
 
@@ -73,9 +73,9 @@ def test_lines_are_found_by_number(tmp_path: Path) -> None:
 
 
 def test_a_row_restarts_at_edges_and_predicts_nothing_over_them() -> None:
-    text = Text(np.array([5, 6, 7, 8, 9]), np.array([0.0, 1.0, 0.5, 1.0, 0.0]), edges=(2,), pad_id=4)
+    text = Text(np.array([5, 6, 7, 8, 9]), np.array([0.0, 1.0, 0.5, 1.0, 0.0]), edges=(2,))
     rows = rows_of([text], seq_length=6, vocab_size=8, device=torch.device("cpu"))
-    assert rows.tokens.tolist() == [[5, 6, 7, 0, 4, 4]]
+    assert rows.tokens.tolist() == [[5, 6, 7, 0, 0, 0]]
     assert rows.labels.tolist() == [[6, 0, 0, 0, 0, 0]]
     assert rows.weights.tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
     assert rows.documents.tolist() == [[0, 0, 1, 1, -1, -1]]

@@ -5,7 +5,8 @@ contiguous runs of the row. Keys and values are brought together in one of two w
 whole row on every rank; `ulysses` exchanges sequence for heads, so that each rank sees whole rows of a part of the
 heads. Latent attention collects its latents in both, and makes keys and values of them for the heads it attends with.
 A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents, are cut
-for context parallelism, so packing does not depend on the layout.
+for context parallelism, so packing does not depend on the layout. On GPUs one kernel attends inside all documents of a
+microbatch (`documents.py`); elsewhere, and with what that kernel lacks, there is a call for each.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.data.zigzag import zigzag_index
+from mtrain.mcore.model.attention.documents import (
+    Run,
+    attend_segments,
+    is_varlen_usable,
+    pieces_of,
+    segments_of,
+)
 from mtrain.mcore.model.attention.sinks import sink_parameter, with_sink_keys
 from mtrain.mcore.model.attention.window import has_window
-
-Run = tuple[int, int]
-"""Positions [start, end) of a row."""
 
 
 class RowAttention(MegatronModule):
@@ -137,31 +142,35 @@ class RowAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[list[Run]] | None
     ) -> Tensor:
         """Queries of the given runs, laid one after the other, against the keys of whole rows."""
-        if documents is None:  # one kernel for the whole batch; below, one for each document of each row
+        if documents is None:  # one kernel for the whole batch
             return self._attend_row(query, key, value, runs, [(0, key.shape[0])])
-        rows = [
-            self._attend_row(
-                query[:, row : row + 1], key[:, row : row + 1], value[:, row : row + 1], runs, row_documents
-            )
-            # Rows differ in their documents, so no mask-free call fits two of them.
-            for row, row_documents in enumerate(documents)
-        ]
+        if self._fits_varlen(query, key, value):  # likewise
+            pieces = [tuple(pieces_of(runs, row_documents)) for row_documents in documents]
+            segments = segments_of(tuple(pieces), key.shape[0], query.device)
+            return attend_segments(query, key, value, segments, self.scale, self.window)
+        # One for each document of each row. Rows differ in their documents, so no mask-free call fits two of them.
+        queries, keys, values = (torch.split(part, 1, dim=1) for part in (query, key, value))
+        rows = [self._attend_row(q, k, v, runs, own) for q, k, v, own in zip(queries, keys, values, documents)]
         return torch.cat(rows, dim=1)
 
     def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[Run]) -> Tensor:
-        outputs, offset = [], 0
-        for run_start, run_end in runs:
-            for document_start, document_end in documents:
-                # Where a run begins inside a document, its queries need the keys from before the run as well.
-                start, end = max(run_start, document_start), min(run_end, document_end)
-                if start >= end:
-                    continue
-                queries = query[offset + start - run_start : offset + end - run_start]
-                # No key behind the last query: nothing masked is computed, and q = k whenever the run begins with the
-                # document.
-                outputs.append(self._causal(queries, key[document_start:end], value[document_start:end]))
-            offset += run_end - run_start
+        pieces = list(pieces_of(runs, documents))
+        # Split, not sliced: in backward each slice would fill a whole row with zeros and add it to the others.
+        queries = torch.split(query, [piece.num_queries for piece in pieces])
+        lengths = [end - start for start, end in documents]
+        keys, values = torch.split(key, lengths), torch.split(value, lengths)
+        outputs = [
+            # No key behind the last query: nothing masked is computed, and q = k whenever the run begins with the
+            # document.
+            self._causal(own, *(_first(part[piece.document], piece.num_keys) for part in (keys, values)))
+            for own, piece in zip(queries, pieces, strict=True)
+        ]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # cat copies even a single tensor
+
+    def _fits_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether the kernel for documents of any length, which knows no sinks and no dropout, can be taken."""
+        drops = self.dropout > 0 and self.training
+        return self.softmax_offset is None and not drops and is_varlen_usable(query, key, value)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q."""
@@ -331,11 +340,16 @@ def _window_mask(query_length: int, key_length: int, window: int, device: torch.
     return (distance >= 0) & (distance < window)
 
 
+def _first(part: Tensor, length: int) -> Tensor:
+    return part if length == len(part) else part[:length]  # a slice of all would be copied in backward
+
+
 def _document_runs(document_starts: Tensor) -> list[list[Run]]:
     """[batch, seq] starts -> for each row, the run of each document."""
     rows, length = document_starts.numpy(), document_starts.shape[1]
     runs = []
     for row in rows:
-        starts = [int(start) for start in np.unique(row)]
+        # starts never decrease along a row
+        starts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist()]
         runs.append(list(zip(starts, [*starts[1:], length])))
     return runs

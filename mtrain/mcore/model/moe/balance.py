@@ -3,7 +3,7 @@
 A router hands its logits and its choice to its watch in every forward pass. Nothing happens there but in the passes of
 a training step that autograd records, and of these there is exactly one for each layer and microbatch: where
 activations are recomputed, the first pass is not recorded. So validation, teachers and recomputation need no care of
-their own, and as the padding comes as an argument, a recomputed pass sees that of its own microbatch.
+their own, and as the sequences come as an argument, a recomputed pass sees those of its own microbatch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class _Step:
     """[routers, experts] int64: how many tokens of text this rank has sent to each expert."""
     running: Tensor
     """[routers, experts] int64: choices so far, of all ranks; for the balance on running counts."""
+    num_sequences: int
+    """Of the microbatch that has most; the others count 0 for those that they lack."""
 
 
 class _Weighted(NamedTuple):
@@ -59,7 +61,9 @@ class _Load(NamedTuple):
     scores: Tensor
     """[seq_local, batch, experts], normalised."""
     choices: Tensor
-    """[batch, experts] int64, over whole rows."""
+    """[sequences, experts] int64, over whole sequences."""
+    ids: Tensor
+    """[seq_local, batch] int64: the sequence of each position, 0 where there is no text."""
 
 
 class RouterBalance:
@@ -89,17 +93,18 @@ class RouterBalance:
                 router.watch = RouterStats(self, index, router.section, groups, router not in of_depths)
 
     @contextmanager
-    def watching(self, accumulator: PairAccumulator, factors: Factors) -> Iterator[None]:
+    def watching(self, accumulator: PairAccumulator, factors: Factors, num_sequences: int) -> Iterator[None]:
         """Looks at what routers do in this block, which is one pass of a step.
 
         Args:
             accumulator: Receives the pairs of the terms.
             factors: First called in the first forward pass.
+            num_sequences: Of the microbatch that has most.
         """
         shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
         # Integers: their sums are exact, whatever the order of microbatches and ranks.
         counts, running = torch.zeros(2, *shape, dtype=torch.int64, device=self._groups.device)
-        self.step = _Step(accumulator, factors, counts, running)
+        self.step = _Step(accumulator, factors, counts, running, num_sequences)
         try:
             yield
         finally:
@@ -155,18 +160,19 @@ class RouterStats:
         is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
         """
         self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted
-        self._has_first_token = groups.tp_rank == 0 and groups.cp_rank == 0
+        self._counts_sequences = groups.tp_rank == 0 and groups.cp_rank == 0
         self._sharers, self._replicas = groups.collection.tp_cp, groups.collection.dp
 
-    def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
+    def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
         """Adds this router's terms to what is differentiated.
 
-        Where a balance is asked for, one all-reduce of [batch, experts] integers over the ranks that share the rows,
+        Where a balance is asked for, one all-reduce of [sequences, experts] integers over the ranks that share them,
         and for that on running counts another one of [experts] over data-parallel ranks.
 
         Args:
             logits: [seq_local, batch, experts].
-            is_padding: [seq_local, batch] bool.
+            sequence_ids: [seq_local, batch] int64: the sequence of each position in the microbatch, negative where
+                there is no text.
 
         Returns:
             The logits, to go on with.
@@ -174,9 +180,9 @@ class RouterStats:
         step = self._balance.step
         if step is None or not self._balance.terms or not torch.is_grad_enabled():
             return logits
-        assert is_padding is not None, "a router does not know what is padding"
+        assert sequence_ids is not None, "a router does not know what is padding"
         # The loss mask plays no part: a prompt loads its experts as well.
-        weighted = self._weighted(logits, ~is_padding, step)
+        weighted = self._weighted(logits, sequence_ids, step)
         numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
         shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
         step.accumulator.add_router(numerators, shares)
@@ -185,29 +191,30 @@ class RouterStats:
         attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
         return attached
 
-    def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
+    def choice(self, chosen: Tensor, sequence_ids: Tensor | None) -> None:
         """Counts the tokens of text that go to each expert.
 
         Args:
             chosen: [seq_local x batch, experts] bool.
-            is_padding: [seq_local, batch] bool.
+            sequence_ids: [seq_local, batch] int64, negative where there is no text.
         """
         step = self._balance.step
         if step is not None and torch.is_grad_enabled():
-            assert is_padding is not None, "a router does not know what is padding"
+            assert sequence_ids is not None, "a router does not know what is padding"
             # Before any token is dropped by capacity: the load that the router asked for.
-            step.counts[self._index] += (chosen & ~is_padding.reshape(-1, 1)).sum(0)
+            step.counts[self._index] += (chosen & (sequence_ids >= 0).reshape(-1, 1)).sum(0)
 
-    def _weighted(self, logits: Tensor, is_text: Tensor, step: _Step) -> list[_Weighted]:
-        load = self._load(logits, is_text) if self._balance.terms != (losses.Z,) else None
+    def _weighted(self, logits: Tensor, sequence_ids: Tensor, step: _Step) -> list[_Weighted]:
+        is_text = sequence_ids >= 0
+        load = self._load(logits, sequence_ids, step) if self._balance.terms != (losses.Z,) else None
         return [self._term(term, logits, is_text, load, step) for term in self._balance.terms]
 
-    def _load(self, logits: Tensor, is_text: Tensor) -> _Load:
-        scores = losses.normalised_scores(logits, self._section.score, is_text)
-        choices = losses.choices_by_row(scores, self._section.top_k, is_text)
-        # TP x CP hold parts of the same rows; after it all of them see the counts of whole rows.
+    def _load(self, logits: Tensor, sequence_ids: Tensor, step: _Step) -> _Load:
+        scores = losses.normalised_scores(logits, self._section.score, sequence_ids >= 0)
+        choices = losses.choices_by_sequence(scores, self._section.top_k, sequence_ids, step.num_sequences)
+        # TP x CP hold parts of the same sequences; after it all of them see the counts of whole ones.
         _sum_over(self._sharers, choices)
-        return _Load(scores, choices)
+        return _Load(scores, choices, sequence_ids.clamp(min=0))
 
     def _term(
         self, term: losses.RouterTerm, logits: Tensor, is_text: Tensor, load: _Load | None, step: _Step
@@ -217,11 +224,13 @@ class RouterStats:
             return _Weighted(losses.squared_logsumexp(logits, is_text), weights, is_text)
         match term:
             case "router_sequence_balance":
-                # [batch]: every token of text has made top_k choices.
+                # [sequences]: every token of text has made top_k choices.
                 num_tokens = load.choices.sum(-1) // self._section.top_k
-                # clamp for rows of padding alone, whose weights are 0 anyway.
-                weights, choices = weights / num_tokens.double().clamp(min=1), load.choices
-                shares = is_text[: 1 if self._has_first_token else 0]  # a row of text has it in its first position
+                # clamp for sequences of padding alone, whose weights are 0 anyway.
+                weights = weights / num_tokens.double().clamp(min=1)[load.ids]
+                choices = load.choices[load.ids]
+                # Sequences with text, seen by all ranks that share them and counted by one.
+                shares = (num_tokens > 0) & self._counts_sequences
             case "router_microbatch_balance":
                 choices = load.choices.sum(0)
             case "router_global_balance":

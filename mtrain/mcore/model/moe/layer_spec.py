@@ -8,12 +8,13 @@ from typing import Any
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.moe.experts import Experts
+from mtrain.mcore.model.moe.layer import ExpertsLayer
 from mtrain.mcore.model.moe.router import Router
 
 
@@ -21,7 +22,7 @@ def experts_spec(section: ExpertsSection) -> ModuleSpec:
     """megatron-core's layer and dispatcher around our router and experts."""
     shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        module=MoELayer,
+        module=ExpertsLayer,
         submodules=MoESubmodules(
             router=partial(Router, section=section),
             experts=ModuleSpec(module=Experts, params={"implementation": section.implementation}),

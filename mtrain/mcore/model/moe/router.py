@@ -79,8 +79,8 @@ class Router(MegatronModule):
 
         Args:
             hidden: [seq_local, batch, hidden_size].
-            padding_mask: [seq_local, batch] bool, positions that hold no text. They are routed like all others, and not
-                counted; None where nobody counts.
+            padding_mask: [seq_local, batch] int64, the sequence of each position in the microbatch; negative where
+                there is no text, which is routed like all else and not counted. None where nobody counts.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.

@@ -1,0 +1,44 @@
+"""The layer of experts: megatron-core's parts, and the sequence of each position on its way to the router."""
+
+from __future__ import annotations
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+
+class ExpertsLayer(MoELayer):
+    """MoELayer whose router is told the sequence of each position.
+
+    megatron-core takes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Routes the tokens of this rank, sends them to their experts and brings them back.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden].
+            intermediate_tensors: Part of megatron-core's protocol, for CUDA graphs of a part of the layer.
+            padding_mask: [batch, seq_local] int64, in the place of megatron-core's mask: the sequence of each position,
+                negative where there is no text. None where nobody counts.
+
+        Returns:
+            [seq_local, batch, hidden]; and no bias.
+        """
+        assert intermediate_tensors is None
+        sequence_ids = None if padding_mask is None else padding_mask.transpose(0, 1)
+        if self.moe_layer_recompute and self.training:
+            output: Tensor = tensor_parallel.checkpoint(self._routed, False, hidden_states, sequence_ids)
+        else:
+            output = self._routed(hidden_states, sequence_ids)
+        return output, None
+
+    def _routed(self, hidden_states: Tensor, sequence_ids: Tensor | None) -> Tensor:
+        shared = self.shared_experts_compute(hidden_states)
+        weights, chosen = self.route(hidden_states, sequence_ids)
+        dispatched, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))
+        output, _ = self.routed_experts_compute(dispatched, weights)
+        combined: Tensor = self.postprocess(self.combine(output), shared)
+        return combined
