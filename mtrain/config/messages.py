@@ -8,7 +8,7 @@ from typing import get_args, get_origin
 from pydantic_core import ErrorDetails
 
 from mtrain.config.schema.root import Config
-from mtrain.config.schema.section import BrokenRulesError, Section, sections_in
+from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
 _LONGEST_VALUE = 80
 """Characters of a value that are shown."""
@@ -129,6 +129,8 @@ def sections_at(place: Location) -> tuple[type[Section], ...]:
         found = sections_in(fields[0].annotation) if fields else ()
         if fields and get_origin(fields[0].annotation) in (dict, tuple):
             next(parts, None)  # the index in a list of sections, or the name of one
+        elif fields and is_list_or_mapping(fields[0].annotation) and isinstance(next(parts, None), str):
+            next(parts, None)
     return found
 
 
@@ -152,4 +154,6 @@ def _resolved(location: Location) -> tuple[Location, type[Section] | None]:
             (section,) = (each for each in found if kind in kinds_of(each))
         elif get_origin(annotation) in (dict, tuple):
             written += islice(parts, 1)  # the index in a list of sections, or the name of one
+        elif is_list_or_mapping(annotation) and (form := next(parts, None)) is not None:
+            written += islice(parts, 1 if form == AS_LIST else 2)  # an index, or a name and an index
     return tuple(written), section

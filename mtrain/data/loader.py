@@ -187,9 +187,12 @@ class StepLoader:
         return Prefetch(self.batches, from_step, self._depth)
 
     def held_out(self, part: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
-        """The validation or test set; None where the configuration has none."""
-        samples = self._held_out[part]
-        return None if samples is None else HeldOutBatches(self._rows, samples)
+        """The only validation or test set, or the first one; None where the configuration has none."""
+        return next(iter(self.held_out_sets(part).values()), None)
+
+    def held_out_sets(self, part: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
+        """All validation or test sets by name, in the order of the configuration."""
+        return {name: HeldOutBatches(self._rows, samples) for name, samples in self._held_out[part].items()}
 
 
 class RowsOfRank:

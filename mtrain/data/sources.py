@@ -156,8 +156,8 @@ class Sources:
             case _:
                 assert_never(data)
 
-    def held_out(self, part: Literal["valid", "test"]) -> HeldOut | MockHeldOut | None:
-        """The validation or test set; None where the configuration has none.
+    def held_out(self, part: Literal["valid", "test"]) -> dict[str, HeldOut | MockHeldOut]:
+        """The validation or test sets by name, in their order; a lone one has the name of its part.
 
         Raises:
             DataError: as for the training samples.
@@ -168,10 +168,12 @@ class Sources:
                 # valid and test are different sequences, and neither is the training one
                 seed = key_of(self._config.train.seed, _PARTS.index(part))
                 samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
-                return MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)
+                return {part: MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)}
             case IndexedSection() | SftSection():
-                sections = _held_out_sections(data, part)
-                return HeldOut([self._open(data, each, part, None) for each in sections], limit) if sections else None
+                return {
+                    name: HeldOut([self._open(data, each, part, None) for each in sections], limit)
+                    for name, sections in _held_out_sections(data, part).items()
+                }
             case _:
                 assert_never(data)
 
@@ -206,10 +208,12 @@ class Sources:
                 assert_never(data)
 
 
-def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> tuple[SourceSection, ...]:
+def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> dict[str, tuple[SourceSection, ...]]:
     if data.split is not None:
-        return data.train if data.split[_PARTS.index(part)] > 0 else ()
-    return data.valid if part == "valid" else data.test
+        return {part: data.train} if data.split[_PARTS.index(part)] > 0 else {}
+    if part == "valid":
+        return data.valid_sets
+    return {part: data.test} if data.test else {}
 
 
 def _numbers(data: FilesSection, part: Part, total: int) -> range:

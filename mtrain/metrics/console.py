@@ -54,6 +54,7 @@ class ConsoleSink:
                 self._show_step(record, as_duration(self._pace.remaining_s(self._num_steps)))
             case ValidRecord():
                 parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
+                parts += [f"{name} {each.loss:.4f}" for name, each in record.valid_sets.items()]
                 parts += [*_side_terms(record), f"samples {record.samples}", f"{record.seconds:.1f} s"]
                 self._print("  ".join(parts + [_LAYOUT_DEPENDENT] * record.layout_dependent))
             case ChangeRecord():

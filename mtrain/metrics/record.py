@@ -74,7 +74,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidRecord:
-    """One pass over the validation set."""
+    """One pass over the validation sets; all numbers but `seconds` and `valid_sets` are those of the first one."""
 
     step: int
     """Optimizer updates completed before the pass."""
@@ -85,6 +85,8 @@ class ValidRecord:
     seconds: float
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name, over the same samples."""
+    valid_sets: Mapping[str, TermRecord] = field(default_factory=dict)
+    """Main term over each set, by its name, the first one too; empty where there is one set only."""
     layout_dependent: bool = False
     """As in `StepRecord`."""
 
@@ -124,13 +126,12 @@ def from_json_line(line: str) -> Record:
     """
     try:
         values = json.loads(line)
-        kind, terms = values.pop("kind"), values.pop("terms", {})
-        by_name = {name: TermRecord(**_fields_read(TermRecord, term)) for name, term in terms.items()}
+        kind, by_name, by_set = values.pop("kind"), _terms_read(values, "terms"), _terms_read(values, "valid_sets")
         match kind:
             case "step":
                 return StepRecord(**_fields_read(StepRecord, values), terms=by_name)
             case "valid":
-                return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name)
+                return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name, valid_sets=by_set)
             case "change":
                 return ChangeRecord(**_fields_read(ChangeRecord, values))
             case other:
@@ -153,6 +154,11 @@ def _plain(value: object) -> Json:
             return {name: _plain(term) for name, term in value.items()}
         case _:
             return value
+
+
+def _terms_read(values: dict[str, Json], name: str) -> dict[str, TermRecord]:
+    """A field of terms, taken out of the values; empty in records of versions that did not have it."""
+    return {term: TermRecord(**_fields_read(TermRecord, each)) for term, each in values.pop(name, {}).items()}
 
 
 def _fields_read(record: type[Record | TermRecord], values: dict[str, Json]) -> dict[str, Json]:

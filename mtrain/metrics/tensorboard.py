@@ -65,7 +65,8 @@ def _scalars(record: Record) -> dict[str, float]:
         case ChangeRecord():
             return {}
         case ValidRecord():
-            return {"valid/loss": record.valid_loss} | _term_means(record, "valid_terms")
+            sets = {f"valid/loss/{name}": each.loss for name, each in record.valid_sets.items()}
+            return {"valid/loss": record.valid_loss} | sets | _term_means(record, "valid_terms")
         case StepRecord():
             loss = {} if record.empty else {"train/loss": record.loss}
             known = {

@@ -41,7 +41,8 @@ class Run:
     training: TrainingStep
     loader: StepLoader | None
     """None on ranks that receive their data from tensor-parallel rank 0."""
-    validation: ValidationSet | None
+    validation: tuple[ValidationSet, ...]
+    """In the order of the configuration; empty where it has none."""
     start_step: int
     """Optimizer updates already completed."""
     changes: tuple[ChangeInfo, ...] = ()
@@ -123,7 +124,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
-    validation = ValidationSet.open(loader)
+    validation = ValidationSet.open_all(loader)
     resumed = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
     return Run(config, groups, *model, loader, validation, resumed.step, resumed.changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -25,6 +25,7 @@ from mtrain.training.forward import forward_totals
 class ValidationSet:
     """A held-out set as this rank sees it."""
 
+    name: str
     held_out: HeldOutBatches | None
     """None on ranks that do not read data."""
     num_passes: int
@@ -33,12 +34,45 @@ class ValidationSet:
     """Samples of the set, over all ranks."""
 
     @classmethod
-    def open(cls, loader: StepLoader | None) -> ValidationSet | None:
-        """The validation set of the configuration; None where it has none. Collective over the world."""
-        held_out = None if loader is None else loader.held_out("valid")
+    def open_all(cls, loader: StepLoader | None) -> tuple[ValidationSet, ...]:
+        """The validation sets of the configuration, in its order. Collective over the world."""
+        own = {} if loader is None else loader.held_out_sets("valid")
         # ranks without data need the number of passes, or they would wait in a pass that others do not make
-        size = on_first_rank(lambda: None if held_out is None else (held_out.num_passes, held_out.num_samples))
-        return None if size is None else cls(held_out, *size)
+        sizes = on_first_rank(lambda: {name: (each.num_passes, each.num_samples) for name, each in own.items()})
+        return tuple(cls(name, own.get(name), *size) for name, size in sizes.items())
+
+
+def evaluate_all(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    objective: Objective,
+    sets: Sequence[ValidationSet],
+    step: int,
+    teacher: Teacher | None = None,
+) -> ValidRecord:
+    """Evaluates several sets one after the other, as `evaluate` does.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks.
+        optimizer: Completes the parameters first.
+        objective: As for `evaluate`.
+        sets: At least one.
+        step: Optimizer updates completed.
+        teacher: Where a term needs one.
+
+    Returns:
+        The record of the first set, in whose `valid_sets` the losses of all sets stand where there are several.
+    """
+    records = {each.name: evaluate(config, groups, chunks, optimizer, objective, each, step, teacher) for each in sets}
+    first, *others = records.values()
+    if not others:
+        return first
+    losses = {name: record.terms[MAIN_TERM] for name, record in records.items()}
+    return replace(first, valid_sets=losses, seconds=sum(record.seconds for record in records.values()))
 
 
 def evaluate(

@@ -35,7 +35,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.changed import note_on_order
 from mtrain.training.checkpoint_self_test import run_self_test
-from mtrain.training.evaluate import evaluate, term_records
+from mtrain.training.evaluate import evaluate_all, term_records
 from mtrain.training.export import Exporter
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
@@ -246,13 +246,13 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
 
 
 def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float | None:
-    """The validation loss, in nats; None where the run has no validation set."""
-    if run.validation is None:
+    """The validation loss of the first set, in nats; None where the run has no validation set."""
+    if not run.validation:
         return None
     heartbeat.enter(Phase.VALIDATION, step)
     model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
     with _named(f"validation after step {step}"):
-        record = evaluate(*model, run.validation, step, run.teacher)
+        record = evaluate_all(*model, run.validation, step, run.teacher)
     sinks.write(record)
     return record.valid_loss
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mtrain.metrics.console import ConsoleSink, as_duration
-from mtrain.metrics.record import Record, StepRecord, ValidRecord
+from mtrain.metrics.record import Record, StepRecord, TermRecord, ValidRecord
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
@@ -80,6 +80,12 @@ def test_padding_is_told_apart_where_there_is_some() -> None:
     first, second = shown(records, num_steps=2).splitlines()
     assert "2,048 tokens/s  eta" in first
     assert "2,048 tokens/s  padding 75.0%" in second
+
+
+def test_several_validation_sets_are_shown_by_name() -> None:
+    sets = {name: TermRecord(loss=loss, numerator=2 * loss, denominator=2.0) for name, loss in [("a", 2.75), ("b", 3)]}
+    text = shown({1.0: replace(valid_record(1), valid_sets=sets)}, num_steps=1)
+    assert "valid_loss 2.7500  a 2.7500  b 3.0000  samples 8" in text
 
 
 def test_numbers_that_only_one_layout_gives_say_so_everywhere() -> None:

@@ -1,12 +1,14 @@
 """`data.*`: where samples come from."""
 
 import datetime
+import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, by_kind, rule
+from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
 
 
 class SourceSection(Section):
@@ -25,6 +27,17 @@ class PackingSection(Section):
     batch: Literal["sequences"] = "sequences"
     """What train.global_batch_size counts. sequences: samples, so that a step holds those that it holds without
     packing, whatever the width of rows and the number of ranks."""
+
+
+def _form(value: object) -> str:
+    return BY_NAME if isinstance(value, Mapping) else AS_LIST
+
+
+HeldOutSources = Annotated[
+    Annotated[tuple[SourceSection, ...], Tag(AS_LIST)] | Annotated[dict[str, tuple[SourceSection, ...]], Tag(BY_NAME)],
+    Discriminator(_form),
+]
+"""One set, as a list of its sources; or several, each under its name."""
 
 
 class DataSection(Section):
@@ -46,11 +59,29 @@ class FilesSection(DataSection):
     """What is read from files: a blend of sources, and what is held out of them."""
 
     train: tuple[SourceSection, ...] = ()
-    valid: tuple[SourceSection, ...] = ()
+    valid: HeldOutSources = ()
+    """A list of sources, or several validation sets as `{name: [sources]}`. Each set has a loss of its own; that of the
+    first one is `valid_loss`, by which the best checkpoints are kept."""
     test: tuple[SourceSection, ...] = ()
     split: tuple[float, float, float] | None = None
     """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
     [0.9, 0.1, 0]."""
+
+    @property
+    def valid_sets(self) -> dict[str, tuple[SourceSection, ...]]:
+        """Validation sets by name, in their order; a lone one is called valid."""
+        if isinstance(self.valid, dict):
+            return self.valid
+        return {"valid": self.valid} if self.valid else {}
+
+    @rule
+    def validation_sets_have_names_and_sources(self) -> str | None:
+        # names become tags of TensorBoard and words of console lines
+        wrong = next((name for name in self.valid_sets if not re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII)), None)
+        if wrong is not None:
+            return f"valid names a set {wrong!r}; a name is up to 40 letters, digits, dots, dashes and underscores"
+        empty = next((name for name, sources in self.valid_sets.items() if not sources), None)
+        return None if empty is None else f"valid.{empty} has no source; name at least one, or remove the set"
 
     @rule
     def training_needs_a_source(self) -> str | None:

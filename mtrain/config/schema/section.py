@@ -1,7 +1,7 @@
 """The base of every configuration section, and how sections keep their rules."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationInfo, field_validator, model_validator
 
@@ -78,8 +78,18 @@ def by_kind(where_absent: str) -> Discriminator:
     return Discriminator(kind_of)
 
 
+AS_LIST, BY_NAME = "list", "mapping"
+"""Tags of a field that may be a list of sections, or such lists by name: pydantic puts one behind the field's name."""
+
+
+def is_list_or_mapping(annotation: Any) -> bool:
+    """Whether a field of sections has the two forms."""
+    return any(get_origin(each) is Annotated and get_origin(get_args(each)[0]) is dict for each in get_args(annotation))
+
+
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
     """The sections that a field's annotation allows: one for each kind; none where it holds plain values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
-    return tuple(found for argument in get_args(annotation) for found in sections_in(argument))
+    # each once, though a field may allow it in two places
+    return tuple(dict.fromkeys(found for argument in get_args(annotation) for found in sections_in(argument)))

@@ -1,0 +1,57 @@
+"""data.valid: one set as a list, several by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config.load import config_yaml, load_config
+from tests.config.samples import INDEXED, content
+from tests.config.yaml_files import write
+
+SOURCE = {"path": "x"}
+
+
+def loaded(tmp_path: Path, valid: Any, **data: Any) -> Any:
+    """The data section of a file with these validation sets."""
+    path = write(tmp_path / "c.yaml", content(data={**INDEXED, **data}))
+    config = load_config([path], [f"data.valid={json.dumps(valid)}"])
+    (tmp_path / "again.yaml").write_text(config_yaml(config))
+    assert config_yaml(load_config([tmp_path / "again.yaml"], [])) == config_yaml(config)
+    return config.data
+
+
+def test_a_list_is_one_set_and_a_mapping_is_several(tmp_path: Path) -> None:
+    assert list(loaded(tmp_path, [SOURCE, SOURCE]).valid_sets) == ["valid"]
+    assert loaded(tmp_path, []).valid_sets == {}
+    several = loaded(tmp_path, {"code": [SOURCE], "a-b.c": [SOURCE, SOURCE]}).valid_sets
+    assert {name: len(sources) for name, sources in several.items()} == {"code": 1, "a-b.c": 2}
+    assert next(iter(several)) == "code", "in the order of the file"
+
+
+@pytest.mark.parametrize(
+    ("valid", "message"),
+    [
+        ({"code": []}, "data.valid.code has no source; name at least one, or remove the set"),
+        ({"my code": [SOURCE]}, "data.valid names a set 'my code'; a name is up to 40 letters"),
+        (
+            {"code": [{"pth": "x", **SOURCE}]},
+            "data.valid.code[0].pth: there is no such key; did you mean data.valid.",
+        ),
+        ([{"pth": "x", **SOURCE}], "data.valid[0].pth: there is no such key; did you mean data.valid[0].path?"),
+        ({"code": [{"weight": 1}]}, "data.valid.code[0].path: no value is given"),
+        (3, "data.valid: input should be a valid tuple, but 3 was given"),
+    ],
+    ids=str,
+)
+def test_wrong_sets_are_named_as_they_were_written(tmp_path: Path, valid: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, valid)
+    assert message in str(caught.value)
+
+
+def test_a_split_replaces_named_sets_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="split already divides the train sources"):
+        loaded(tmp_path, {"code": [SOURCE]}, split=[0.9, 0.1, 0])
