@@ -206,7 +206,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: Nothing is there, it is not a tokenizer, or it has no end-of-document token.
     """
-    file = _file(Path(path))
+    file = tokenizer_file(path)
     if file.suffix == ".json":
         return HuggingFaceTokenizer(file)
     if file.suffix == ".model":
@@ -230,7 +230,16 @@ def _hugging_face_model(path: Path, content: bytes) -> Any:
     return model
 
 
-def _file(path: Path) -> Path:
+def tokenizer_file(path: str | Path) -> Path:
+    """The file that a tokenizer is read from.
+
+    Args:
+        path: As `load_tokenizer`.
+
+    Raises:
+        DataError: There is none, or more than one.
+    """
+    path = Path(path)
     if not path.exists():
         raise DataError(f"tokenizer {path} does not exist; give a .model file, a tokenizer.json or their directory")
     if not path.is_dir():

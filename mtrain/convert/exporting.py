@@ -20,6 +20,7 @@ from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import ExportTarget, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
+from mtrain.data.chat.template import put_templates
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
@@ -27,6 +28,7 @@ from mtrain.hf.io.safetensors import header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files
 from mtrain.hf.schema.table import HfTensor, stream_tensor
+from mtrain.runs.folder import RunFolder
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -172,6 +174,9 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
         for name in side_files(origin):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(origin / name, folder / name)
+    trained = RunFolder(target.entry.path.resolve().parent.parent).saved_chat_templates()
+    if trained:  # the weights are of a run that wrote conversations by them
+        put_templates(trained, folder)
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     config = _config(target, template, dtype)
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)

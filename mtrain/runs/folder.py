@@ -109,6 +109,36 @@ class RunFolder:
         with disk_faults(f"write {self.config}"):
             write_atomically(self.config, text)
 
+    @property
+    def chat_templates(self) -> Path:
+        """Holds the chat templates that conversations were written by, under the names they have beside a tokenizer."""
+        return self.path / "chat_templates"
+
+    def write_chat_templates(self, files: Mapping[str, str]) -> None:
+        """Keeps the chat templates of this start: exports carry them, wherever they came from.
+
+        Args:
+            files: Path inside the folder -> text.
+        """
+        with disk_faults(f"write {self.chat_templates}"):
+            if self.chat_templates.exists():
+                remove(self.chat_templates)
+            for name, text in files.items():
+                (self.chat_templates / name).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.chat_templates / name, text)
+
+    def saved_chat_templates(self) -> dict[str, str]:
+        """What the latest start kept; empty where it wrote no conversations.
+
+        Raises:
+            MachineError: A file cannot be read.
+        """
+        with disk_faults(f"read {self.chat_templates}"):
+            files = sorted(path for path in self.chat_templates.rglob("*") if path.is_file())
+            return {
+                path.relative_to(self.chat_templates).as_posix(): path.read_text(encoding="utf-8") for path in files
+            }
+
     def saved_config(self) -> str | None:
         """The configuration that an earlier start left here, as YAML of sections; None where there was none.
 

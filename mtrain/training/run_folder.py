@@ -8,6 +8,8 @@ from typing import NamedTuple
 from mtrain.checkpoint.store.directory import clean_leftovers, published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
+from mtrain.config.schema.data import SftSection
+from mtrain.data.encoding.encoder import trained_templates
 from mtrain.runs.continuation import continued, kept_lines
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
@@ -25,10 +27,12 @@ class Claimed(NamedTuple):
 
 
 def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Claimed:
-    """Takes a run folder until `held` closes, and writes the resolved configuration. On rank 0.
+    """Takes a run folder until `held` closes, and writes the resolved configuration and its chat templates. On
+    rank 0.
 
     Raises:
         RunFolderError: Another process works there, or it holds a run of another configuration.
+        DataError: A chat template is missing or damaged.
         MachineError: It cannot be written.
     """
     folder.create()
@@ -47,4 +51,6 @@ def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Clai
         for line in kept_lines(given, config):
             say(line)
     folder.write_config(config_yaml(config))
+    # now, as the file that was named may be another one, or gone, when the run is exported
+    folder.write_chat_templates(trained_templates(config.data) if isinstance(config.data, SftSection) else {})
     return Claimed(lock, config)

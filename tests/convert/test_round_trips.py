@@ -19,6 +19,7 @@ from mtrain.convert.verifying import verify_hf
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.plan.layout import Layout
+from mtrain.runs.folder import RunFolder
 from tests.hf import hf_ranks
 from tests.hf.folders import CONFIGS, save
 from tests.mcore.state import checkpoint_ranks
@@ -129,3 +130,21 @@ def test_a_trained_model_is_exported_from_shards(pool: Pool, tmp_path: Path) -> 
             expected = exported(random_tokens(57)).logits.numpy()
         ours = pool.run(hf_ranks.logits, Layout(), folder / "step_00000001", is_main)[0]
         np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-5)
+
+
+def test_an_export_carries_the_chat_template_that_was_trained(tmp_path: Path) -> None:
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    save("llama", theirs)
+    (theirs / "tokenizer_config.json").write_text('{"chat_template": "theirs"}')
+    checkpoint = run / "checkpoints" / "step_00000000"
+    checkpoint.parent.mkdir(parents=True)
+    import_hf(theirs, checkpoint, None, num_workers=1)
+    RunFolder(run).write_chat_templates({"chat_template.jinja": "ours"})
+    export_hf(checkpoint, tmp_path / "back", None, None, num_workers=1)
+    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "ours"
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}\n"
+    RunFolder(run).write_chat_templates({})
+    export_hf(checkpoint, tmp_path / "untouched", None, None, num_workers=1)
+    assert filecmp.cmp(
+        theirs / "tokenizer_config.json", tmp_path / "untouched" / "tokenizer_config.json", shallow=False
+    )

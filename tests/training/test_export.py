@@ -1,5 +1,6 @@
 """`checkpoint.export_hf_every_steps`: folders of Hugging Face that appear beside training."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -15,6 +16,8 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
 from mtrain.runs.folder import RunFolder
 from mtrain.training.export import Exporter
+from mtrain.training.run_folder import claim
+from tests.config.samples import config
 from tests.hf.folders import save
 from tests.training.test_start_from_hf import command, configured
 
@@ -89,3 +92,18 @@ def test_exports_need_checkpoints(tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"export_hf_every_steps=3 must be a multiple of interval_steps=2"):
         configured(tmp_path, "checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=3")
+
+
+def test_the_chat_templates_of_a_run_are_kept_for_its_exports(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("T")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    data = {"data__kind": "sft", "data__train": [{"path": "x"}], "data__tokenizer": str(tmp_path)}
+    folder = RunFolder(tmp_path / "run")
+    with contextlib.ExitStack() as held:
+        claim(folder, config(run__dir=str(folder.path), **data, data__chat_template=str(template)), held)
+    template.unlink()
+    assert folder.saved_chat_templates() == {"chat_template.jinja": "T"}
+    with contextlib.ExitStack() as held:
+        claim(folder, config(run__dir=str(folder.path)), held)
+    assert folder.saved_chat_templates() == {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
 from mtrain.base.plain_files import parsed_json, read_plain_file
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -88,6 +90,39 @@ def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
         if not found:
             found = _in_settings(folder / name)
     return found
+
+
+def template_files(templates: ChatTemplates) -> dict[str, str]:
+    """Path inside a tokenizer's folder -> text, so that `auto` finds these templates there."""
+    files = {TEMPLATE_FILE: templates.default.text}
+    if templates.with_tools != templates.default:
+        files[f"{TEMPLATE_FOLDER}/{_WITH_TOOLS}.jinja"] = templates.with_tools.text
+    return files
+
+
+def put_templates(files: Mapping[str, str], folder: Path) -> None:
+    """Makes these the templates of a tokenizer's folder; where they are that already, nothing is touched.
+
+    Args:
+        files: As `template_files`.
+        folder: Of a tokenizer; may hold none.
+
+    Raises:
+        DataError: The settings of the tokenizer are damaged.
+    """
+    named = named_templates(folder / SETTINGS_FILE)
+    held = {name: named[name].text for name in (_DEFAULT, _WITH_TOOLS) if name in named}
+    wanted = {_DEFAULT if name == TEMPLATE_FILE else Path(name).stem: text for name, text in files.items()}
+    if held == wanted:
+        return
+    for other in [folder / TEMPLATE_FILE, folder / _PROCESSOR_FILE, *(folder / TEMPLATE_FOLDER).glob("*.jinja")]:
+        other.unlink(missing_ok=True)
+    settings = _settings(folder / SETTINGS_FILE)
+    if settings.pop("chat_template", None) is not None:
+        write_atomically(folder / SETTINGS_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_atomically(folder / name, text)
 
 
 def template_variables(tokenizer: Path) -> dict[str, str]:

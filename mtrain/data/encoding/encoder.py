@@ -9,14 +9,15 @@ from typing import Any, assert_never
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from mtrain.data.chat.template import chosen_templates
+from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
 from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
-from mtrain.data.encoding.plain import TextPart, chat_parts, pair_parts, text_parts, tokenized
+from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, pair_parts, text_parts, tokenized
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
-from mtrain.tokenizer import Tokenizer
+from mtrain.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"
 """The chat template that is none."""
+_CONVERSATIONS = ("messages", "sharegpt", "alpaca")
 
 
 def encoder_of(section: SftSection, tokenizer: Tokenizer) -> SampleEncoder:
@@ -47,6 +48,22 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
         frozenset(section.ignore_keys), section.loss_on, section.special_tokens_in_text, section.chat_date
     )
     return ChatEncoder(templates, tokenizer, options)
+
+
+def trained_templates(section: SftSection) -> dict[str, str]:
+    """What an export of the run has to carry as its chat templates: path inside a tokenizer's folder -> text.
+
+    Empty where conversations have no template, and with the plain form where the configuration does not say that there
+    are conversations at all.
+
+    Raises:
+        DataError: A chat template is missing or damaged.
+    """
+    if section.chat_template == PLAIN:
+        return {TEMPLATE_FILE: PLAIN_TEMPLATE} if section.format in _CONVERSATIONS else {}
+    assert section.tokenizer is not None  # a rule of the section
+    templates = chosen_templates(section.chat_template, tokenizer_file(section.tokenizer))
+    return {} if templates is None else template_files(templates)
 
 
 class RecordEncoder:

@@ -22,6 +22,12 @@ from mtrain.data.encoding.checks import check_keys, check_text, check_weight
 from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.tokenizer import Tokenizer
 
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '\\n\\n' if not loop.first else '' }}### {{ message.role }}\n"
+    "{{ message.content }}{{ eos_token if message.role == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n\\n' if messages else '' }}### assistant\n{{ '' }}{% endif %}"
+)
+"""Writes the text of plain messages; a tokenizer may join what is tokenised piece by piece here."""
 ROLES = ("system", "user", "assistant", "tool")
 _PAIR_KEYS = frozenset({"prompt", "response", "weight"})
 _TEXT_KEYS = frozenset({"text", "weight"})

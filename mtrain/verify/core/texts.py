@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
+from mtrain.data.encoding.encoder import PLAIN, encoder_of
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.samples.pretrain import PretrainDataset
+from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.data.sources import Blended, Sources
+from mtrain.tokenizer import Tokenizer
 from mtrain.verify.core.samples import SamplePlan, hard_texts
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import RawCorpus
@@ -91,8 +94,27 @@ def _answers(
     lines = [
         objects(path, {turn.index for turn in turns if turn.source == number}) for number, path in enumerate(paths)
     ]
-    length = data.seq_length
-    return [text_of(lines[turn.source][turn.index], sources.tokenizer, length) for turn in turns]
+    encoder = encoder_of(data, sources.tokenizer)
+    return [_answer(lines[turn.source][turn.index], data, sources.tokenizer, encoder) for turn in turns]
+
+
+def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: SampleEncoder) -> Text:
+    """A record as a sample. The reference knows the plain forms; what a chat template makes of a record is its own
+    affair, and is held to what transformers makes of it by the tests."""
+    if _is_plain(found, data):
+        return text_of(found, tokenizer, data.seq_length)
+    sample, size = encoder.encode(found), data.seq_length + 1
+    counts = sample.loss_weights[:size].astype(np.float64)
+    return Text(sample.ids[:size].astype(np.int64), counts, sample.weight)
+
+
+def _is_plain(found: dict[str, Any], data: SftSection) -> bool:
+    if data.special_tokens_in_text:
+        return False
+    if "messages" not in found:
+        return "prompt" in found
+    weighs = any(message.keys() & {"weight", "train"} for message in found["messages"])
+    return data.chat_template == PLAIN and data.loss_on == "all_answers" and not weighs
 
 
 def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Callable[[str], None]) -> list[Text]:

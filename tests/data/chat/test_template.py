@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.template import chosen_templates, named_templates, template_variables
+from mtrain.data.chat.template import (
+    chosen_templates,
+    named_templates,
+    put_templates,
+    template_files,
+    template_variables,
+)
 from tests.fault_table import Notice
 
 PLACES = {
@@ -105,3 +111,25 @@ def test_a_template_reads_the_special_tokens(tmp_path: Path) -> None:
     write(tmp_path, "special_tokens_map.json", '{"bos_token": "old", "unk_token": "<unk>"}')
     found = template_variables(tmp_path / "tokenizer.json")
     assert found == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def test_templates_that_a_folder_has_are_left_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", '{"chat_template":   "T"}')
+    put_templates({"chat_template.jinja": "T"}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer_config.json"]
+    assert (tmp_path / "tokenizer_config.json").read_text() == '{"chat_template":   "T"}'
+
+
+def test_other_templates_of_a_folder_are_replaced_in_all_places(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", '{"chat_template": "S", "eos_token": "</s>"}')
+    write(tmp_path, "chat_template.json", '{"chat_template": "P"}')
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "U")
+    put_templates({"chat_template.jinja": "T"}, tmp_path)
+    assert {name: each.text for name, each in named_templates(tmp_path / "tokenizer.json").items()} == {"default": "T"}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
+    assert not (tmp_path / "chat_template.json").exists()
+    two = {"chat_template.jinja": "T", "additional_chat_templates/tool_use.jinja": "W"}
+    put_templates(two, tmp_path)
+    found = chosen_templates("auto", tmp_path / "tokenizer.json")
+    assert found is not None
+    assert template_files(found) == two

@@ -9,8 +9,10 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
-from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.chat.sandbox import Cut, RenderLimits, Sandbox
+from mtrain.data.encoding.encoder import encoder_of, trained_templates
 from mtrain.data.encoding.forms import sharegpt_as_messages
+from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.tokenizer import load_tokenizer
 from tests.fault_table import Notice
@@ -174,3 +176,30 @@ def test_a_record_of_another_form_is_refused(
 def test_the_fingerprint_follows_the_options(encoder: Callable[..., SampleEncoder]) -> None:
     options: list[dict[str, Any]] = [{}, {"loss_on": "last_answer"}, {"special_tokens_in_text": True}]
     assert len({encoder(**each).fingerprint for each in options}) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {}),
+        ({"chat_template": "plain"}, {}),  # there may be prompts and responses alone
+        ({"chat_template": "plain", "format": "messages"}, {"chat_template.jinja": PLAIN_TEMPLATE}),
+    ],
+)
+def test_an_export_carries_the_template_that_was_trained(
+    keys: dict[str, Any], expected: dict[str, str], word_tokenizer: Path, make_config: Callable[..., Config]
+) -> None:
+    section = make_config({"kind": "sft", "train": [{"path": "x"}], "tokenizer": str(word_tokenizer), **keys}).data
+    assert isinstance(section, SftSection)
+    assert trained_templates(section) == expected
+
+
+def test_the_template_of_the_plain_form_writes_it(encoder: Callable[..., SampleEncoder], word_tokenizer: Path) -> None:
+    variables = {"bos_token": "<s> ", "eos_token": " </s>"}  # this tokenizer cuts words at spaces alone
+    messages = [*CHAT, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    sandbox = Sandbox(PLAIN_TEMPLATE, "T", None, RenderLimits())
+    whole, prompt = sandbox.render(messages, None, variables, [Cut(4, False), Cut(1, True)])
+    assert whole == "<s> ### user\na\n\n### assistant\nb </s>\n\n### user\nc\n\n### assistant\nd </s>"
+    assert prompt == "<s> ### user\na\n\n### assistant\n"
+    ids = load_tokenizer(word_tokenizer).encode_with_offsets(str(whole), special_tokens=True).ids
+    assert ids == encoder(chat_template="plain").encode({"messages": messages}).ids.tolist()

@@ -68,7 +68,22 @@ def test_answers_are_read_as_the_trainer_reads_them(word_tokenizer: Path, tmp_pa
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     sections = {"data__kind": "sft", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
-    assert_rows_are_the_trainers(user(sections, data__split=[0.9, 0.1, 0.0]))
+    plain = {**sections, "data__chat_template": "plain"}
+    assert_rows_are_the_trainers(user(plain, data__split=[0.9, 0.1, 0.0]))
+
+
+def test_what_a_chat_template_makes_is_read_as_the_trainer_reads_it(word_tokenizer: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {{ eos_token }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    path = tmp_path / "lines.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]
+    lines = [{"messages": messages, "weight": number} for number in range(1, 21)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    sections = {"data__kind": "sft", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
+    assert_rows_are_the_trainers(user({**sections, "data__chat_template": str(template)}))
 
 
 def test_random_tokens_are_taken_as_they_are_drawn() -> None:
