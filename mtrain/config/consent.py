@@ -22,6 +22,8 @@ NEUTRAL_KEYS = (
     "train.tokens_per_micro_batch",
     "train.device",
     "train.recompute",
+    "train.recompute_layers",
+    "train.recompute_modules",
     "train.distributed_optimizer",
     "train.overlap_grad_reduce",
     "train.overlap_param_gather",

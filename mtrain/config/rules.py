@@ -166,6 +166,25 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
 
 
+def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
+    """What is computed again must be there, and megatron-core must be able to."""
+    layers = [model.has_experts(layer) for layer in range(model.num_layers)]
+    modules, key = train.recompute_modules or (), "train.recompute_modules"
+    if "mlp" in modules and all(layers):
+        yield f"{key} names mlp, but every layer of the model has experts; name moe in its place"
+    for name in sorted({"moe", "shared_experts"} & set(modules)):
+        if not any(layers):
+            yield f"{key} names {name}, but the model has no experts; remove it"
+        elif name == "shared_experts" and model.experts is not None and not model.experts.shared_ffn_hidden_size:
+            yield f"{key} names shared_experts, but model.experts.shared_ffn_hidden_size=0; remove it"
+    if train.recompute_layers is not None and any(layers):
+        yield (
+            f"train.recompute_layers={train.recompute_layers} does not go with model.experts: megatron-core hands the "
+            "layers that are not recomputed no padding mask, so their routers would count padding; remove it, or set "
+            "train.recompute=selective with recompute_modules=[core_attn, moe]"
+        )
+
+
 def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterator[str]:
     """Each depth is a term beside the main one, and needs a token to predict."""
     if model.mtp_depths == 0:

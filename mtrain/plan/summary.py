@@ -65,10 +65,22 @@ def _rows(config: Config, layout: Layout) -> str:
 
 def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:
     """One row for each pipeline rank."""
-    table = Table(title="Memory of a rank, GiB (activations are rough)", title_justify="left", pad_edge=False)
+    table = Table(
+        title="Memory of a rank, GiB (activations and update do not coincide)", title_justify="left", pad_edge=False
+    )
     if plain:
         table.box = None
-    for name in ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total"):
+    for name in (
+        "pp rank",
+        "layers",
+        "parameters",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "update",
+        "total",
+    ):
         table.add_column(name, justify="right")
     num_layers = config.model.num_layers
     for pp_rank in range(layout.pp):
@@ -78,6 +90,7 @@ def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:
             memory.gradients_bytes,
             memory.optimizer_bytes,
             memory.activations_bytes,
+            memory.update_bytes,
             memory.total_bytes,
         )
         table.add_row(

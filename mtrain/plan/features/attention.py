@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
@@ -37,8 +38,23 @@ class GroupedQueryAttention(LayerPart):
         return 2 * model.num_attention_heads * model.head_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Queries, keys, values and the attention's output."""
-        return 2 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
+        """Turned queries and keys, the projection of which values are a view, and the attention's output."""
+        return 3 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
+
+    def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
+        """Under context parallelism: keys and values of whole rows, and the output once more in pieces.
+
+        They take the place of this rank's own keys and values. On a GPU gathered keys and values are repeated for
+        their query heads, for each of the two runs of a rank's queries.
+        """
+        heads, groups, cp = model.num_attention_heads, model.query_groups, layout.cp
+        if cp == 1:
+            return 0
+        if layout.cp_comm == "ulysses":
+            repeated = groups * cp // math.gcd(groups, cp)
+            return (2 * repeated - 3 * groups) * model.head_size // layout.tp
+        repeated = heads * (2 * cp + 1) if on_gpu else 0
+        return ((2 * cp - 3) * groups + repeated) * model.head_size // layout.tp
 
 
 def _qkv_width(model: ModelSection) -> int:

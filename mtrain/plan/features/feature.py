@@ -74,8 +74,20 @@ class LayerPart(Feature, ABC):
         """Multiply-adds for each pair of tokens of which one attends to the other."""
         return 0
 
+    num_hidden_norms: int = 0
+    """Norms over the hidden size that it adds to a layer."""
+
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Elements a token and rank that the backward pass needs."""
+        return 0
+
+    def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
+        """Of `kept_elements`, those that a module keeps between its input and its output, by its name in
+        train.recompute_modules."""
+        return {}
+
+    def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
+        """Elements a token and rank beside `kept_elements` that core attention keeps where it is not recomputed."""
         return 0
 
 

@@ -28,8 +28,11 @@ class DenseFeedForward(LayerPart):
         return _num_matrices(model) * model.hidden_size * model.ffn_hidden_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Hidden values before and after the activation."""
-        return _num_matrices(model) * model.ffn_hidden_size // layout.tp
+        """The first projection's two halves, each as it enters the product, and the product; without a gate, two."""
+        return _kept_widths(model) * model.ffn_hidden_size // layout.tp
+
+    def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
+        return {"mlp": self.kept_elements(model, layout)}
 
 
 @final
@@ -65,9 +68,17 @@ class ExpertFeedForward(LayerPart):
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed."""
-        experts, num = _section(model), _num_matrices(model)
+        return sum(self._kept(model, layout))
+
+    def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
+        routed, shared = self._kept(model, layout)
+        return {"moe": routed + shared, "shared_experts": shared}
+
+    def _kept(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
+        """Of the experts that tokens choose, and of the shared ones."""
+        experts, num = _section(model), _kept_widths(model)
         routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
-        return (routed + num * experts.shared_ffn_hidden_size) // layout.tp
+        return routed // layout.tp, num * experts.shared_ffn_hidden_size // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
         """Few and small, over the user's kind of choice; every layout divides them."""
@@ -87,6 +98,10 @@ class ExpertFeedForward(LayerPart):
             "every": min(experts.every, 2),
         }
         return {"experts": experts.model_dump() | changed}
+
+
+def _kept_widths(model: ModelSection) -> int:
+    return 5 if model.is_gated else 2
 
 
 def router_parameters(model: ModelSection) -> Parameters:

@@ -12,18 +12,20 @@ from mtrain.plan.layout import Layout
 
 @final
 class Residual(LayerPart):
-    """The residual stream before and behind attention, and behind the feed-forward part."""
+    """The residual stream in front of attention and of the feed-forward part."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return True
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        return 3 * hidden_local(model, layout)
+        return 2 * hidden_local(model, layout)
 
 
 @final
 class InputNorms(LayerPart):
     """A norm in front of attention and one in front of the feed-forward part."""
+
+    num_hidden_norms = 2
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return not model.post_norm
@@ -38,6 +40,8 @@ class InputNorms(LayerPart):
 @final
 class OutputNorms(LayerPart):
     """A norm behind attention and one behind the feed-forward part, before the residual is added."""
+
+    num_hidden_norms = 2
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.sandwich_norm or model.post_norm

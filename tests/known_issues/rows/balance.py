@@ -128,7 +128,8 @@ ROWS = (
         "padding with recompute_method=block",
         lambda config, layout: _counts_text(config, layout) and config.train.recompute == "full",
         "fixed",
-        "train.recompute=full recomputes every layer, and a router without its mask stops the run.",
+        "train.recompute=full recomputes every layer of a model with experts (recompute_layers is refused), and a "
+        "router without its mask stops the run.",
         ("mtrain/mcore/model/transformer_config.py", _BALANCE),
         (f"{_FAULTS}layers_beyond_the_recomputed_ones_lose_the_padding_mask", _PARITY),
     ),

@@ -139,7 +139,7 @@ ROWS = (
         "train.recompute=selective with those modules",
         lambda config, layout: config.train.recompute == "selective",
         "fixed",
-        "train.recompute=selective recomputes the core attention alone; the fields are not free.",
+        "train.recompute_modules has no norms to choose; the fields are not free.",
         ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (issue_test("recomputed_norms_need_transformer_engine"),),
     ),

@@ -53,7 +53,7 @@ class LatentAttention(MegatronModule):
         self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
         self.heads_local = config.num_attention_heads // self.tp.size()
         # megatron-core recomputes the core inside its own SelfAttention alone.
-        self.recomputes_core = config.recompute_granularity == "selective"
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self._build_queries()
         self._build_keys_and_values()
         scale = latent_softmax_scale(latent, rope)

@@ -1,0 +1,179 @@
+"""Memory of activations on a rank: what backward keeps, and what exists beside it at the two heaviest moments.
+
+Counted are the tensors of this program's own layers (`model.backend=torch`); TransformerEngine's keep less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never
+
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.features.feature import hidden_local
+from mtrain.plan.layout import Layout, most_microbatches
+from mtrain.plan.parameters import padded_vocab_size
+
+FP32_BYTES = 4
+
+
+def element_bytes(config: Config) -> int:
+    """Of weights and activations."""
+    return FP32_BYTES if config.train.precision == "fp32" else 2
+
+
+def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
+    """Most that exists at one time on a rank of pipeline rank `pp_rank`.
+
+    Two moments compete: on the last stage the logits' backward pass, when all is kept and logits exist in the
+    precision and in float32; and the backward pass of a layer, which first comes to life again where it is recomputed.
+    """
+    rank = _Rank(config, layout)
+    chunks = [rank.kept(pp_rank, chunk) for chunk in range(layout.vpp)]
+    largest = max(chunks, key=sum)
+    kept = _chunks_in_flight(config, layout, pp_rank) * sum(largest)
+    # recomputed layers come first: their backward pass is behind that of the layers that were kept whole
+    moments = [kept + rank.passing_bytes(), kept - largest.whole + rank.alive_bytes() + rank.passing_bytes()]
+    if pp_rank == layout.pp - 1:
+        moments.append(kept + rank.logits_bytes())
+    return max(moments)
+
+
+class _Kept(NamedTuple):
+    """Bytes that one forward pass of a virtual chunk keeps until its backward pass."""
+
+    inputs: int
+    """Of recomputed layers."""
+    whole: int
+    """Of all others."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank of a run, whatever its pipeline stage."""
+
+    config: Config
+    layout: Layout
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch."""
+        return self.config.train.micro_batch_size * self.config.row_width // self.layout.cp
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.config.train.device == "cpu"
+
+    def kept(self, pp_rank: int, chunk: int) -> _Kept:
+        """What one forward pass of a virtual chunk keeps."""
+        model, layout, train = self.config.model, self.layout, self.config.train
+        layers = list(layout.layers(model.num_layers, pp_rank, chunk))
+        num_recomputed = 0
+        if train.recompute == "full":
+            num_recomputed = len(layers) if train.recompute_layers is None else train.recompute_layers
+        whole = sum(self._layer_bytes(layer, train.recompute) for layer in layers[num_recomputed:])
+        inputs = len(layers[:num_recomputed]) * self._input_bytes()
+        if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
+            whole += self._norm_bytes()  # the final one
+            if train.recompute == "full":
+                inputs += model.mtp_depths * self._input_bytes()
+            else:
+                whole += model.mtp_depths * self._layer_bytes(model.num_layers - 1, train.recompute)
+        return _Kept(inputs, whole)
+
+    def alive_bytes(self) -> int:
+        """What comes to life again at one time where activations are recomputed."""
+        layers = range(self.config.model.num_layers)
+        match self.config.train.recompute:
+            case "none":
+                return 0
+            case "selective":
+                names = _recomputed_modules(self.config)
+                return max(self._module_bytes(layer).get(name, 0) for layer in layers for name in names)
+            case "full":
+                return max(self._layer_bytes(layer, "none") for layer in layers)
+            case _ as never:
+                assert_never(never)
+
+    def passing_bytes(self) -> int:
+        """Gradients between the projections of a feed-forward part, and of its weight before it is added in float32."""
+        model = self.config.model
+        wide = max(_feed_forward_width(model, self.layout, layer) for layer in range(model.num_layers))
+        elements = self.tokens * (wide + 2 * hidden_local(model, self.layout)) + wide * model.hidden_size
+        return elements * element_bytes(self.config)
+
+    def logits_bytes(self) -> int:
+        """Logits in the precision and in float32, then their gradient beside that of the table."""
+        model, size = self.config.model, element_bytes(self.config)
+        vocab_local = padded_vocab_size(model, self.layout.tp) // self.layout.tp
+        count = (1 + model.mtp_depths) * self.tokens * vocab_local
+        return count * size + max(count * FP32_BYTES, vocab_local * model.hidden_size * size)
+
+    def _input_bytes(self) -> int:
+        return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config)
+
+    def _layer_bytes(self, layer: int, recompute: str) -> int:
+        """What backward needs of a whole layer, but for modules that are recomputed."""
+        model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
+        elements = sum(part.kept_elements(model, layout) for part in parts)
+        norms = sum(part.num_hidden_norms for part in parts)
+        modules = self._module_bytes(layer)
+        skipped = modules.keys() & set(_recomputed_modules(self.config)) if recompute == "selective" else set()
+        # in `elements` are feed-forward parts, but not what core attention keeps for itself
+        core = modules["core_attn"] - sum(modules[name] for name in skipped)
+        return self.tokens * elements * size + norms * self._unfused_norm_bytes() + core
+
+    def _module_bytes(self, layer: int) -> dict[str, int]:
+        """What each of a layer's modules keeps between its input and output, by name in train.recompute_modules."""
+        model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
+        core = sum(part.core_elements(model, layout, on_gpu=not self.is_on_cpu) for part in parts)
+        found = {"core_attn": self.tokens * core * size + self._mask_bytes()}
+        for part in parts:
+            for name, elements in part.module_elements(model, layout).items():
+                found[name] = self.tokens * elements * size
+        return found
+
+    def _mask_bytes(self) -> int:
+        """On a CPU a mask of pairs stands for the place of a rank's queries in the row; GPUs' kernels know it."""
+        config, cp = self.config, self.layout.cp
+        if not self.is_on_cpu or cp == 1 or self.layout.cp_comm == "ulysses" or config.data.isolate_documents:
+            return 0
+        seq = config.row_width
+        run = seq // (2 * cp)
+        return run * (seq + run) * element_bytes(config)
+
+    def _norm_bytes(self) -> int:
+        return 2 * self._input_bytes() + self._unfused_norm_bytes()
+
+    def _unfused_norm_bytes(self) -> int:
+        """Beside input and output: an input and a normalised one in float32, where torch has no kernel of one piece."""
+        model = self.config.model
+        if model.norm == "layernorm" or not (self.is_on_cpu or model.zero_centered_norm):
+            return 0
+        each = FP32_BYTES + FP32_BYTES - element_bytes(self.config)
+        return self.tokens * hidden_local(model, self.layout) * each
+
+
+def _recomputed_modules(config: Config) -> tuple[str, ...]:
+    given = config.train.recompute_modules
+    return ("core_attn",) if given is None else given
+
+
+def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
+    """Elements a token between the projections, on one rank."""
+    if model.has_experts(layer) and model.experts is not None:
+        experts = model.experts
+        return (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) // layout.tp
+    return model.ffn_hidden_size // layout.tp
+
+
+def _chunks_in_flight(config: Config, layout: Layout, pp_rank: int) -> int:
+    """Forward passes of a virtual chunk whose backward has not run, at most: the schedule's warm-up and one more."""
+    num = most_microbatches(config, layout)
+    if layout.vpp == 1:
+        return min(layout.pp - pp_rank, num)
+    warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
+    return min(warm_up + 1, num * layout.vpp)

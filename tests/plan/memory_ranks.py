@@ -1,0 +1,75 @@
+"""What ranks do in tests of recomputation and of the memory estimate."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import optimizer_state
+from tests.parity.ranks import Built, build
+from tests.plan.allocations import Allocations
+
+
+class Measured(NamedTuple):
+    """One step of one configuration on this rank."""
+
+    gradients: dict[str, str]
+    """Name of a parameter -> SHA-256 of its gradient's bytes."""
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    """Of the state between two steps."""
+    forward_backward_bytes: int
+    """Most beyond those three while gradients are computed."""
+    update_bytes: int
+    """Most beyond those three while the optimizer works."""
+
+
+def measured(groups: Groups, configs: Sequence[Config]) -> list[Measured]:
+    """Second steps: the first one makes what stays."""
+    return [_measured(groups, config) for config in configs]
+
+
+def _measured(groups: Groups, config: Config) -> Measured:
+    built = build(groups, config)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+    for _ in range(2):
+        batches = None if loader is None else loader.batches(0)
+        with Allocations() as forward:
+            totals = built.training.forward_backward(batches)
+        gradients = _gradients(built)
+        with Allocations() as update:
+            built.training.update(totals, config.optimizer.lr)
+    weights = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in built.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    found = optimizer_state.flat_slice_states(built.optimizer.inner)
+    states = [state for _, by_name in found for state in by_name.values()]
+    return Measured(
+        gradients,
+        _size(weights),
+        _size([buffer.grad_data for buffer in buffers]),
+        # in float32 the main weights are the weights
+        _size([*weights, *states]) - _size(weights),
+        forward.peak,
+        update.peak,
+    )
+
+
+def _gradients(built: Built) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(parameter.main_grad.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for chunk in built.chunks
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    """Of distinct storages."""
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
