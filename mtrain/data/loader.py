@@ -1,6 +1,7 @@
 """What one data-parallel rank trains and validates on, as microbatches.
 
-Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here).
+Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here), or
+where a step counts packed rows as `mtrain.data.steps` says.
 Without packing a row is a sample, and microbatch m of data-parallel rank d holds slots (m * dp + d) * micro_batch_size
 and those after it. With packing the samples of a step are put into rows and these are dealt out, from the lengths of
 all samples of the step alone (`mtrain.data.packing`). So nothing that a rank reads depends on what was read before, and
@@ -10,19 +11,23 @@ a step holds the same samples under any layout.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import Place, RowForm, collate
-from mtrain.data.order import slots
-from mtrain.data.packing.step_plan import StepShape, plan_step
+from mtrain.data.order import SamplePosition, slots
+from mtrain.data.packing.best_fit import PackedRows
+from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
 from mtrain.data.prefetch import Prefetch
 from mtrain.data.samples.sample import Sample
 from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
+from mtrain.data.steps import steps_of
 from mtrain.tokenizer import Tokenizer
 
 
@@ -130,13 +135,18 @@ class TrainingSlots:
     """A global batch of the training samples."""
 
     stream: SampleStream
-    start: int
+    numbers: NDArray[np.int64]
+    """Of the samples in the order of the run, by slot."""
 
     def sample(self, slot: int) -> Sample:
-        return self.stream.sample(self.start + slot)
+        return self.stream.sample(int(self.numbers[slot]))
 
     def width(self, slot: int) -> int:
-        return self.stream.width(self.start + slot)
+        return int(self._widths[slot])
+
+    @cached_property
+    def _widths(self) -> NDArray[np.int64]:
+        return self.stream.widths(self.numbers)
 
 
 class StepLoader:
@@ -150,9 +160,11 @@ class StepLoader:
             DataError: a file is missing, damaged, too small, or does not fit the model.
         """
         self._rows = RowsOfRank(config, dp_rank, dp_size)
+        self.dp_size = dp_size
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
         self._stream = sources.training()
+        self._steps = steps_of(config, self._stream.widths)
         # opened with the training data: a file that is missing is reported before the first step, not at the first
         # validation
         self._held_out = {part: sources.held_out(part) for part in ("valid", "test")}
@@ -163,24 +175,33 @@ class StepLoader:
     @property
     def fingerprint(self) -> str:
         """Changes when the training data or the way they are cut change; does not depend on rank, layout or step."""
-        return self._stream.fingerprint
+        return self._stream.fingerprint + self._steps.fingerprint
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
         """What earlier versions called the same data."""
-        return self._stream.earlier_fingerprints
+        return tuple(each + self._steps.fingerprint for each in self._stream.earlier_fingerprints)
 
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""
-        return self._rows.of_step(self.samples(step), has_first=True)
+        return self._rows.microbatches(self.plan(step), self.samples(step), has_first=True)
 
     def samples(self, step: int) -> Slots:
         """The samples of the step after `step` completed updates, by slot."""
-        return TrainingSlots(self._stream, step * self._rows.global_batch_size)
+        return TrainingSlots(self._stream, self.numbers(step))
+
+    def numbers(self, step: int) -> NDArray[np.int64]:
+        """[num_slots]: which samples of the run's order these are."""
+        return self._steps.samples(step).numbers
+
+    def locate(self, number: int) -> SamplePosition:
+        """Where a sample of the run's order lies in its source."""
+        return self._stream.locate(number)
 
     def plan(self, step: int) -> RowPlan:
         """Which of them lie in which row; the same on every rank."""
-        return self._rows.plan(self.samples(step), self._rows.global_batch_size)
+        held = self._steps.samples(step)
+        return self._rows.plan(TrainingSlots(self._stream, held.numbers), len(held.numbers), held.rows)
 
     def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
         """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""
@@ -221,15 +242,20 @@ class RowsOfRank:
         """
         return self.microbatches(self.plan(samples, self.global_batch_size), samples, has_first)
 
-    def plan(self, samples: Slots, num_slots: int) -> RowPlan:
+    def plan(self, samples: Slots, num_slots: int, packed: PackedRows | None = None) -> RowPlan:
         """Where each of so many slots lies; the same on every rank.
+
+        Args:
+            samples: By slot.
+            num_slots: Of them.
+            packed: Which slots share a row, where that is decided.
 
         Raises:
             DataError: A sample is longer than a row.
         """
         if self._form.is_packed:
             widths = np.array([samples.width(slot) for slot in range(num_slots)], np.int64)
-            return plan_step(widths, self._shape)
+            return plan_step(widths, self._shape) if packed is None else plan_rows(widths, packed, self._shape)
         count = -(-num_slots // (self._dp_size * self._micro_batch_size))
         # what megatron-core's interleaved schedule can run
         count = -(-count // self._shape.multiple_of) * self._shape.multiple_of

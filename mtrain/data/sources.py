@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Literal, Protocol, assert_never
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
-from mtrain.data.order import SampleOrder, key_of
+from mtrain.data.order import SampleOrder, SamplePosition, key_of
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
@@ -32,8 +35,11 @@ class SampleStream(Protocol):
     def sample(self, g: int) -> Sample:
         """Sample g of the run, counted from 0."""
 
-    def width(self, g: int) -> int:
-        """Positions that sample g takes in a row."""
+    def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: positions that each of [n] samples takes in a row."""
+
+    def locate(self, g: int) -> SamplePosition:
+        """Where sample g lies in its source."""
 
 
 class Blended:
@@ -61,12 +67,17 @@ class Blended:
         self.earlier_fingerprints: tuple[str, ...] = (_blend_of(known, weights),) if len(known) == len(sources) else ()
 
     def sample(self, g: int) -> Sample:
-        place = self.order.locate(g)
+        place = self.locate(g)
         return self.sources[place.source].sample(place.epoch, place.index)
 
-    def width(self, g: int) -> int:
-        place = self.order.locate(g)
-        return self.sources[place.source].width(place.epoch, place.index)
+    def locate(self, g: int) -> SamplePosition:
+        return self.order.locate(g)
+
+    def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = np.empty(len(numbers), np.int64)
+        for own in self.order.locate_all(numbers):
+            found[own.positions] = self.sources[own.source].widths(own.indices)
+        return found
 
 
 def _blend_of(fingerprints: Sequence[str], weights: Sequence[float]) -> str:
@@ -92,7 +103,7 @@ class HeldOut:
     def width(self, index: int) -> int:
         """Positions that sample `index` takes in a row."""
         source, own = self._locate(index)
-        return source.width(0, own)
+        return int(source.widths(np.array([own]))[0])
 
     def _locate(self, index: int) -> tuple[SampleSource, int]:
         for source in self._sources:
@@ -115,7 +126,7 @@ class MockHeldOut:
         return self._samples.sample(index)
 
     def width(self, index: int) -> int:
-        return self._samples.width(index)
+        return int(self._samples.widths(np.array([index]))[0])
 
 
 class Sources:

@@ -37,7 +37,7 @@ def print_plan(config: Config, world_size: int) -> None:
 def _facts(config: Config, layout: Layout) -> dict[str, str]:
     train, model = config.train, config.model
     at_most = "" if config.data.packing is None else "at most "
-    tokens = train.global_batch_size * config.data.seq_length
+    tokens = train.global_batch_size * (config.row_width if config.steps_count_rows else config.data.seq_length)
     flops = plan.flops_per_token(model, config.data.seq_length)
     parameters = (
         f"{plan.num_parameters(model):,} ({plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded)"
@@ -46,7 +46,8 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         parameters += f", {plan.num_active_parameters(model):,} for each token"
     return {
         "layout": f"{layout} on {layout.world_size} ranks",
-        "batch": f"{train.global_batch_size} samples = {_rows(config, layout)} x dp {layout.dp}",
+        "batch": f"{train.global_batch_size} {'packed rows' if config.steps_count_rows else 'samples'} = "
+        f"{_rows(config, layout)} x dp {layout.dp}",
         "tokens per step": f"{at_most}{tokens:,}",
         "tokens of the run": f"{at_most}{tokens * train.num_steps:,}",
         "parameters": parameters,
@@ -60,7 +61,8 @@ def _rows(config: Config, layout: Layout) -> str:
     microbatches = f"{most_microbatches(config, layout)} microbatches x {config.train.micro_batch_size}"
     if config.data.packing is None:
         return microbatches
-    return f"at most {microbatches} packed rows of {config.row_width}"
+    at_most = "" if config.steps_count_rows else "at most "
+    return f"{at_most}{microbatches} packed rows of {config.row_width}"
 
 
 def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:

@@ -99,13 +99,14 @@ def checkpoint_config(path: Path) -> str | None:
             return None
 
 
-def note_on_order(changes: Sequence[ChangeRecord], global_batch_size: int) -> str | None:
+def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None:
     """Says which samples follow where a start brings other data; None where it does not."""
     of_data = [each for each in changes if each.key.startswith("data.")]
     if not of_data:
         return None
-    first = of_data[0].step * global_batch_size
+    first = of_data[0].step * config.train.global_batch_size
+    unit = "row" if config.steps_count_rows else "sample"
     return (
-        f"the data go on with sample {first} of their new order, as if they had been these from the start: samples "
+        f"the data go on with {unit} {first} of their new order, as if they had been these from the start: samples "
         "that the new order has before it are not read in that epoch"
     )

@@ -158,7 +158,7 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:
             sinks.write(change)
-        if (note := note_on_order(new, run.config.train.global_batch_size)) is not None:
+        if (note := note_on_order(new, run.config)) is not None:
             say(note)
     return sinks
 

@@ -17,6 +17,13 @@ def test_packed_rows_are_counted_by_their_bound(capsys: pytest.CaptureFixture[st
     assert lines["FLOPs per step"].startswith("at most ")
 
 
+def test_steps_that_count_rows_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(config(data={**PACKED, "packing": {"batch": "rows"}}, train__tokens_per_micro_batch=256), world_size=2)
+    lines = {line[:18].strip(): line[18:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["batch"] == "16 packed rows = 8 microbatches x 1 packed rows of 256 x dp 2"
+    assert lines["tokens per step"] == "at most 4,096"
+
+
 def test_the_memory_of_wide_rows_is_that_of_their_positions(capsys: pytest.CaptureFixture[str]) -> None:
     def activations(width: int) -> float:
         changes = {"train__global_batch_size": 1024, "train__tokens_per_micro_batch": width}

@@ -24,9 +24,12 @@ class SourceSection(Section):
 class PackingSection(Section):
     """Several samples in a row; attention and positions begin again at each, and the loss counts samples, not rows."""
 
-    batch: Literal["sequences"] = "sequences"
+    batch: Literal["sequences", "rows"] = "sequences"
     """What train.global_batch_size counts. sequences: samples, so that a step holds those that it holds without
-    packing, whatever the width of rows and the number of ranks."""
+    packing, whatever the width of rows. rows: packed rows, from windows of the order of samples, so that all are full;
+    what a step holds then follows from the width of rows, but not from the number of ranks."""
+    window: Annotated[int, bounds.BATCH] = Field(65536, gt=0)
+    """batch=rows: samples that are packed together."""
 
 
 def _form(value: object) -> str:

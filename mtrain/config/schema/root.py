@@ -40,6 +40,11 @@ class Config(Section):
         """Positions of a row: of one sample, or of several that are packed."""
         return rules.row_width(self.train, self.data)
 
+    @property
+    def steps_count_rows(self) -> bool:
+        """Whether train.global_batch_size is a number of packed rows, not of samples."""
+        return self.data.packing is not None and self.data.packing.batch == "rows"
+
     @rule
     def what_is_allowed_to_change_can_change(self) -> str | None:
         return _lines(consent.broken_rules(type(self), self.checkpoint.allow_changed))

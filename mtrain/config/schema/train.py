@@ -12,7 +12,7 @@ class TrainSection(Section):
     """The run's length, batch, precision and schedule options."""
 
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
-    """Samples in one optimizer step, over all data-parallel ranks."""
+    """Samples in one optimizer step, over all data-parallel ranks; packed rows with data.packing.batch=rows."""
     micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
     """Samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
     tokens_per_micro_batch: Annotated[int | None, bounds.POSITIONS] = Field(None, gt=1)

@@ -1,8 +1,9 @@
 """Random tokens, for benchmarks and for trying a layout without a corpus."""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mtrain.data.order import key_of, mix
+from mtrain.data.order import SamplePosition, key_of, mix
 from mtrain.data.samples.sample import Sample, shifted
 
 _TRAIN, _HELD_OUT = 0, 1
@@ -32,6 +33,10 @@ class MockSamples:
         ids = (words % np.uint64(self._vocab_size)).astype(np.int64)
         return shifted(ids, np.ones(self._seq_length))
 
-    def width(self, g: int) -> int:
-        """Positions of sample g."""
-        return self._seq_length
+    def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: positions of samples."""
+        return np.full(len(numbers), self._seq_length, np.int64)
+
+    def locate(self, g: int) -> SamplePosition:
+        """Every sample is new."""
+        return SamplePosition(source=0, epoch=0, index=g)

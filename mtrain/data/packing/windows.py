@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from mtrain.data.order import key_of, permutation
 from mtrain.data.packing.best_fit import PackedRows, packed
 
-Widths = Callable[[range], NDArray[np.int64]]
-"""[n]: positions that each of a range of samples of the order takes, at least 1."""
+Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""[n]: positions that each of [n] samples of the order takes, at least 1."""
 
 _ROW_ORDER = 2
 """Sets the permutation of rows apart from those of samples and documents, which have the same seed."""
@@ -79,8 +79,8 @@ class WindowedRows:
 
     def _packed(self, window: int) -> PackedRows:
         """The rows of one window, shuffled: best-fit-decreasing leaves those of long samples at the front."""
-        numbers = range(window * self._shape.window, (window + 1) * self._shape.window)
-        rows = packed(self._widths(numbers), self._shape.row_width)
+        start = window * self._shape.window
+        rows = packed(self._widths(np.arange(start, start + self._shape.window)), self._shape.row_width)
         order = permutation(len(rows.ends), key_of(self._shape.seed, _ROW_ORDER, window))
         parts = [rows.of(number) for number in order.tolist()]
-        return PackedRows(np.concatenate(parts) + numbers.start, np.cumsum([len(part) for part in parts]))
+        return PackedRows(np.concatenate(parts) + start, np.cumsum([len(part) for part in parts]))

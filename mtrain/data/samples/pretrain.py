@@ -83,9 +83,9 @@ class PretrainDataset:
         document_starts[inner] = inner
         return shifted(ids, mask, document_starts=np.maximum.accumulate(document_starts))
 
-    def width(self, epoch: int, index: int) -> int:
-        """Positions of a window: all but the last one of a validation set are full."""
-        return max(1, min(self._seq_length, self.num_tokens - 1 - index * self._seq_length))
+    def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: positions of windows; all but the last one of a validation set are full."""
+        return np.clip(self.num_tokens - 1 - indices * self._seq_length, 1, self._seq_length)
 
     def document_order(self, epoch: int) -> NDArray[np.int64]:
         """[n] int64: the documents in the order of an epoch, counted from the first one that is used."""

@@ -45,12 +45,9 @@ class SampleSource(Protocol):
             DataError: the corpus is damaged at this place or does not fit the model.
         """
 
-    def width(self, epoch: int, index: int) -> int:
-        """`sample(epoch, index).width`: what packing asks of every sample of a step, on every rank.
-
-        Raises:
-            DataError: as for `sample`.
-        """
+    def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: `sample(epoch, index).width` of many, the same in every epoch; without reading them, as packing asks
+        for all samples of a step on every rank."""
 
 
 def shifted(

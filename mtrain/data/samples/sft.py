@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
@@ -71,9 +72,9 @@ class SftDataset:
             weight=found.weight,
         )
 
-    def width(self, epoch: int, index: int) -> int:
-        """Positions that sample `index` takes in a row, without reading it; at least 1."""
-        return max(1, int(self._pieces.sizes[index]) - 1)
+    def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: positions that samples take in rows, without reading them; at least 1."""
+        return np.maximum(1, self._pieces.sizes[indices].astype(np.int64) - 1)
 
     def place(self, index: int) -> str:
         """File and number of the record that a sample comes from."""

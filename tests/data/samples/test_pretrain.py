@@ -27,7 +27,7 @@ def test_validation_reads_every_window_once_in_file_order(write_corpus: WriteCor
     assert [row.tokens.tolist() for row in rows] == [[10, 11, 12, 20], [21, 30, 31, 32], [33, 34, 35]]
     assert [row.labels.tolist() for row in rows] == [[11, 12, 20, 21], [30, 31, 32, 33], [34, 35, 40]]
     assert [row.mask.tolist() for row in rows] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1]]
-    assert [held_out.width(0, index) for index in range(3)] == [4, 4, 3]
+    assert held_out.widths(np.arange(3)).tolist() == [4, 4, 3]
     assert all(row.document_starts is None for row in rows)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError
@@ -45,7 +46,7 @@ def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, wo
     assert row.mask.tolist() == [0, 0, 1, 1, 1, 1]
     assert row.weight == 0.5
     assert row.document_starts is None
-    assert row.width == rows.width(0, 0) == 6
+    assert [row.width] == rows.widths(np.array([0])).tolist() == [6]
 
 
 def test_only_the_assistants_messages_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
@@ -191,8 +192,8 @@ def test_a_chat_template_beside_the_tokenizer_is_applied(
     )
     data = {"kind": "sft", "train": [{"path": str(write_jsonl([{"messages": CHAT}]))}], "seq_length": 8}
     row = Sources(make_config({**data, "tokenizer": str(folder)})).training().sample(0)
-    assert row.tokens.tolist() == [1, 15, 4, 2, 16, 5, 3, 3]
-    assert row.labels.tolist() == [15, 4, 2, 16, 5, 2, 0, 0]
-    assert row.mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert row.tokens.tolist() == [1, 15, 4, 2, 16, 5]
+    assert row.labels.tolist() == [15, 4, 2, 16, 5, 2]
+    assert row.mask.tolist() == [0, 0, 0, 0, 1, 1]
     plain = Sources(make_config({**data, "tokenizer": str(folder), "chat_template": "plain"})).training()
-    assert plain.sample(0).tokens.tolist() == [1, 14, 15, 4, 14, 16, 5, 3]
+    assert plain.sample(0).tokens.tolist() == [1, 14, 15, 4, 14, 16, 5]

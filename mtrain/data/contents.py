@@ -1,0 +1,41 @@
+"""What went where: the samples of a step, and the row and rank that computes each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtrain.data.loader import StepLoader
+from mtrain.data.order import SamplePosition
+
+
+@dataclass(frozen=True)
+class PlacedSample:
+    """One sample of a step."""
+
+    number: int
+    """In the order of the run, counted from 0."""
+    position: SamplePosition
+    """Source, epoch and index in the source."""
+    slot: int
+    """In the step."""
+    microbatch: int
+    dp_rank: int
+    row: int
+    """In the microbatch of this rank."""
+    place: int
+    """Among the samples of the row, from 0."""
+
+
+def contents(loader: StepLoader, step: int) -> Iterator[PlacedSample]:
+    """Everything that the step after `step` completed updates trains, microbatch by microbatch and rank by rank.
+
+    Follows from the configuration, the lengths of samples and the number of ranks alone, so it can be told of any step
+    at any time, without the run.
+    """
+    numbers, plan = loader.numbers(step), loader.plan(step)
+    for microbatch in range(plan.num_microbatches):
+        for dp_rank in range(loader.dp_size):
+            for row, slots in enumerate(plan.rows(microbatch, dp_rank)):
+                for place, slot in enumerate(slots):
+                    number = int(numbers[slot])
+                    position = loader.locate(number)
+                    yield PlacedSample(number, position, slot, microbatch, dp_rank, row, place)
