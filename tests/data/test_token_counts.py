@@ -65,3 +65,40 @@ def test_a_run_reports_text_and_padding_apart(
     assert (output + more).count(f"padding {(POSITIONS - TEXT) / POSITIONS:.1%}") == 3
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "mtrain.json").read_text())
     assert manifest["tokens"] == 3 * TEXT, "over both starts"
+
+
+def test_a_run_may_be_packed_from_a_checkpoint_on(
+    command: Callable[..., list[str]],
+    start: Any,
+    tmp_path: Path,
+    write_jsonl: Callable[[Sequence[dict[str, Any]]], Path],
+    word_tokenizer: Path,
+) -> None:
+    """On other ranks and in wider rows: the same samples, losses and norms as without, and less padding."""
+    path = write_jsonl([*LINES, {"prompt": "a", "response": "b c d e f g"}, {"prompt": "c", "response": "d"}])
+    data = [
+        "data.kind=sft",
+        f"data.tokenizer={word_tokenizer}",
+        f"data.train=[{{path: {path}}}]",
+        f"data.valid=[{{path: {path}}}]",
+        "valid.at_end=true",
+        "loss.aggregation=seq-mean-token-mean",
+        "checkpoint.interval_steps=1",
+    ]
+    assert finished(start(command(*data, "train.num_steps=4", run="alone")))[0] == 0
+    assert finished(start(command(*data, "train.num_steps=2")))[0] == 0
+    packed = ["data.packing.batch=sequences", "train.micro_batch_size=1", "train.tokens_per_micro_batch=24"]
+    code, _, errors = finished(start(command(*data, *packed, "layout.tp=2", "train.num_steps=4", ranks=2)))
+    assert code == 0, errors
+    alone, found = records(tmp_path / "alone"), records(tmp_path / "run")
+    assert [each["step"] for each in found] == [1, 2, 3, 4]
+    for one, other in zip(alone, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert [other[key] for key in ("tokens", "loss_tokens", "denominator")] == [
+            one[key] for key in ("tokens", "loss_tokens", "denominator")
+        ]
+    assert all(other["padding_tokens"] < one["padding_tokens"] for one, other in zip(alone[2:], found[2:], strict=True))
+    valid = [records(tmp_path / run, "valid")[-1] for run in ("alone", "run")]
+    assert valid[1]["valid_loss"] == pytest.approx(valid[0]["valid_loss"], rel=1e-5)
+    assert valid[1]["samples"] == valid[0]["samples"] == 6

@@ -23,8 +23,8 @@ from tests.fault_table import Notice
 from tests.oracle.loss import Sequence
 from tests.oracle.model import Parameters, logits_of
 from tests.oracle.run import oracle_steps
-from tests.parity.batches import SEQ, VOCAB, three_steps, weighted_steps
-from tests.parity.cases import Case, case
+from tests.parity.batches import SEQ, VOCAB, cut, three_steps, weighted_steps
+from tests.parity.cases import SINGLE, Case, case
 from tests.parity.compare import relative, worst
 from tests.pool import Pool
 from tests.training import engine_ranks
@@ -125,6 +125,26 @@ def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
     assert relative(spread.steps[0].grad_norm, alone.steps[0].grad_norm) < 1e-5
     assert spread.evaluation.denominator == alone.evaluation.denominator == alone.steps[0].denominator
     assert relative(spread.evaluation.loss, alone.evaluation.loss) < 1e-5
+
+
+@pytest.mark.parametrize("case", [case(2, tp=2, sp=True, dp=2), case(2, pp=2, vpp=2, cp=2)], ids=str)
+def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> None:
+    """Losses, log-probabilities of each sample, and an evaluation in other batches."""
+    packed = {"data__isolate_documents": True, "data__packing": {}}
+    batches = data_of([[cut(sample, 1 + 5 * slot % SEQ) for slot, sample in enumerate(b)] for b in weighted_steps()])
+    batches[1][3] = Datum([5])  # nothing to read
+    alone = pool.run(engine_ranks.train, Layout(), SINGLE.config(), batches, 16)[0]
+    config = case.config(**packed)
+    for found in pool.run(engine_ranks.train, case.resolved(config), config, batches, 16):
+        for done, wanted in zip(found.steps, alone.steps, strict=True):
+            assert relative(done.loss, wanted.loss) < 1e-5
+            assert relative(done.grad_norm, wanted.grad_norm) < 1e-5
+            assert done.denominator == pytest.approx(wanted.denominator, rel=1e-12)
+            assert done.tokens == wanted.tokens
+        for likely, wanted in zip(found.log_probs, alone.log_probs, strict=True):
+            np.testing.assert_allclose(likely, wanted, rtol=0, atol=1e-5)
+        assert relative(found.evaluation.loss, alone.evaluation.loss) < 1e-5
+        assert found.evaluation.denominator == pytest.approx(alone.evaluation.denominator, rel=1e-12)
 
 
 def small(**changes: Any) -> Config:

@@ -19,12 +19,12 @@ def broadcast_batches(
 ) -> list[Microbatch]:
     """Full rows on the device of every rank of the tensor-parallel group.
 
-    Two broadcasts over TP for all microbatches together; a third one in front, of one number that the host waits for,
-    where the count is not known.
+    Two broadcasts over TP for all microbatches together; where rows are packed a third one in front, of two numbers
+    that the host waits for.
 
     Args:
         batches: The step's microbatches on tensor-parallel rank 0, elsewhere None.
-        count: Number of microbatches; None where ranks without batches do not know it.
+        count: Number of microbatches; None where rows are packed and ranks without batches do not know it.
         terms: Names of the loss terms.
         config: Gives the shapes.
         groups: The process groups.
@@ -36,8 +36,10 @@ def broadcast_batches(
     model = config.model
     # Both sides derive fields and shapes from the configuration: the number of microbatches is all that a packed step
     # decides by itself.
-    if count is None:
-        count = _shared_count(batches, groups)
+    num_sequences = None
+    if config.data.packing is not None:
+        count, num_sequences = _shared_counts(batches, groups)
+    assert count is not None, "without packing it follows from the configuration"
     is_packed, has_routers = config.data.packing is not None, model.experts is not None
     fields = field_dtypes(terms, config.data.isolate_documents, is_packed, has_routers, model.mtp_depths)
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
@@ -50,16 +52,20 @@ def broadcast_batches(
     ]
     paths = [*integers, *reals]
     return [
-        Microbatch.of({path: _as_given(path, rows, fields[path]) for path, rows in zip(paths, [*whole, *real])})
+        Microbatch.of(
+            {path: _as_given(path, rows, fields[path]) for path, rows in zip(paths, [*whole, *real])}, num_sequences
+        )
         for whole, real in zip(*packed)
     ]
 
 
-def _shared_count(batches: Sequence[Microbatch] | None, groups: Groups) -> int:
-    """How many microbatches tensor-parallel rank 0 has. One broadcast."""
-    count = torch.tensor(0 if batches is None else len(batches), device=groups.device)
-    dist.broadcast(count, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
-    return int(count)
+def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
+    """How many microbatches tensor-parallel rank 0 has, and how many sequences the one with most. One broadcast."""
+    own = [] if batches is None else [batch.num_sequences for batch in batches]
+    counts = torch.tensor([len(own), max(own, default=0)], device=groups.device)
+    dist.broadcast(counts, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
+    num_microbatches, num_sequences = counts.tolist()
+    return num_microbatches, num_sequences
 
 
 def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:

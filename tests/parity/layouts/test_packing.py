@@ -12,9 +12,12 @@ from mtrain.config.schema.loss import Aggregation
 from mtrain.data.samples.sample import Sample
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
 from tests.parity.cases import SINGLE, Case, case
-from tests.parity.compare import deviation, initial_parameters, run_oracle
+from tests.parity.compare import between, deviation, initial_parameters, run_oracle
 from tests.parity.expert_models import MIXTRAL
+from tests.parity.families import DEEPSEEK_ATTENTION
+from tests.parity.models.test_balance import SIGMOID
 from tests.parity.objectives.test_aggregations import knobs
+from tests.parity.objectives.test_sequences import JUDGED
 from tests.parity.packing_ranks import train_each
 from tests.parity.ranks import Outcome
 from tests.pool import Pool
@@ -25,25 +28,18 @@ LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
 """Positions of each sample: one fills a row, one has no text."""
 ALL = {aggregation: knobs(aggregation) for aggregation in get_args(Aggregation)}
 COUNTED = {name: ALL[name] | {"loss__empty_sequences": "include"} for name in ("seq-mean-token-sum",)}
-JUDGED: dict[str, Any] = {
-    "loss__function": "tests.parity.losses:preference",
-    "loss__options": {"slope": 0.03},
-    "loss__aggregation": "seq-mean-token-sum",
-}
 ROUTED = MIXTRAL | {"loss__router": {"z_coefficient": 0.5, "sequence_balance_coefficient": 2.0}}
 AHEAD: dict[str, Any] = {"model__mtp_depths": 2, "loss__mtp_coefficient": 0.7}
-LATENT: dict[str, Any] = {
-    "model__mla": {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
-    "model__num_query_groups": 8,
-}
 SEEN: dict[str, Any] = {"model__sliding_window": 3, "model__attention_sinks": True}
 
 
 @cache
-def steps(seed: int = 13) -> list[GlobalBatch]:
+def steps(seed: int = 13, all_have_text: bool = False) -> list[GlobalBatch]:
     """Conversations of ragged lengths, weights of samples and of tokens; some have nothing to learn."""
     rng = np.random.default_rng(seed)
     lengths = [LENGTHS, LENGTHS[5:] + LENGTHS[:5]]
+    if all_have_text:
+        lengths = [[max(2, length) for length in each] for each in lengths]
     return [[conversation(rng, length, slot) for slot, length in enumerate(each)] for each in lengths]
 
 
@@ -53,10 +49,13 @@ def conversation(rng: np.random.Generator, length: int, slot: int) -> Sample:
     return Sample(ids[:-1], ids[1:], mask, float(rng.choice([1.0, 0.25, 2.5, 0.75])))
 
 
-def outcomes(pool: Pool, case: Case, changes: list[dict[str, Any]]) -> list[Outcome]:
+def outcomes(
+    pool: Pool, case: Case, changes: list[dict[str, Any]], batches: list[GlobalBatch] | None = None
+) -> list[Outcome]:
     """A run of each; all ranks report the same."""
     configs = [case.config(**each) for each in changes]
-    everyone = pool.run(train_each, case.resolved(configs[0]), configs, initial_parameters(configs[0]), steps())
+    given = steps() if batches is None else batches
+    everyone = pool.run(train_each, case.resolved(configs[0]), configs, initial_parameters(configs[0]), given)
     reports = [[[step._replace(gradients=None) for step in outcome.steps] for outcome in found] for found in everyone]
     assert all(report == reports[0] for report in reports)
     found: list[Outcome] = everyone[0]
@@ -81,3 +80,39 @@ def test_packed_rows_are_rows_of_one_sample_in_every_aggregation(pool: Pool, cas
     for each, found in zip(changes, packed, strict=True):
         config = SINGLE.config(**each)
         deviation(found, run_oracle(config, steps()), config).assert_below()
+
+
+MODELS: dict[str, tuple[Case, list[dict[str, Any]]]] = {
+    "experts and their losses": (case(2, cp=2, dp=2, ep=2), [ROUTED, ROUTED | {"train__recompute": "full"}]),
+    "experts over tensor ranks": (case(2, tp=2, sp=True, pp=2, ep=2), [SIGMOID]),
+    "tokens ahead": (case(2, cp=2, pp=2), [AHEAD, AHEAD | {"loss__aggregation": "seq-mean-token-sqrt"}]),
+    "tokens ahead of experts": (case(2, tp=2, sp=True, cp=2), [ROUTED | AHEAD]),
+    "latent attention": (case(2, cp=2), [DEEPSEEK_ATTENTION]),
+    "windows and sinks": (case(2, cp=2, cp_comm="ulysses"), [SEEN]),
+    "windows and sinks of gathered rows": (case(2, cp=4), [SEEN]),
+    "losses of sequences": (case(2, cp=2, dp=2), [JUDGED, JUDGED | {"loss__empty_sequences": "include"}]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_rows_train_every_model_as_samples_alone_do(pool: Pool, name: str) -> None:
+    case, changes = MODELS[name]
+    # the oracle's routers and latents are not written for conversations without text
+    batches = steps(all_have_text="experts" in name or "latent" in name)
+    for each in changes:
+        (found,) = outcomes(pool, case, [PACKED | each], batches)
+        config = SINGLE.config(**each)
+        deviation(found, run_oracle(config, batches), config).assert_below()
+
+
+@pytest.mark.parametrize("case", [case(cp=2), case(tp=2, sp=True, pp=2)], ids=str)
+def test_rows_may_be_wider_than_samples(pool: Pool, case: Case) -> None:
+    changes = [ALL["seq-mean-token-mean"], ALL["sum"]]
+    for each, found in zip(changes, outcomes(pool, case, [WIDE | each for each in changes]), strict=True):
+        config = SINGLE.config(**each)
+        deviation(found, run_oracle(config, steps()), config).assert_below()
+
+
+def test_packed_and_unpacked_runs_of_this_program_agree(pool: Pool) -> None:
+    alone, packed = outcomes(pool, case(4), [{}, PACKED])
+    between(packed, alone, SINGLE.config()).assert_below()
