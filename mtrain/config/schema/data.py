@@ -144,7 +144,7 @@ class SftSection(FilesSection):
     content reads it."""
     format: Literal["auto", "messages", "prompt_response", "text", "tokens", "sharegpt", "alpaca"] = "auto"
     """What a line holds (docs/finetuning.md). auto tells messages, prompt with response, and input_ids apart."""
-    chat_template: str = Field("auto", min_length=1)
+    chat_template: Annotated[str, bounds.PATH] = Field("auto", min_length=1)
     """For conversations: auto takes the template beside the tokenizer and refuses them where there is none; plain
     writes each message as "### role" and its content; else the name of one of several templates, or the path of a
     .jinja file."""

@@ -58,8 +58,7 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn) 
             raise DataError(f"{place} needs an object with role and content; fix it")
         check_keys(message, _MESSAGE_KEYS, ignored, f"{place} ")
         _refuse_dropped(message, ignored, f"{place} ")
-        # as null is no value, a column of parquet that has none here says nothing
-        present.append({key: value for key, value in message.items() if value is not None and key in _MESSAGE_KEYS})
+        present.append(_present(message))
         messages.append(_message(present[-1], place))
     return Conversation(
         messages,
@@ -68,6 +67,12 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn) 
         answers_in_loss(present, loss_on),
         check_weight(record.get("weight", 1.0)),
     )
+
+
+def _present(message: dict[str, Any]) -> dict[str, Any]:
+    """The known keys that say something: in a column of parquet, null and no calls stand for what is not there."""
+    known = {key: value for key, value in message.items() if key in _MESSAGE_KEYS and value is not None}
+    return {key: value for key, value in known.items() if (key, value) != ("tool_calls", [])}
 
 
 def _message(present: dict[str, Any], place: str) -> dict[str, Any]:

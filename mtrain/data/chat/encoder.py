@@ -43,7 +43,7 @@ class ChatOptions:
 
 
 class ChatEncoder:
-    """A `SampleEncoder` of records with `messages`; may be pickled and used in forked processes."""
+    """A `SampleEncoder` of records with `messages`; may be used in forked processes and from several threads."""
 
     def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, options: ChatOptions) -> None:
         """
@@ -57,7 +57,10 @@ class ChatEncoder:
         """
         self._tokenizer, self._options = tokenizer, options
         self._variables = template_variables(tokenizer.path)
-        self._special = special_texts(tokenizer.special_tokens(), self._variables.get("bos_token"))
+        special, bos = tokenizer.special_tokens(), self._variables.get("bos_token")
+        self._special = special_texts(special, bos)
+        # in some tokenizers the end of an answer is a token, but not a special one
+        self._stops = special_texts(special | {self._variables.get("eos_token", "")} - {""}, bos)
         self._default = _Format(templates.default, options)
         is_one = templates.with_tools == templates.default
         self._with_tools = self._default if is_one else _Format(templates.with_tools, options)
@@ -110,7 +113,7 @@ class ChatEncoder:
         if form.marks_answers:
             rendering = marked_answers(conversation, render)
         else:
-            rendering = found_answers(conversation, render, self._special)
+            rendering = found_answers(conversation, render, self._stops)
         check_shown(conversation, rendering.text, rendering.places, form.template.text, render_other)
         return rendering
 
@@ -121,7 +124,13 @@ class ChatEncoder:
         (marked,) = form.sandbox.render(messages, tools, {**self._variables, **own}, [whole])
         if isinstance(marked, NotRendered):
             raise refused(marked)
-        return literal_places(rendering.text, marked)
+        literals = literal_places(rendering.text, marked)
+        ends = {match.end() for match in self._special.pattern.finditer(rendering.text) if match.start() in literals}
+        if any(each.end in ends for each in rendering.weighed):
+            raise DataError(
+                "an answer ends with the text of a special token, so its stop is not clear; remove that text"
+            )
+        return literals
 
     def _with_literals(self, rendering: Rendering, literals: frozenset[int]) -> EncodedText:
         """Ids of a rendering in which some special tokens are text.

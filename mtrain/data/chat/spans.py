@@ -19,7 +19,7 @@ answer alone; there the answer counts as it stands in `full`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered
 
 Render = Callable[[Sequence[Cut]], Sequence[str | NotRendered]]
-_TAG = re.compile(r"<[^<>]*>|\s+")
+_EMPTY_TAGS = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
 _WAY_ON = (
     'set data.loss_on=last_answer, set "train": false on that message, or give data.chat_template a template that '
@@ -97,7 +97,7 @@ class AnswerFinder:
     def _check_header(self, span: AnswerSpan, texts: Iterable[str]) -> None:
         """Refuses a header in the loss, where the template has no beginning of an answer that could tell it apart."""
         places = [self.full.find(text.strip(), span.start, span.end) for text in texts if text.strip()]
-        before = self.full[span.start : min((place for place in places if place >= 0), default=span.start)]
+        before = self.full[span.start : min((place for place in places if place >= 0), default=span.end)]
         if not _ROLE.search(before):
             return
         if self._text(Cut(span.message, True), span.message) == self._text(Cut(span.message, False), span.message):
@@ -133,12 +133,13 @@ class AnswerFinder:
                 f"the template writes the messages before messages[{number}] in another way when later ones follow, so "
                 f"the model would not see them like this when it answers; {_WAY_ON}"
             )
-        # the beginning of an answer holds more than what stands here, such as an open <think>
+        # the beginning of an answer holds more than what stands here, such as an empty <think></think>
         common = _common_prefix(prompt, self.full)
         edges = [match.end() for match in self._special.pattern.finditer(prompt, 0, common)]
         edges += [match.end() for match in re.finditer(r"\n", prompt[:common])]
         start = max((edge for edge in edges if len(history) < edge <= common), default=None)
-        if start is None:
+        # what is missing here may be an empty <think></think>, but not an open one: the model would write after it
+        if start is None or _after_empty_tags(prompt[start:]) != "":
             raise _not_found(number, "it does not begin as add_generation_prompt does")
         return start
 
@@ -149,7 +150,7 @@ class AnswerFinder:
         if self.full.startswith(answered):
             return len(answered)
         if answered[:start] == self.full[:start]:
-            for rest in _without_empty_tags(answered[start:]):
+            for rest in (answered[start:], _after_empty_tags(answered[start:])):
                 common = self._common_text(rest, self.full[start:])
                 if self._is_markup(rest[common:]):
                     return start + common
@@ -219,13 +220,11 @@ def _not_found(number: int, why: str) -> DataError:
     )
 
 
-def _without_empty_tags(text: str) -> Iterator[str]:
-    """The text, and what is left of it without the first tag, the first two, ... as long as only tags come before."""
-    position = 0
-    yield text
-    while (match := _TAG.match(text, position)) is not None:
-        position = match.end()
-        yield text[position:]
+def _after_empty_tags(text: str) -> str:
+    """What follows the tags that are closed at once, as in <think></think>, and white space."""
+    while (match := _EMPTY_TAGS.match(text)) is not None:
+        text = text[match.end() :]
+    return text
 
 
 def _common_prefix(one: str, other: str) -> int:

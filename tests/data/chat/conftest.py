@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def chat_encoder(template_folder: Callable[[str], Path]) -> MakeEncoder:
 def encoder_of_text(tmp_path: Path, chat_tokenizer: Path) -> MakeEncoder:
     """Encoder of a template given as text."""
 
-    def make(text: str, **options: Any) -> ChatEncoder:
+    def make(text: str, eos: str = "<|im_end|>", **options: Any) -> ChatEncoder:
         folder = folder_of("chatml", chat_tokenizer, tmp_path / "own")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         file = folder / "own.jinja"
         file.write_text(text)
         tokenizer = load_tokenizer(folder)

@@ -15,6 +15,10 @@ CHAT = [user("a"), assistant("b")]
 
 
 def test_what_a_template_reads() -> None:
+    assert (
+        conversation_of({"messages": [CHAT[0], {**CHAT[1], "tool_calls": []}]}, frozenset(), "all_answers").messages
+        == CHAT
+    )
     call = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "why", "weight": 2, "name": None}
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     found = conversation_of({"messages": [parts, call], "tools": [TOOL], "weight": 0.5}, frozenset(), "all_answers")

@@ -118,6 +118,40 @@ def test_a_switch_of_the_template_moves_the_beginning_of_the_answer(
     assert trained(chat_encoder("qwen3"), chat_tokenizer, tag, **switch) == ["<th<|im_end|>", "d<|im_end|>"]
 
 
+def test_an_open_tag_at_the_beginning_of_an_answer_is_part_of_what_the_model_sees(
+    encoder_of_text: MakeEncoder,
+) -> None:
+    """As in DeepSeek-R1, where the model always begins in its reasoning: an answer without is none that it gives."""
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    with pytest.raises(DataError, match="it does not begin as add_generation_prompt does"):
+        encoder_of_text(text).encode({"messages": TWO})
+    reasoned = [user("a"), assistant("<think>\nwhy</think>b")]
+    encoder_of_text(text).encode({"messages": reasoned})
+
+
+def test_a_stop_token_that_is_not_special_ends_an_answer(encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:
+    text = (
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}</tool_call>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    encoder = encoder_of_text(text, eos="</tool_call>")
+    assert trained(encoder, chat_tokenizer, TWO) == ["b</tool_call>", "d</tool_call>"]
+
+
+def test_an_answer_that_ends_with_the_text_of_a_special_token_and_nothing_else_is_refused(
+    encoder_of_text: MakeEncoder,
+) -> None:
+    text = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(DataError, match="an answer ends with the text of a special token"):
+        encoder_of_text(text).encode({"messages": [user("a"), assistant("b<|im_end|>")]})
+
+
 def test_a_template_that_shows_the_number_of_messages_is_refused(encoder_of_text: MakeEncoder) -> None:
     text = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(DataError, match=r"writes the messages before messages\[1\] in another way"):
