@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mtrain.config import Config
     from mtrain.config.load import load_config
     from mtrain.data.datum import Datum
-    from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_teacher, weigh, weigh_sequences
+    from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_teacher, per_token, weigh, weigh_sequences
     from mtrain.training.engine import Engine, EvalResult, StepResult
 
 _MODULES = {
@@ -46,7 +46,15 @@ _MODULES = {
     "mtrain.config": ("Config",),
     "mtrain.config.load": ("load_config",),
     "mtrain.data.datum": ("Datum",),
-    "mtrain.loss.pair": ("LossFunction", "LossPair", "TermInputs", "needs_teacher", "weigh", "weigh_sequences"),
+    "mtrain.loss.pair": (
+        "LossFunction",
+        "LossPair",
+        "TermInputs",
+        "needs_teacher",
+        "per_token",
+        "weigh",
+        "weigh_sequences",
+    ),
     "mtrain.training.engine": ("Engine", "EvalResult", "StepResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -70,6 +78,7 @@ __all__ = [
     "__version__",
     "load_config",
     "needs_teacher",
+    "per_token",
     "read_weights",
     "weigh",
     "weigh_sequences",

@@ -19,6 +19,7 @@ from mtrain.hf.io.source import open_source
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.model.build import build_frozen_model, run_chunk
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.plan.layout import Layout
 
@@ -75,9 +76,9 @@ def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, toke
         document_starts=None,
         is_padding=torch.zeros_like(tokens, dtype=torch.bool),
     )
-    logits = run_chunk(chunks[0], batch)
-    assert isinstance(logits, Tensor), "a frozen model predicts the next token only"
-    return logits.transpose(0, 1)[..., : model.vocab_size].float()
+    output = run_chunk(chunks[0], batch)
+    assert isinstance(output, Logits), "one stage is the last one"
+    return output.main.whole().transpose(0, 1)[..., : model.vocab_size].float()
 
 
 def _config(model: ModelSection) -> Config:

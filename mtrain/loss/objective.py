@@ -6,6 +6,7 @@ term therefore enters multiplied by coefficient x D_main / D_k, with denominator
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.loss.functions.load import asks_for_teacher, load_loss_function
+from mtrain.loss.functions.load import asks_for_teacher, is_per_token, load_loss_function
 from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 
@@ -43,7 +44,8 @@ class Objective:
             mtp_depths: How many further tokens are predicted; each depth is a side term.
 
         Raises:
-            ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round.
+            ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round;
+                logits are to be cut into chunks, and one is not made for that.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
         # the coefficients of all depths add up to mtp_coefficient, whatever their number
@@ -63,18 +65,20 @@ class Objective:
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
         )
         objective._check_teacher(section)
+        objective._check_chunks(section)
         return objective
 
     def with_main(self, function: LossFunction, section: LossSection) -> Objective:
         """The same with another function as the main term.
 
         Raises:
-            ConfigError: It needs a teacher and there is none, or the other way round.
+            ConfigError: It needs a teacher and there is none, or the other way round; or chunks, as `from_config`.
         """
         name = getattr(function, "__qualname__", repr(function))
         functions, names = self.functions | {MAIN_TERM: function}, self.names | {MAIN_TERM: name}
         objective = replace(self, functions=functions, names=names)
         objective._check_teacher(section)
+        objective._check_chunks(section)
         return objective
 
     @property
@@ -86,6 +90,33 @@ class Objective:
     def teacher_terms(self) -> list[str]:
         """Terms whose functions read the teacher's logits."""
         return [term for term, function in self.functions.items() if asks_for_teacher(function)]
+
+    @property
+    def whole_microbatch_terms(self) -> list[str]:
+        """Terms whose functions may look at all tokens of a microbatch together."""
+        return [term for term, function in self.functions.items() if not is_per_token(function)]
+
+    def notes(self, section: LossSection) -> list[str]:
+        """What the user of a run should know of it."""
+        if section.chunk_tokens != "auto" or not self.whole_microbatch_terms:
+            return []
+        return [
+            f"the logits of all tokens of a microbatch are kept whole, because {', '.join(self._need_whole)} is not "
+            "marked with mtrain.loss.pair.per_token; loss.chunk_tokens=off leaves this note out"
+        ]
+
+    @property
+    def _need_whole(self) -> list[str]:
+        return [f"{self.names[term]} (term {term!r})" for term in self.whole_microbatch_terms]
+
+    def _check_chunks(self, section: LossSection) -> None:
+        askers = self._need_whole
+        if askers and isinstance(section.chunk_tokens, int):
+            raise ConfigError(
+                f"loss.chunk_tokens={section.chunk_tokens} shows a loss function a few tokens at a time, but "
+                f"{', '.join(askers)} is not marked with mtrain.loss.pair.per_token; mark it if what it adds for a "
+                "token follows from that token alone, or set loss.chunk_tokens=auto, which keeps whole logits for it"
+            )
 
     def _check_teacher(self, section: LossSection) -> None:
         askers = [f"{self.names[term]} (term {term!r})" for term in self.teacher_terms]
@@ -103,14 +134,16 @@ class Objective:
             )
 
     def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
-        """Evaluates every term on one microbatch.
+        """Evaluates the given terms, every one of one microbatch or those of one distribution of it.
 
         Raises:
             ConfigError: A function did not return a pair.
         """
+        # in the order of the functions on every rank, whatever order the terms are given in: they communicate
         return {
             term: _checked(function(inputs_by_term[term]), self.names[term], inputs_by_term[term])
             for term, function in self.functions.items()
+            if term in inputs_by_term
         }
 
     def scalar(
@@ -119,19 +152,19 @@ class Objective:
         """What a microbatch back-propagates from its logits: (N_main + sum_k factor_k N_k) x numerator_scale.
 
         Args:
-            pairs: One a term.
+            pairs: As `pairs` gives them; what is not there is left out of the sum.
             factors: One a side term: its coefficient, or from `side_term_factors` where a term is `apart`.
             numerator_scale: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
                 sums; the caller takes it out again when it divides by D_main.
         """
-        total = pairs[MAIN_TERM].numerator
-        for term in self.functions:
-            if term != MAIN_TERM:
-                # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to
-                # float32, since the main numerator, alone or not, is differentiated in one dtype.
-                total = total + (pairs[term].numerator * factors[term]).to(total.dtype)
+        # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to float32,
+        # since the main numerator, alone or not, is differentiated in one dtype.
+        parts = [
+            pair.numerator if term == MAIN_TERM else (pair.numerator * factors[term]).to(pair.numerator.dtype)
+            for term, pair in pairs.items()
+        ]
         # a power of two moves exponents only, so the division takes it out without rounding; 1.0 outside fp16
-        return total * numerator_scale
+        return functools.reduce(torch.add, parts) * numerator_scale
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:

@@ -100,6 +100,23 @@ class TermInputs:
         return sum_over_ranks(sum_by_sequence(kept.double(), self.packed), self.context)
 
 
+@dataclass(frozen=True)
+class TokenInputs(TermInputs):
+    """Some tokens of a microbatch, as one row: what functions marked `per_token` see where logits are never whole."""
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Refused: tokens of one sequence may be in other calls."""
+        raise ConfigError(
+            "a loss function marked with mtrain.loss.pair.per_token asks for sequences, but is shown a few tokens at a "
+            "time; remove the mark"
+        )
+
+    def sum_over_sequence(self, values: Tensor) -> Tensor:
+        """Refused, as `sequence_ids`."""
+        return self.sequence_ids
+
+
 LossFunction = Callable[[TermInputs], LossPair]
 
 Function = TypeVar("Function", bound=Callable[..., LossPair])
@@ -112,6 +129,17 @@ def needs_teacher(function: Function) -> Function:
     """
     # on the function itself, so that it holds under any name; `asks_for_teacher` looks through functools.partial
     function.__dict__["needs_teacher"] = True
+    return function
+
+
+def per_token(function: Function) -> Function:
+    """Marks a loss function that a few tokens at a time may be shown to, and only those that some term counts.
+
+    What it adds for a token follows from that token's logits, label, weight and teacher alone, and is exactly 0 where
+    its weight and its share of the denominator are. So it uses neither sums over sequences nor `sequence_ids`. The run
+    then never holds the logits of a microbatch whole, and computes none for tokens that no term counts.
+    """
+    function.__dict__["per_token"] = True
     return function
 
 

@@ -13,6 +13,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features import LAYER_PARTS
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
+from mtrain.plan.logits import tokens_at_once
 from mtrain.plan.parameters import padded_vocab_size
 
 FP32_BYTES = 4
@@ -107,8 +108,18 @@ class _Rank:
         """Logits in the precision and in float32, then their gradient beside that of the table."""
         model, size = self.config.model, element_bytes(self.config)
         vocab_local = padded_vocab_size(model, self.layout.tp) // self.layout.tp
+        at_once = tokens_at_once(self.config, self.tokens, vocab_local)
+        if at_once < self.tokens:
+            return self._chunk_bytes(at_once * vocab_local) + vocab_local * model.hidden_size * FP32_BYTES
         count = (1 + model.mtp_depths) * self.tokens * vocab_local
         return count * size + max(count * FP32_BYTES, vocab_local * model.hidden_size * size)
+
+    def _chunk_bytes(self, num_logits: int) -> int:
+        """Logits of a chunk in the precision and in float32 beside their gradient, and hidden states of all tokens:
+        their gradient, and where they are divided over TP all of them; masks make it less."""
+        model, size = self.config.model, element_bytes(self.config)
+        hidden = (1 + model.mtp_depths) * self.tokens * model.hidden_size * size
+        return num_logits * (2 * size + FP32_BYTES) + hidden * (2 if self.layout.sp else 1)
 
     def _input_bytes(self) -> int:
         return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config)

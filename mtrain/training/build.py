@@ -117,7 +117,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
     if groups.rank == 0:
-        for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
+        for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *objective.notes(config.loss)):
             print(f"note: {note}", flush=True)
     # Opened before the model is built: bad data end the run while that is still cheap.
     loader = _opened_loader(config, groups)

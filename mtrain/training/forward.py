@@ -23,9 +23,9 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import run_forward
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
-from mtrain.training.term_inputs import InputsOf, term_inputs, term_inputs_of
+from mtrain.training.output.loss import OutputLoss, label_losses
 from mtrain.training.totals import check_totals, planned_denominators
 
 
@@ -62,15 +62,15 @@ def forward_totals(
     # one accumulator over all passes: sum over sum, not a mean of means
     sums = StepSums(PairAccumulator(terms, groups.device), dict.fromkeys(terms, 0.0))
 
-    def accumulate(rows: Sequence[Microbatch], inputs_of: InputsOf) -> None:
-        run_forward(chunks, rows, lambda *output: sums.pairs.add(objective.pairs(inputs_of(*output))), config)
+    def accumulate(rows: Sequence[Microbatch], loss: OutputLoss) -> None:
+        run_forward(chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
 
     with _evaluating(chunks):
         for own in passes:
             # the plan is compared in validation too: a row that is counted twice shows here
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
             rows = slice_for_rank(broadcast_batches(own, count, terms, config, groups), groups)
-            accumulate(rows, term_inputs_of(rows, config, groups, teacher))
+            accumulate(rows, OutputLoss(own, rows, config, groups, objective, teacher))
     totals = GlobalTotals(sums, groups).read(objective.coefficients).terms
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
     return totals
@@ -117,10 +117,10 @@ def label_log_probs(
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        inputs = term_inputs(logits, batch, config, groups)[MAIN_TERM]
-        losses, own = inputs.logits.cross_entropy(inputs.labels), slots(next(numbers), groups.dp_rank, layout.dp, size)
+        losses = label_losses(logits, batch, config, groups)
+        own = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # else the same numbers were added once for each tensor-parallel rank
-            found[own.start : own.stop, columns] = -losses.float()
+            found[own.start : own.stop, columns] = -losses
 
     with _evaluating(chunks):
         run_forward(chunks, rows, take, config)

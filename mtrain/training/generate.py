@@ -6,6 +6,7 @@ Serving belongs to an inference engine; this is for the eyes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import load_weights
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
@@ -65,9 +67,11 @@ def generate_text(
 
         def next_logits(ids: Tensor) -> Tensor:
             positions = torch.arange(ids.numel(), device=device).unsqueeze(0)
-            logits: Tensor = model(ids.unsqueeze(0).to(device), positions, None, None)
-            # logits are [seq, batch, padded vocabulary], and padding must never be sampled
-            return logits[-1, 0, : config.model.vocab_size].float().cpu()
+            output: Logits = model(ids.unsqueeze(0).to(device), positions, None, None)
+            # of the last position alone; hidden states are [seq, batch, hidden]
+            logits = replace(output.main, hidden=output.main.hidden[-1:]).whole()
+            # [1, 1, padded vocabulary], and padding must never be sampled
+            return logits[0, 0, : config.model.vocab_size].float().cpu()
 
         # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere
         start = [] if config.data.kind != "sft" or tokenizer.bos_id is None else [tokenizer.bos_id]

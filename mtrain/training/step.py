@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
@@ -24,10 +25,10 @@ from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
 from mtrain.mcore.engine.schedule import connect, deferred_grad_sync, run_schedule, start_grad_sync
 from mtrain.mcore.model.moe.balance import RouterBalance
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.forward import forward_totals, num_microbatches
-from mtrain.training.term_inputs import term_inputs_of
+from mtrain.training.output.loss import OutputLoss
 from mtrain.training.totals import check_totals, planned_denominators, token_counts
 
 
@@ -133,11 +134,15 @@ class TrainingStep:
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = slice_for_rank(shared, self._groups)
-        inputs_of = term_inputs_of(rows, self._config, self._groups, self._teacher)
+        output_loss = OutputLoss(batches, rows, self._config, self._groups, objective, self._teacher)
+        # what megatron-core multiplies the objective by before backward
+        loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
+
+        def scalar_of(pairs: Mapping[str, LossPair]) -> Tensor:
+            return objective.scalar(pairs, factors.of_terms(), factors.numerator_scale)
 
         def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-            pairs = objective.pairs(inputs_of(logits, batch))
-            return objective.scalar(pairs, factors.of_terms(), factors.numerator_scale), pairs
+            return output_loss.scalar(logits, batch, scalar_of, loss_scale)
 
         step.is_deferred = not is_last
         # a function, since it waits for the plan: called by the first router, not ahead of the forward pass

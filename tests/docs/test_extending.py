@@ -34,7 +34,7 @@ def write_package(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "changes", "exit_code"),
     [
-        ("focal_loss", {"loss__options": {"gamma": 1.5}}, 0),
+        ("focal_loss", {"loss__options": {"gamma": 1.5}, "loss__chunk_tokens": 20}, 0),
         ("preference", {"loss__aggregation": "seq-mean-token-sum"}, 0),
         ("mean_of_the_call", {}, 1),
     ],

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, SideTermSection, TeacherSection
 from mtrain.loss.objective import Objective, power_of_two_near, side_term_factors
-from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs
+from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs, TokenInputs
+from tests.loss import bad_losses
 from tests.loss.microbatches import term_inputs
 
 Z_LOSS = SideTermSection(function="z_loss", coefficient=0.25)
@@ -134,3 +135,24 @@ def test_terms_with_other_denominators_are_told_from_those_with_the_main_one() -
     ]
     side_terms = {str(number): SideTermSection(**change) for number, change in enumerate(changes)}
     assert Objective.from_config(LossSection(side_terms=side_terms)).apart == {"1", "2"}
+
+
+def test_a_function_without_the_mark_keeps_logits_whole_and_a_note_says_so() -> None:
+    own = LossSection(function="tests.loss.bad_losses:per_token")
+    objective = Objective.from_config(own)
+    assert objective.whole_microbatch_terms == [MAIN_TERM]
+    (note,) = objective.notes(own)
+    assert "tests.loss.bad_losses:per_token (term 'main') is not marked" in note
+    assert objective.notes(own.model_copy(update={"chunk_tokens": "off"})) == []
+    marked = Objective.from_config(SECTION)
+    assert (marked.whole_microbatch_terms, marked.notes(SECTION)) == ([], [])
+    with pytest.raises(ConfigError, match=r"chunk_tokens=8 shows a loss function a few tokens at a time, but .*main"):
+        marked.with_main(bad_losses.without_a_graph, SECTION.model_copy(update={"chunk_tokens": 8}))
+
+
+def test_a_few_tokens_know_nothing_of_their_sequences() -> None:
+    whole = term_inputs(torch.ones(1, 3))
+    few = TokenInputs(whole.logits, whole.labels, whole.weights, whole.denominator_weights, whole.tokens)
+    for ask in (lambda: few.sequence_ids, lambda: few.sum_over_sequence(torch.ones(1, 3))):
+        with pytest.raises(ConfigError, match=r"per_token asks for sequences.*remove the mark"):
+            ask()

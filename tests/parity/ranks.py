@@ -24,11 +24,11 @@ from mtrain.mcore.engine.schedule import LossOfLogits, run_forward, run_schedule
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.plan.lr import learning_rate
+from mtrain.training.output.term_inputs import term_inputs
 from mtrain.training.step import TrainingStep
-from mtrain.training.term_inputs import term_inputs
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]
@@ -252,7 +252,7 @@ def logits_by_microbatch(
     run_forward(
         built.chunks,
         slice_for_rank(batches, groups),
-        lambda logits, own: seen.append(logits.main.clone().numpy()),
+        lambda logits, own: seen.append(logits.main.whole().numpy()),
         config,
     )
     return seen
@@ -272,7 +272,7 @@ def logits_with_and_without_depths(
     run_forward(built.chunks, whole, lambda logits, own: every.append(logits), config)
     run_forward(built.chunks, [replace(row, mtp=()) for row in whole], lambda logits, own: one.append(logits), config)
     return [
-        (len(asked.mtp), alone.mtp == (), torch.equal(asked.main, alone.main))
+        (len(asked.mtp), alone.mtp == (), torch.equal(asked.main.whole(), alone.main.whole()))
         for asked, alone in zip(every, one, strict=True)
     ]
 

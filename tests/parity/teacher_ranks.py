@@ -81,7 +81,7 @@ def held_logits(
     if groups.pp_rank == groups.layout.pp - 1:
         for row in rows:
             logits = logits_of(row)
-            assert not logits.requires_grad
+            assert not logits.hidden.requires_grad
             alive.append(_num_held(logits_of))
     return num_early, alive
 

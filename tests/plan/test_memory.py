@@ -84,6 +84,17 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
     assert full < modules < nothing
 
 
+def test_the_estimate_of_logits_in_chunks_is_what_a_rank_allocates(pool: Pool) -> None:
+    """Where they are what matters: a wide vocabulary, and layers that keep their input alone."""
+    wide = ("model.vocab_size=48000", "data.seq_length=1024", "loss.chunk_tokens=200", FULL)
+    configs = [
+        long_rows(f"train.precision={precision}", "layout.cp=1", "layout.tp=1", *wide) for precision in ("fp32", "bf16")
+    ]
+    (rank,) = pool.run(measured, Layout(), configs)
+    for found, each in zip(rank, configs, strict=True):
+        assert_estimated([found], each, Layout())
+
+
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 48, "shared_ffn_hidden_size": 32, "first_dense_layers": 1}
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 

@@ -167,3 +167,22 @@ def test_peaks_of_known_gpus_only() -> None:
     assert plan.peak_flops("NVIDIA H200", "bf16") == 989e12
     assert plan.peak_flops("NVIDIA H200", "fp32") is None
     assert plan.peak_flops("Some other card", "bf16") is None
+
+
+def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
+    """In fp32: three numbers a logit of a chunk, the gradients of the table and of the hidden states of all tokens."""
+
+    def of(chunk_tokens: int | str) -> int:
+        given = config(
+            model__vocab_size=50_000,
+            model__vocab_multiple=1,
+            data__seq_length=1024,
+            loss__chunk_tokens=chunk_tokens,
+            train={"global_batch_size": 16, "num_steps": 1, "precision": "fp32"},
+        )
+        return plan.memory_per_rank(given, Layout(), 0).activations_bytes
+
+    hidden = config().model.hidden_size
+    whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 12 + 50_000 * hidden * 4 + 1024 * hidden * 4
+    assert of("off") - of(64) == whole - cut
+    assert of("auto") == of("off"), "1024 tokens are one chunk"

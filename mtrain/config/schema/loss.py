@@ -136,9 +136,10 @@ class TeacherSection(Section):
     divide unevenly (layout.stage_layers and the like) it needs as many as the model that is trained.
 
     Without a pipeline nothing of it is kept: it sees each microbatch just before the model does. With layout.pp > 1 it
-    runs through the pipeline before the model, and the last stage holds its logits of all the step's microbatches until
-    they are used: num_microbatches x micro_batch_size x seq_length / cp x vocab_size / tp numbers of the run's
-    precision. Fewer microbatches a step (more data parallelism) or more tensor parallelism make that smaller.
+    runs through the pipeline before the model, and the last stage holds its hidden states of all the step's
+    microbatches until they are used: num_microbatches x micro_batch_size x seq_length / cp x its hidden_size numbers of
+    the run's precision, divided by tp with layout.sp. Fewer microbatches a step (more data parallelism) make that
+    smaller.
     """
 
     checkpoint: Annotated[str, bounds.PATH] = Field(min_length=1)
@@ -179,6 +180,12 @@ class LossSection(TermSection):
     mtp_coefficient: float = Field(0.1, ge=0)
     """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross
     entropies, aggregated as the main term, each divided by a denominator of its own."""
+    chunk_tokens: Literal["auto", "off"] | Annotated[int, Field(gt=0)] = "auto"
+    """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
+    tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
+    at a time (`mtrain.loss.pair.per_token`), as this package's own do. auto: where functions permit it, chunks of 1024
+    tokens, or of so many as have 2^26 logits on a rank; smaller microbatches whose tokens all count are left whole.
+    off: logits of all tokens, whole."""
     allow_layout_dependent: bool = False
     """Permits what changes with the layout by its definition; every report of the run then says so."""
 

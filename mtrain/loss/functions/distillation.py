@@ -2,9 +2,10 @@
 
 from typing import Literal, assert_never
 
-from mtrain.loss.pair import LossPair, TermInputs, needs_teacher, weigh
+from mtrain.loss.pair import LossPair, TermInputs, needs_teacher, per_token, weigh
 
 
+@per_token
 @needs_teacher
 def distillation_loss(
     inputs: TermInputs, direction: Literal["forward", "reverse"] = "forward", temperature: float = 1.0

@@ -1,8 +1,9 @@
 """Entropy of the model's own distribution: with a negative coefficient it rewards undecided models."""
 
-from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 
 
+@per_token
 def entropy_loss(inputs: TermInputs) -> LossPair:
     """Weighs and sums the entropy of each token's distribution, in nats.
 

@@ -48,8 +48,17 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
 
 def asks_for_teacher(function: LossFunction) -> bool:
     """Whether a function, with or without bound options, was marked by `mtrain.loss.pair.needs_teacher`."""
+    return _is_marked(function, "needs_teacher")
+
+
+def is_per_token(function: LossFunction) -> bool:
+    """Whether a function, with or without bound options, was marked by `mtrain.loss.pair.per_token`."""
+    return _is_marked(function, "per_token")
+
+
+def _is_marked(function: LossFunction, mark: str) -> bool:
     inner = function.func if isinstance(function, functools.partial) else function
-    return bool(getattr(inner, "needs_teacher", False))
+    return bool(getattr(inner, mark, False))
 
 
 def _import(module_name: str, path: str) -> ModuleType:

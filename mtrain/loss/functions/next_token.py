@@ -1,8 +1,9 @@
 """Next-token loss: the main term of pretraining and finetuning."""
 
-from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 
 
+@per_token
 def next_token_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPair:
     """Weighs and sums the cross entropy of the labels.
 

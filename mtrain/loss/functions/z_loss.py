@@ -2,9 +2,10 @@
 
 import torch
 
-from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 
 
+@per_token
 def z_loss(inputs: TermInputs) -> LossPair:
     """Weighs and sums the squared log-sum-exp of each token's logits, in nats squared.
 

@@ -18,7 +18,7 @@ from mtrain.loss.pair import LossPair
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import run_chunk
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import Logits
 
 LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
 """(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
@@ -109,7 +109,7 @@ def run_forward(
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
         take(logits, batch)
-        return torch.zeros((), device=logits.main.device)  # the schedules want a loss; nothing reads this one
+        return torch.zeros((), device=logits.main.hidden.device)  # the schedules want a loss; nothing reads this one
 
     _run(chunks, batches, consume, config, forward_only=True)
 
@@ -137,10 +137,9 @@ def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[.
         # The stages share rows and order, so every stage takes the same microbatch; positions and documents are in it.
         batch = next(iterator)
 
-        def loss_of_output(output: Tensor | Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logits = output if isinstance(output, Logits) else Logits(output)
+        def loss_of_output(logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             # the three-part form is the one that megatron-core leaves alone; its own token count is not used
-            return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.device), {}
+            return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.hidden.device), {}
 
         return run_chunk(chunk, batch), loss_of_output  # megatron-core calls the second on the last stage alone
 

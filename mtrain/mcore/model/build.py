@@ -19,7 +19,8 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
-from mtrain.mcore.model.mtp import Logits, depths_spec, drop_unused_table
+from mtrain.mcore.model.mtp import depths_spec, drop_unused_table
+from mtrain.mcore.model.output_layer import DeferredLogits, Logits, defer_output
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, local_frequencies
 from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.model.rotary.positions import Rotary
@@ -29,7 +30,7 @@ from mtrain.plan.layout import Layout
 
 
 class LanguageModel(GPTModel):
-    """GPTModel that takes positions from the batch and returns logits; the loss is computed outside."""
+    """GPTModel that takes positions from the batch and computes neither logits nor losses; both are done outside."""
 
     looks_ahead = True
     """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
@@ -59,8 +60,7 @@ class LanguageModel(GPTModel):
             ahead: By depth; empty where only the next token is predicted.
 
         Returns:
-            Last stage: logits [seq_local, batch, vocab_local], of all depths where `ahead` is given. Other stages:
-            hidden states.
+            Last stage: logits, not yet computed, of all depths where `ahead` is given. Other stages: hidden states.
         """
         # GPTModel asks its embedding for angles by length alone; positions of this batch have to be there before.
         self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
@@ -82,27 +82,25 @@ class LanguageModel(GPTModel):
     def _postprocess(
         self, hidden_states: Tensor, *, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None, **others: object
     ) -> Tensor | Logits:
-        """In the place of megatron-core's losses: the logits of the last stage."""
+        """In the place of megatron-core's losses: what logits of the last stage follow from."""
         if not self.post_process:  # goes to the next stage as it is
             return hidden_states
-        # Before any logits: where parameters arrive during the forward pass, the wait for a table that the output layer
-        # shares stands at the embedding.
+        # Before the output layer: where parameters arrive during the forward pass, the wait for a table that it shares
+        # stands at the embedding.
         embedded = [self.embedding(input_ids=ahead.tokens, position_ids=None) for ahead in self._ahead]
-        logits, further = self._logits(hidden_states), []
+        main, further = self._logits(hidden_states), []
         # In turn: a depth reads the hidden states of the one before.
         for number, ahead in enumerate(self._ahead):
             own = self._own_part(_of_text(self._sequence_ids, ahead.is_padding))
             layer = self.mtp.layers[number]
             hidden_states = layer(embedded[number], hidden_states, attention_mask, rotary_pos_emb, own)
             further.append(self._logits(hidden_states))
-        return Logits(logits, tuple(further)) if further else logits
+        return Logits(main, tuple(further))
 
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        tied = self.share_embeddings_and_output_weights
-        logits: Tensor
-        # [seq_local, batch, vocab_local]: divided over TP, not gathered.
-        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None)
-        return logits
+    def _logits(self, hidden_states: Tensor) -> DeferredLogits:
+        is_tied = self.share_embeddings_and_output_weights
+        table = self.shared_embedding_or_output_weight() if is_tied else None
+        return DeferredLogits(hidden_states, self.output_layer, table)
 
 
 def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]:
@@ -167,6 +165,8 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     )
     # Before anything lists parameters: buckets, optimizer and checkpoints must not know it.
     drop_unused_table(model)
+    if is_last:
+        defer_output(model)
     model.rotary_pos_emb = _rotary(config.model)
     if config.model.rope.local_base is not None:
         take_angles_by_layer(model)
@@ -213,7 +213,7 @@ def _in_precision(config: Config, translated: TransformerConfig, chunk: Language
 
 
 def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
-    """One stage on one microbatch, sliced for context parallelism; logits stay in the precision of the run.
+    """One stage on one microbatch, sliced for context parallelism; outputs stay in the precision of the run.
 
     Returns:
         As `LanguageModel.forward`.

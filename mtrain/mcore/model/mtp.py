@@ -11,7 +11,6 @@ Source: DeepSeek-V3 report (2024), section 2.2; megatron-core 0.16.1, transforme
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -29,15 +28,6 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.layer_parts import layer_spec
 from mtrain.mcore.model.norm import Norm
-
-
-class Logits(NamedTuple):
-    """What the last stage says of one microbatch; each [seq_local, batch, vocab_local]."""
-
-    main: Tensor
-    """Of the next token."""
-    mtp: tuple[Tensor, ...] = ()
-    """By depth, from 1, of the tokens behind it; empty where only the next one is predicted."""
 
 
 class MultiTokenLayer(MultiTokenPredictionLayer):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.directory import CheckpointEntry
@@ -21,12 +20,12 @@ from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_frozen_model, run_chunk
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import DeferredLogits, Logits
 from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.plan.layout import Layout
 
-LogitsOf = Callable[[Microbatch], Tensor]
-"""Sliced microbatch -> the teacher's logits [seq_local, batch, vocab_local], on the last stage; once a microbatch."""
+LogitsOf = Callable[[Microbatch], DeferredLogits]
+"""Sliced microbatch -> the teacher's logits, still to be computed, on the last stage; once a microbatch."""
 
 
 class Teacher:
@@ -67,28 +66,30 @@ class Teacher:
         """The teacher's logits of a step's microbatches. Collective over pipeline, tensor and context parallelism.
 
         Without a pipeline the teacher runs when a microbatch is asked for, and keeps nothing. With one it runs now, and
-        the last stage holds the logits of each microbatch until they are asked for.
+        the last stage holds the hidden states of each microbatch until they are asked for.
 
         Args:
             batches: All microbatches of the step, sliced for context parallelism.
         """
         if not self._runs_alone:
             return self._run_now  # nothing to exchange between stages: it runs inside the student's loss
-        held: dict[int, Tensor] = {}  # by object: the schedules hand on the very microbatches that they were given
+        held: dict[
+            int, DeferredLogits
+        ] = {}  # by object: the schedules hand on the very microbatches that they were given
 
         def hold(logits: Logits, batch: Microbatch) -> None:
-            # [seq_local, batch, vocab_local]: a step's worth of them is the cost of a pipeline.
+            # [seq_local, batch, hidden]: a step's worth of them is the cost of a pipeline.
             held[id(batch)] = logits.main
 
         run_forward(self._chunks, batches, hold, self._config)
         return lambda batch: held.pop(id(batch))  # popped, so that each is freed behind its microbatch
 
     @torch.no_grad()
-    def _run_now(self, batch: Microbatch) -> Tensor:
-        (chunk,) = self._chunks  # without a pipeline there is one
-        logits = run_chunk(chunk, batch)
-        assert isinstance(logits, Tensor), "a frozen model does not look ahead"
-        return logits
+    def _run_now(self, batch: Microbatch) -> DeferredLogits:
+        (chunk,) = self._chunks  # without a pipeline there is one, the last stage
+        output = run_chunk(chunk, batch)
+        assert isinstance(output, Logits), "the last stage gives logits"
+        return output.main
 
 
 def teacher_config(config: Config, checkpoint: Path) -> Config:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,11 +17,13 @@ from mtrain.config import Config
 from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.verify.core.samples import Places
 
 IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")
 """Modules of a layer in forward order; the layer itself follows."""
-_COLUMNS_OVER_TP = ("self_attention.core_attention", "output_layer")
+OUTPUT_LAYER = "output_layer"
+_COLUMNS_OVER_TP = ("self_attention.core_attention", OUTPUT_LAYER)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ class _ChunkHooks:
 
     def end(self, module: nn.Module, inputs: object, output: object) -> None:
         self._is_forward = False
+        if isinstance(output, Logits):  # whoever computes the loss takes them a few at a time
+            with torch.no_grad():
+                self._watch.add(OUTPUT_LAYER, self._microbatch, output.main.whole())
 
     def hook(self, name: str) -> Callable[[nn.Module, object, Any], None]:
         def note(module: nn.Module, inputs: object, output: Any) -> None:
@@ -109,7 +115,7 @@ class _ChunkHooks:
 
 
 def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The watched modules of a chunk, in forward order, under names of the whole model."""
+    """The watched modules of a chunk but the output layer, in forward order, under names of the whole model."""
     if model.pre_process:
         yield "embedding", model.embedding
     for layer in model.decoder.layers:
@@ -118,13 +124,12 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         yield f"layer {layer.layer_number - 1}", layer
     if model.post_process:
         yield "final_layernorm", model.decoder.final_layernorm
-        yield "output_layer", model.output_layer
 
 
 def module_order(num_layers: int) -> list[str]:
     """Every watched module of a model, in forward order."""
     layers = [f"layer {number}{name and ' '}{name}" for number in range(num_layers) for name in (*IN_LAYER, "")]
-    return ["embedding", *layers, "final_layernorm", "output_layer"]
+    return ["embedding", *layers, "final_layernorm", OUTPUT_LAYER]
 
 
 def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, NDArray[Any]]:
@@ -143,6 +148,6 @@ def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, 
         whole[piece.module][..., columns_held][piece.positions[held_here], piece.slots[held_here]] = piece.values[
             held_here
         ]
-    if "output_layer" in whole:
-        whole["output_layer"] = whole["output_layer"][..., : config.model.vocab_size]
+    if OUTPUT_LAYER in whole:
+        whole[OUTPUT_LAYER] = whole[OUTPUT_LAYER][..., : config.model.vocab_size]
     return whole

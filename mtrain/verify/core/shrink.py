@@ -19,8 +19,10 @@ from mtrain.config.rules import dropout_keys, layout_dependent_keys
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.plan import padded_vocab_size
 from mtrain.plan.features import FEATURES, SmallRun
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
+from mtrain.plan.logits import tokens_at_once
 from mtrain.verify.core.layouts import Trial, common_multiple
 
 VOCAB_SIZE = 97
@@ -29,6 +31,8 @@ FOLDED_VOCAB_SIZE = 997
 """Of the user's tokens where they are too many: larger tables would take minutes. Token ids are taken modulo this."""
 SEQ_LENGTH = 32
 BATCH_SIZE = 16
+CHUNK_TOKENS = 20
+"""Several chunks in the smallest microbatches, of unequal lengths."""
 _MAX_VOCAB = 16384
 """Up to here the user's vocabulary is kept where the user's data are read."""
 _MIN_HIDDEN = 32
@@ -86,6 +90,7 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
         ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
+    content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
     content["valid"], content["checkpoint"] = {}, {}
     for section, values in also.items():
         content[section] |= values
@@ -166,6 +171,15 @@ def _adapter(adapter: AdapterSection) -> dict[str, Any]:
     return adapter.model_dump() | {"rank": rank, "alpha": alpha}
 
 
+def _chunk_tokens(config: Config) -> str | int:
+    """Small chunks where the user's run cuts its logits, which so few tokens would be too few for."""
+    layout = config.layout
+    tokens = config.train.micro_batch_size * config.row_width // layout.cp
+    vocab_local = padded_vocab_size(config.model, layout.tp) // layout.tp
+    is_cut = tokens_at_once(config, tokens, vocab_local) < tokens
+    return CHUNK_TOKENS if is_cut else config.loss.chunk_tokens
+
+
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
     """What the features of the model change."""
     return {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
@@ -220,7 +234,7 @@ def _training_only(data: FilesSection) -> dict[str, Any]:
 
 def _changes(before: Config, after: Config) -> Iterator[str]:
     old, new = before.model_dump(), after.model_dump()
-    for section in ("model", "adapter", "train", "optimizer", "data"):
+    for section in ("model", "adapter", "train", "optimizer", "data", "loss"):
         for key, value in (old[section] or {}).items():
             if key in new[section] and new[section][key] != value:  # another kind of data lacks keys
                 folded = key == "vocab_size" and after.data.kind != "mock"

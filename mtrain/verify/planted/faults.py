@@ -24,7 +24,7 @@ from mtrain.mcore.engine.schedule import run_schedule
 from mtrain.mcore.model import norm, transformer_config
 from mtrain.mcore.model.attention import context_parallel, full_width_norm
 from mtrain.mcore.model.moe import balance
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.training import step
 from mtrain.verify.planted.adapter_faults import ADAPTER_PLANTS
 from mtrain.verify.planted.planting import Plant, replaced

@@ -26,6 +26,7 @@ from mtrain.data.samples.mtp import mtp_sample
 from mtrain.data.samples.sample import Sample
 from mtrain.loss import aggregation
 from mtrain.loss import router as losses
+from mtrain.loss.vocab_parallel import chunks
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.engine import numerator_factors, optimizer
 from mtrain.mcore.model import build, norm
@@ -173,6 +174,18 @@ def _smoothed_over_padding() -> contextlib.AbstractContextManager[None]:
     return replaced(VocabParallelLogits, "_token_losses", faulty)
 
 
+def _chunk_gradient_dropped() -> contextlib.AbstractContextManager[None]:
+    original, number = chunks._WeightGradient.add, 0
+
+    def faulty(self: chunks._WeightGradient, gradient: Tensor, hidden: Tensor) -> None:
+        nonlocal number
+        number += 1
+        if number % 2:
+            original(self, gradient, hidden)
+
+    return replaced(chunks._WeightGradient, "add", faulty)
+
+
 def _window() -> contextlib.AbstractContextManager[None]:
     original = context_parallel._window_mask
 
@@ -302,6 +315,7 @@ SHARED_PLANTS: dict[str, Plant] = {
     "empty-sequences-confused": _empty_sequences_confused,
     "side-terms-divided-by-main": _side_terms_by_main,
     "smoothing-with-padding": _smoothed_over_padding,
+    "chunk-gradient-dropped": _chunk_gradient_dropped,
     "window-off-by-one": _window,
     "rope-base-off": _rope_base,
     "softmax-scale-off": _softmax_scale,

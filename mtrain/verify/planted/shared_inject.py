@@ -58,6 +58,10 @@ def _smooths(config: Config) -> bool:
     return bool(config.loss.options.get("label_smoothing"))
 
 
+def _cuts_logits(config: Config) -> bool:
+    return isinstance(config.loss.chunk_tokens, int)
+
+
 _SEQUENCE_MEANS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 SHARED_FAULTS = (
@@ -150,6 +154,13 @@ SHARED_FAULTS = (
         None,
         _smooths,
         "loss.options.label_smoothing > 0",
+    ),
+    Fault(
+        "chunk-gradient-dropped",
+        "leaves every second chunk of tokens out of the output table's gradient",
+        None,
+        _cuts_logits,
+        "a number as loss.chunk_tokens",
     ),
     Fault(
         "window-off-by-one",

@@ -17,7 +17,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.mtp import Logits
+from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.base import base_of, settle_base
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.mcore.state.load import load_checkpoint, load_weights, save_checkpoint
@@ -89,7 +89,7 @@ def _logits(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) ->
     found: list[Tensor] = []
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        found.append(logits.main.clone())
+        found.append(logits.main.whole())
 
     run_forward(chunks, [batch], take, config)
     return found[0]

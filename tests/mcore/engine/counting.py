@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,8 @@ from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import run_chunk
-from mtrain.mcore.model.mtp import Logits
-from mtrain.training.term_inputs import term_inputs
+from mtrain.mcore.model.output_layer import Logits
+from mtrain.training.output.term_inputs import term_inputs
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches
 
@@ -105,6 +106,12 @@ def count_steps(groups: Groups, config: Config, batch: GlobalBatch) -> Steps:
     )
 
 
+def count_our_steps(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Counts]:
+    """Our step under each configuration, on a model of its own."""
+    steps = [functools.partial(_our_step, build(groups, config), groups, config, batch) for config in configs]
+    return [_second(step) for step in steps]
+
+
 def _second(step: Callable[[], None]) -> Counts:
     step()
     with Counting() as counting:
@@ -131,8 +138,8 @@ def _plain_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch
     def forward_step(iterator: Iterator[Microbatch], chunk: Any) -> Any:
         microbatch = next(iterator)
 
-        def loss_of_output(logits: Tensor) -> Any:
-            inputs = term_inputs(Logits(logits), microbatch, config, groups)[MAIN_TERM]
+        def loss_of_output(logits: Logits) -> Any:
+            inputs = term_inputs(logits, microbatch, config, groups)[MAIN_TERM]
             loss = (inputs.logits.cross_entropy(inputs.labels) * inputs.weights).sum()
             num_tokens = inputs.weights.sum()
             return loss, num_tokens.to(torch.int32), {"loss": torch.stack([loss.detach(), num_tokens])}

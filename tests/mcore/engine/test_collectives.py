@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.mcore.engine.counting import Steps, count_steps
+from tests.mcore.engine.counting import Steps, count_our_steps, count_steps
 from tests.parity.batches import three_steps
 from tests.parity.cases import SINGLE, Case, case
 from tests.pool import Pool
@@ -34,7 +34,8 @@ def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
     """One report a rank; what was counted once is kept."""
     key = f"{case} {changes}"
     if key not in _counted:
-        config = case.config(**changes)
+        # whole logits, so that every sum has the size that it has in megatron-core's own step
+        config = case.config(**{"loss__chunk_tokens": "off"} | changes)
         _counted[key] = pool.run(count_steps, case.resolved(config), config, three_steps()[0])
     return _counted[key]
 
@@ -154,3 +155,31 @@ def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
     for steps in steps_of_all_ranks(pool, case, train__precision="bf16"):
         assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=7)
         assert steps.ours.reads - steps.megatrons.reads == OUR_READ
+
+
+@pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, tp=2)], ids=str)
+def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case: Case) -> None:
+    """A selection makes the same calls on fewer tokens; under sequence parallelism one all-gather a microbatch less."""
+    configs = [case.config(loss__chunk_tokens=each) for each in ("off", "auto", 40)]
+    batch = three_steps()[0]
+    for whole, selected, chunked in pool.run(count_our_steps, case.resolved(configs[0]), configs, batch):
+        assert whole.reads == selected.reads == chunked.reads
+        calls = [_calls(counts.collectives) for counts in (whole, selected, chunked)]
+        num_microbatches = len(batch) // case.micro_batch_size
+        spared = Counter({"_allgather_base_": num_microbatches if "sp" in case.layout else 0})
+        assert calls[0] - calls[1] == +spared
+        assert not calls[1] - calls[0]
+        counted = [row.mask.astype(bool).sum() for row in batch if row is not None]
+        size = case.micro_batch_size
+        tokens = [sum(counted[first : first + size]) for first in range(0, len(counted), size)]
+        further = sum(math.ceil(each / 40) - 1 for each in tokens)
+        assert calls[2] - calls[1] == Counter({"allreduce_": 2 * further})
+        assert further > 0
+
+
+def _calls(collectives: Counter[tuple[str, int]]) -> Counter[str]:
+    """By name, whatever the size."""
+    found: Counter[str] = Counter()
+    for (name, _), count in collectives.items():
+        found[name] += count
+    return found

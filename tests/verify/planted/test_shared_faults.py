@@ -13,7 +13,7 @@ from mtrain.config import Config
 from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS
-from mtrain.verify.core.weights import EMBEDDING
+from mtrain.verify.core.weights import EMBEDDING, OUTPUT
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
@@ -63,6 +63,9 @@ CASES = {
     "empty-sequences-confused": Case("denominator", "z"),
     "side-terms-divided-by-main": Case("gradient", FINAL_NORM),
     "smoothing-with-padding": Case("loss", "main", changes={"loss__options": {"label_smoothing": 0.1}}),
+    "chunk-gradient-dropped": Case(
+        "gradient", OUTPUT, changes={"loss__chunk_tokens": 40, "model__tied_embeddings": False}
+    ),
     "window-off-by-one": Case("loss", "main", ATTENTION, {"model__sliding_window": 16}),
     "rope-base-off": Case("loss", "main", ATTENTION),
     "softmax-scale-off": Case("loss", "main", ATTENTION),

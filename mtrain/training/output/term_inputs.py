@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,35 +14,32 @@ from mtrain.loss.pair import TermInputs
 from mtrain.loss.sequences import PackedSequences
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.mtp import Logits
-from mtrain.mcore.state.teacher import Teacher
-
-InputsOf = Callable[[Logits, Microbatch], dict[str, TermInputs]]
-"""(logits, sliced microbatch) -> what each term's loss function sees."""
+from mtrain.mcore.model.output_layer import DeferredLogits, Logits
 
 
-def term_inputs_of(
-    batches: Sequence[Microbatch], config: Config, groups: Groups, teacher: Teacher | None = None
-) -> InputsOf:
-    """`term_inputs` for every microbatch of one pass, with the teacher's logits where there is a teacher.
+def vocab_parallel(local: Tensor, config: Config, groups: Groups) -> VocabParallelLogits:
+    """The distributions that a rank's columns of the logits belong to.
 
     Args:
-        batches: All microbatches of the pass, sliced for context parallelism; a teacher behind a pipeline runs now.
-        config: The configuration.
-        groups: The process groups.
-        teacher: Where a term needs one.
+        local: [seq, batch, vocab_local].
+        config: The vocabulary's real size.
+        groups: Of the vocabulary's other parts.
     """
-    if teacher is None:
-        return lambda logits, batch: term_inputs(logits, batch, config, groups)
-    teacher_logits = teacher.logits_of(batches)
-    return lambda logits, batch: term_inputs(logits, batch, config, groups, teacher_logits(batch))
+    # the padded vocabulary is cut evenly, so every rank has as many columns
+    first_index = groups.tp_rank * local.shape[-1]
+    group = groups.tp if groups.layout.tp > 1 else None
+    return VocabParallelLogits(local, group, first_index, config.model.vocab_size)
 
 
 def term_inputs(
-    logits: Logits, batch: Microbatch, config: Config, groups: Groups, teacher_logits: Tensor | None = None
+    logits: Logits,
+    batch: Microbatch,
+    config: Config,
+    groups: Groups,
+    teacher_logits: DeferredLogits | None = None,
 ) -> dict[str, TermInputs]:
-    """What each term's loss function sees of a sliced microbatch; the softmax is computed once for all, and once more
-    for each depth of multi-token prediction.
+    """What each term's loss function sees of a sliced microbatch, on whole logits; the softmax is computed once for
+    all, and once more for each depth of multi-token prediction.
 
     Args:
         logits: Of the last stage.
@@ -52,12 +48,9 @@ def term_inputs(
         groups: Of the vocabulary's other parts and of the sequences' other tokens.
         teacher_logits: Shaped as `logits.main`, where a term needs them.
     """
-    group = groups.tp if groups.layout.tp > 1 else None
-    # the padded vocabulary is cut evenly, so every rank has as many columns
-    first_index = groups.tp_rank * logits.main.shape[-1]
 
-    def distribution(local: Tensor) -> VocabParallelLogits:
-        return VocabParallelLogits(local, group, first_index, config.model.vocab_size)
+    def distribution(deferred: DeferredLogits) -> VocabParallelLogits:
+        return vocab_parallel(deferred.whole(), config, groups)
 
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
     context = groups.cp if groups.layout.cp > 1 else None
@@ -77,10 +70,10 @@ def term_inputs(
         )
         for term in batch.weights
     }
-    for depth, (local, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
+    for depth, (deferred, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
         term = depth_term(depth)
         # a distribution of its own: nothing found for the main logits may be used again here
         inputs[term] = replace(
-            inputs[term], logits=distribution(local), labels=ahead.labels, tokens=ahead.tokens, teacher=None
+            inputs[term], logits=distribution(deferred), labels=ahead.labels, tokens=ahead.tokens, teacher=None
         )
     return inputs

@@ -1,0 +1,238 @@
+"""The objective from what the last stage returns: on whole logits, or on a few tokens at a time.
+
+Loss functions that look at one token at a time (`mtrain.loss.pair.per_token`) give sums over tokens, which are added up
+over chunks of them, so logits exist for one chunk alone and for no token that no term counts. A chunk's gradient is
+formed in the forward pass (`mtrain.loss.vocab_parallel.chunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.collate import loss_terms
+from mtrain.loss.objective import Objective
+from mtrain.loss.pair import LossPair, TokenInputs
+from mtrain.loss.vocab_parallel.chunks import chunks, logits_of_rows, sum_over_chunks
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
+from mtrain.mcore.state.teacher import Teacher
+from mtrain.plan.logits import chunk_tokens
+from mtrain.training.output.term_inputs import term_inputs, vocab_parallel
+from mtrain.training.output.weighed_tokens import WeighedTokens, places, terms_by_distribution, weighed
+
+ScalarOf = Callable[[Mapping[str, LossPair]], Tensor]
+"""Pairs -> what is differentiated; linear in the numerators."""
+
+
+class OutputLoss:
+    """Of the microbatches of one pass."""
+
+    def __init__(
+        self,
+        whole: Sequence[Microbatch] | None,
+        rows: Sequence[Microbatch],
+        config: Config,
+        groups: Groups,
+        objective: Objective,
+        teacher: Teacher | None = None,
+    ) -> None:
+        """Args:
+        whole: The microbatches as the loader gives them; None on ranks that receive theirs.
+        rows: The same on the device, sliced for context parallelism; a teacher behind a pipeline runs now.
+        config: The configuration.
+        groups: The process groups.
+        objective: The terms.
+        teacher: Where a term needs one.
+        """
+        self._config, self._groups, self._objective = config, groups, objective
+        self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
+        is_whole = config.loss.chunk_tokens == "off" or bool(objective.whole_microbatch_terms)
+        self._weighed = None if is_whole else WeighedTokens(whole, rows, groups)
+
+    def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:
+        """Every term's sums, without a graph."""
+        return self.scalar(logits, batch, _nothing, torch.ones((), device=batch.labels.device))[1]
+
+    def scalar(
+        self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
+    ) -> tuple[Tensor, dict[str, LossPair]]:
+        """What a microbatch back-propagates, and its sums.
+
+        Collectives: those of the loss functions for each chunk, and those of the output layer.
+
+        Args:
+            logits: Of the last stage.
+            batch: The microbatch, one of `rows`.
+            scalar_of: Weighs the terms.
+            expected_gradient: float32 scalar that the result's gradient is going to be; see `sum_over_chunks`.
+        """
+        teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
+        counts = None if self._weighed is None else self._weighed.of(batch)
+        chunk = chunk_tokens(self._config.loss, _vocab_local(logits.main))
+        if counts is None or chunk is None or _is_whole_as_good(counts, batch.labels.numel(), chunk):
+            pairs = self._objective.pairs(term_inputs(logits, batch, self._config, self._groups, teacher))
+            return scalar_of(pairs), pairs
+        distributions = self._distributions(logits, batch, teacher, counts)
+        sums = _Sums([term for each in distributions for term in each.weights], batch.labels.device)
+
+        def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
+            pairs = self._objective.pairs(self._term_inputs(distributions[number], rows, local))
+            sums.add(pairs)
+            return scalar_of(pairs)
+
+        if not sum(counts):
+            # no chunk will ask for the factors of terms, but other ranks wait for this one's part of their collective
+            scalar_of(sums.pairs())
+        hidden, weight = [each.hidden for each in distributions], distributions[0].weight
+        return sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient), sums.pairs()
+
+    def _distributions(
+        self, logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]
+    ) -> list[_Distribution]:
+        terms = terms_by_distribution(batch)
+        inputs = [(logits.main, batch.labels, batch.tokens, teacher)]
+        inputs += [(each, ahead.labels, ahead.tokens, None) for each, ahead in zip(logits.mtp, batch.mtp, strict=True)]
+        return [
+            _Distribution.of(deferred, labels, tokens, frozen, batch, names, count)
+            for (deferred, labels, tokens, frozen), names, count in zip(inputs, terms, counts, strict=True)
+        ]
+
+    def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
+        """What each term's function sees of one chunk."""
+        student = vocab_parallel(local, self._config, self._groups)
+        teacher = None
+        if of.teacher is not None:
+            teacher_local = logits_of_rows(of.teacher.hidden[rows], of.teacher.weight)
+            teacher = vocab_parallel(teacher_local, self._config, self._groups)
+        context = self._groups.cp if self._groups.layout.cp > 1 else None
+        terms = loss_terms(self._config.loss)
+        return {
+            term: TokenInputs(
+                logits=student,
+                labels=of.labels[:, rows],
+                weights=of.weights[term][:, rows],
+                denominator_weights=of.denominator_weights[term][:, rows],
+                tokens=of.tokens[:, rows],
+                teacher=teacher,
+                context=context,
+                aggregation=terms.get(term, self._config.loss).aggregation,
+            )
+            for term in of.weights
+        }
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    """The tokens of one distribution that some term counts, as one row of n."""
+
+    hidden: Tensor
+    """[n, hidden]."""
+    weight: Tensor
+    """[vocab_local, hidden]."""
+    labels: Tensor
+    """[1, n], as all that follow."""
+    tokens: Tensor
+    weights: dict[str, Tensor]
+    denominator_weights: dict[str, Tensor]
+    teacher: Operands | None
+    """Hidden states of the same tokens, and the teacher's table."""
+
+    @classmethod
+    def of(
+        cls,
+        deferred: DeferredLogits,
+        labels: Tensor,
+        tokens: Tensor,
+        teacher: DeferredLogits | None,
+        batch: Microbatch,
+        terms: Sequence[str],
+        count: int,
+    ) -> _Distribution:
+        """Selects them, in [seq, batch] order."""
+        operands = deferred.operands()
+        # no index where every token counts, so nothing is copied
+        index = None if count == labels.numel() else places(weighed(batch, terms), count)
+
+        def one_row(rows: Tensor) -> Tensor:
+            flat = rows.t().reshape(-1)
+            return (flat if index is None else flat[index]).unsqueeze(0)
+
+        return cls(
+            hidden=_selected(operands.hidden, index),
+            weight=operands.weight,
+            labels=one_row(labels),
+            tokens=one_row(tokens),
+            weights={term: one_row(batch.weights[term]) for term in terms},
+            denominator_weights={term: one_row(batch.denominator_weights[term]) for term in terms},
+            teacher=None if teacher is None else _selected_operands(teacher, index),
+        )
+
+
+class _Sums:
+    """Pairs of all chunks, added up."""
+
+    def __init__(self, terms: Sequence[str], device: torch.device) -> None:
+        # float64, since how many float32 parts are added follows from the size of a chunk
+        self._sums = {term: torch.zeros(2, dtype=torch.float64, device=device) for term in terms}
+
+    def add(self, pairs: Mapping[str, LossPair]) -> None:
+        for term, (numerator, denominator) in pairs.items():
+            self._sums[term] += torch.stack([numerator.detach().double(), denominator])
+
+    def pairs(self) -> dict[str, LossPair]:
+        return {term: LossPair(each[0].float(), each[1]) for term, each in self._sums.items()}
+
+
+@torch.no_grad()
+def label_losses(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
+    """[batch, seq] float32: the cross entropy of the label of each token, whatever its weights, in nats.
+
+    Two all-reduces over TP for each chunk of tokens.
+    """
+    hidden, weight = logits.main.operands()
+    (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
+    flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight))
+    losses = [
+        vocab_parallel(logits_of_rows(flat[rows], weight), config, groups).cross_entropy(labels[:, rows])
+        for rows in chunks(len(flat), chunk or len(flat))
+    ]
+    return torch.cat(losses, dim=1).view(seq, num_rows).t().float()
+
+
+def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
+    """Few tokens, nearly all of which count: megatron-core's own linear layer is as good.
+
+    Args:
+        counts: Tokens that count, by distribution.
+        tokens: Of each distribution.
+        chunk: Most tokens of a chunk.
+    """
+    # from an eighth on, what is saved is more than the copies of a selection cost
+    return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
+
+
+def _vocab_local(logits: DeferredLogits) -> int:
+    width: int = logits.layer.output_size_per_partition
+    return width
+
+
+def _selected(hidden: Tensor, index: Tensor | None) -> Tensor:
+    """[n, hidden] of [seq, batch, hidden]."""
+    flat = hidden.flatten(0, 1)
+    return flat if index is None else flat.index_select(0, index)
+
+
+def _selected_operands(deferred: DeferredLogits, index: Tensor | None) -> Operands:
+    hidden, weight = deferred.operands()
+    return Operands(_selected(hidden, index), weight)
+
+
+def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
+    """No gradient is asked for."""
+    return torch.zeros((), device=next(iter(pairs.values())).numerator.device)
