@@ -59,6 +59,17 @@ def three_steps(seed: int = 7) -> list[GlobalBatch]:
     ]
 
 
+def two_steps(seed: int = 7) -> list[GlobalBatch]:
+    """All that is hard in `three_steps`; in the second step all other ranks have none of the few loss tokens."""
+    rng = np.random.default_rng(seed)
+    ones = [1.0] * BATCH
+    few = [min(count, size) for count, size in zip(FIRST_RANK, AT_THE_END, strict=True)]
+    return [
+        batch_of(rng, [random_places(rng, count) for count in RAGGED], ones),
+        batch_of(rng, [last_places(rng, count) for count in few], ones),
+    ]
+
+
 def weighted_steps(seed: int = 8) -> list[GlobalBatch]:
     """As `three_steps`, with fractional sample weights (one of them 0) and fractional token weights."""
     rng = np.random.default_rng(seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtrain.config import Config
@@ -58,6 +58,24 @@ class Case:
 def case(micro_batch_size: int = 1, num_layers: int = 4, **layout: Any) -> Case:
     """A case by keyword."""
     return Case(layout, micro_batch_size, num_layers)
+
+
+def lean(one: Case, num_layers: int = 2) -> Case:
+    """The same layout with no more layers and microbatches than it takes to go wrong.
+
+    Several microbatches, and as many as there are pipeline stages; an uneven division keeps its layers.
+
+    Args:
+        one: A case.
+        num_layers: At least so many, where the architecture is a pattern of layers.
+    """
+    degrees = {axis: one.layout.get(axis, 1) for axis in ("pp", "vpp", "dp")}
+    is_uneven = any(key.endswith("_layers") for key in one.layout)
+    return replace(
+        one,
+        num_layers=one.num_layers if is_uneven else max(num_layers, degrees["pp"] * degrees["vpp"]),
+        micro_batch_size=BATCH // (degrees["dp"] * max(2, degrees["pp"] if degrees["pp"] != 3 else 4)),
+    )
 
 
 SINGLE = case()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
 from mtrain.config import Config
+from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
-from tests.oracle.loss import Sequence, Teacher
+from tests.oracle import loss as oracle_loss
+from tests.oracle.loss import Teacher
 from tests.oracle.model import random_parameters
 from tests.oracle.run import StepResult, oracle_steps
 from tests.parity.batches import GlobalBatch
 from tests.parity.cases import Case
-from tests.parity.ranks import Arrays, Outcome, StepOutcome, train
+from tests.parity.ranks import Arrays, Outcome, Run, StepOutcome, train, train_each
 from tests.pool import Pool
 
 TOLERANCE = 1e-5
@@ -53,14 +57,61 @@ def initial_parameters(config: Config, seed: int = 3) -> Arrays:
     return {name: (0.5 * value if value.ndim > 1 else value).numpy() for name, value in drawn.items()}
 
 
+class Row(NamedTuple):
+    """A run under a layout, which has to be the oracle's."""
+
+    name: str
+    changes: dict[str, Any]
+    case: Case
+    batches: list[GlobalBatch]
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.case.resolved(self.config)}-mbs{self.case.micro_batch_size}"
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.case.config(**self.changes)
+
+
+def by_layout(rows: Iterable[Row]) -> list[Any]:
+    """Parameters of a test, the rows of each layout, which share one launch of ranks."""
+    found: dict[Layout, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.case.resolved(row.config), []).append(row)
+    return [pytest.param(of_layout, id=str(layout)) for layout, of_layout in found.items()]
+
+
+def assert_rows_exact(pool: Pool, rows: Sequence[Row]) -> list[list[StepResult]]:
+    """Every row of a layout is the oracle's, within TOLERANCE; what the oracle says of each.
+
+    Raises:
+        AssertionError: Some are not; names them.
+    """
+    (layout,) = {row.case.resolved(row.config) for row in rows}
+    runs = [Run(row.config, initial_parameters(row.config), row.batches) for row in rows]
+    by_rank = pool.run(train_each, layout, runs)
+    oracles = [run_oracle(row.config, row.batches) for row in rows]
+    wrong = {}
+    for row, oracle, everyone in zip(rows, oracles, zip(*by_rank, strict=True), strict=True):
+        found = deviation(_agreed(everyone), oracle, row.config)
+        if not max(found) <= TOLERANCE:
+            wrong[str(row)] = found
+    assert wrong == {}, f"not within {TOLERANCE}"
+    return oracles
+
+
 def run_case(pool: Pool, case: Case, batches: list[GlobalBatch], **changes: Any) -> Outcome:
     """Trains on the case's ranks, which must all report the same; rank 0's outcome."""
     config = case.config(**changes)
-    everyone = pool.run(train, case.resolved(config), config, initial_parameters(config), batches)
+    return _agreed(pool.run(train, case.resolved(config), config, initial_parameters(config), batches))
+
+
+def _agreed(everyone: Sequence[Outcome]) -> Outcome:
+    """Rank 0's outcome, of whose steps all ranks must report the same."""
     reports = [[step._replace(gradients=None) for step in outcome.steps] for outcome in everyone]
     assert all(report == reports[0] for report in reports)
-    outcome: Outcome = everyone[0]
-    return outcome
+    return everyone[0]
 
 
 def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | None = None) -> list[StepResult]:
@@ -80,7 +131,10 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
             config.loss,
             config.optimizer,
             [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
-            [[Sequence.of_sample(sample, config.model.experts is not None) for sample in batch] for batch in batches],
+            [
+                [oracle_loss.Sequence.of_sample(sample, config.model.experts is not None) for sample in batch]
+                for batch in batches
+            ],
             None if teacher is None else Teacher(_tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
         )
     return _oracles[key]

@@ -82,6 +82,20 @@ def train(
     return Outcome(steps, arrays(gather_whole(parameter_shards(built.chunks, groups))))
 
 
+class Run(NamedTuple):
+    """Of a model of its own."""
+
+    config: Config
+    parameters: Mapping[str, Any]
+    """Global tensors by name."""
+    batches: Sequence[GlobalBatch]
+
+
+def train_each(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
+    """Runs of one layout, one after another on the same ranks, which start once for all of them."""
+    return [train(groups, *run) for run in runs]
+
+
 def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
     """Gradients of a batch, gathered, and the update of step `number`."""
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
@@ -256,6 +270,22 @@ def logits_by_microbatch(
         config,
     )
     return seen
+
+
+class LogitsAndStep(NamedTuple):
+    """What a rank computed from given weights."""
+
+    logits: list[Any]
+    """As of `logits_by_microbatch`."""
+    outcome: Outcome
+
+
+def logits_and_a_step(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
+) -> LogitsAndStep:
+    """Logits of a batch, then an optimizer step on it, from the same weights."""
+    logits = logits_by_microbatch(groups, config, parameters, batch)
+    return LogitsAndStep(logits, train(groups, config, parameters, [batch]))
 
 
 def logits_with_and_without_depths(

@@ -1,7 +1,7 @@
 """The promise: the layout does not change the run.
 
-For every layout the denominator is exact, and loss, grad-norm, every gathered gradient of three steps and the weights
-after three AdamW steps are those of one process that sees the whole batch in float64, and those of the other layouts.
+For every layout the denominator is exact, and loss, grad-norm, every gathered gradient of two steps and the weights
+after two AdamW steps are those of one process that sees the whole batch in float64, and those of the other layouts.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index
-from tests.parity.batches import BATCH, SEQ, three_steps
+from tests.parity.batches import BATCH, SEQ, two_steps
 from tests.parity.cases import LAYOUTS, Case, case
 from tests.parity.compare import between, deviation, run_case, run_oracle
 from tests.parity.ranks import Outcome
@@ -22,12 +22,12 @@ from tests.pool import Pool
 @pytest.fixture(scope="module")
 def one_process(pool: Pool) -> Callable[[int], Outcome]:
     """The run of one float32 process, by the number of layers."""
-    return cache(lambda num_layers: run_case(pool, case(num_layers=num_layers), three_steps()))
+    return cache(lambda num_layers: run_case(pool, case(num_layers=num_layers), two_steps()))
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_the_layout_does_not_change_the_run(pool: Pool, case: Case, one_process: Callable[[int], Outcome]) -> None:
-    batches, config = three_steps(), case.config()
+    batches, config = two_steps(), case.config()
     outcome = run_case(pool, case, batches)
     deviation(outcome, run_oracle(config, batches), config).assert_below()
     between(outcome, one_process(case.num_layers), config).assert_below()
@@ -52,7 +52,7 @@ def test_every_kind_of_layout_is_there() -> None:
 
 
 def test_masks_range_from_nothing_to_everything() -> None:
-    shares = {1 - float(sample.mask.mean()) for sample in three_steps()[0]}
+    shares = {1 - float(sample.mask.mean()) for sample in two_steps()[0]}
     assert min(shares) == 0
     assert max(shares) == 1
     assert 0.96 < max(shares - {1.0}) < 0.97
@@ -64,13 +64,13 @@ def test_a_data_parallel_rank_has_no_loss_tokens(case: Case) -> None:
     count = BATCH // (dp * size)
     tokens = [
         [sum(batch[slot].mask.sum() for m in range(count) for slot in slots(m, rank, dp, size)) for rank in range(dp)]
-        for batch in three_steps()
+        for batch in two_steps()
     ]
     assert any(min(step) == 0 < max(step) for step in tokens)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_context_parallel_rank_has_no_loss_tokens(cp: int) -> None:
-    masks = [np.stack([sample.mask for sample in batch]) for batch in three_steps()]
+    masks = [np.stack([sample.mask for sample in batch]) for batch in two_steps()]
     tokens = [[mask[:, zigzag_index(SEQ, cp, rank).numpy()].sum() for rank in range(cp)] for mask in masks]
     assert any(min(step) == 0 < max(step) for step in tokens)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity.batches import documents_steps, three_steps
-from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.batches import documents_steps, two_steps
+from tests.parity.cases import Case, case, lean
+from tests.parity.compare import Row, assert_rows_exact, by_layout
 from tests.pool import Pool
 
 OVERLAP = {"train__overlap_grad_reduce": True}
@@ -83,25 +83,23 @@ DOCUMENTS = [
 ]
 
 
-def named(value: object) -> str | None:
-    """Test ids: names and layouts."""
-    return None if isinstance(value, dict) else str(value).replace(" ", "_")
+ROWS = [Row(name, changes, lean(each), two_steps()) for name, changes, each in (*ENGINE, *ARCHITECTURE)]
+RECOMPUTED = ISOLATED | WINDOW | {"train__recompute": "full"}
 
 
-@pytest.mark.parametrize(("name", "changes", "case"), [*ENGINE, *ARCHITECTURE], ids=named)
-def test_options_do_not_break_the_promise(pool: Pool, name: str, changes: dict[str, Any], case: Case) -> None:
-    batches, config = three_steps(), case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+@pytest.mark.parametrize("rows", by_layout(ROWS))
+def test_options_do_not_break_the_promise(pool: Pool, rows: list[Row]) -> None:
+    assert_rows_exact(pool, rows)
 
 
-@pytest.mark.parametrize("case", DOCUMENTS, ids=str)
-def test_documents_that_cross_every_border_of_chunks(pool: Pool, case: Case) -> None:
-    batches, config = documents_steps(), case.config(**ISOLATED)
-    deviation(run_case(pool, case, batches, **ISOLATED), run_oracle(config, batches), config).assert_below()
-
-
-@pytest.mark.parametrize("case", DOCUMENTS[:5], ids=str)
-def test_documents_under_a_window_and_recompute(pool: Pool, case: Case) -> None:
-    changes = ISOLATED | WINDOW | {"train__recompute": "full"}
-    batches, config = documents_steps(), case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+@pytest.mark.parametrize(
+    "rows",
+    by_layout(
+        [
+            *(Row("documents", ISOLATED, lean(each), documents_steps()) for each in DOCUMENTS),
+            *(Row("window and recompute", RECOMPUTED, lean(each), documents_steps()) for each in DOCUMENTS[:5]),
+        ]
+    ),
+)
+def test_documents_that_cross_every_border_of_chunks(pool: Pool, rows: list[Row]) -> None:
+    assert_rows_exact(pool, rows)

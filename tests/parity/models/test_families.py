@@ -10,8 +10,8 @@ from tests.oracle.loss import Sequence
 from tests.oracle.run import oracle_steps
 from tests.parity import ranks
 from tests.parity.batches import GlobalBatch, documents_steps, three_steps
-from tests.parity.cases import Case, case
-from tests.parity.compare import TOLERANCE, deviation, initial_parameters, run_case, run_oracle, worst
+from tests.parity.cases import Case, case, lean
+from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, initial_parameters, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
 from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, OLMO2, OLMO3
 from tests.pool import Pool
@@ -64,16 +64,12 @@ def steps_of(changes: dict[str, Any]) -> list[GlobalBatch]:
     return documents_steps() if changes.keys() & ISOLATED.keys() else three_steps()[:2]
 
 
-def named(changes: dict[str, Any], case: Case) -> Any:
-    return pytest.param(changes, case, id=f"{family(changes)}-{case.resolved(case.config(**changes))}")
+ROWS = [Row(family(changes), changes, lean(each, 4), steps_of(changes)) for changes, each in CASES]
 
 
-@pytest.mark.parametrize(("changes", "case"), [named(*each) for each in CASES])
-def test_families_keep_the_promise(pool: Pool, changes: dict[str, Any], case: Case) -> None:
-    batches, config = steps_of(changes), case.config(**changes)
-    found = deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config)
-    print(case.layout, found)
-    found.assert_below()
+@pytest.mark.parametrize("rows", by_layout(ROWS))
+def test_families_keep_the_promise(pool: Pool, rows: list[Row]) -> None:
+    assert_rows_exact(pool, rows)
 
 
 def test_gates_beyond_their_bounds_are_clamped(pool: Pool) -> None:

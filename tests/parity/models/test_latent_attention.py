@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.parity.batches import documents_steps, three_steps
-from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.batches import documents_steps, two_steps
+from tests.parity.cases import Case, case, lean
+from tests.parity.compare import Row, assert_rows_exact, by_layout
 from tests.parity.families import DEEPSEEK_ATTENTION
 from tests.parity.models import test_against_transformers as plain
 from tests.pool import Pool
@@ -48,21 +48,16 @@ DOCUMENTS: list[tuple[str, dict[str, Any], Case]] = [
 ]
 
 
-def named(value: object) -> str | None:
-    """Test ids: names and layouts."""
-    return None if isinstance(value, dict) else str(value).replace(" ", "_")
+LEAN = [
+    *(Row(name, changes, lean(each), two_steps()) for name, changes, each in ROWS),
+    *(Row(f"{name}, documents", changes, lean(each), documents_steps()) for name, changes, each in DOCUMENTS),
+]
 
 
-@pytest.mark.parametrize(("name", "changes", "case"), ROWS, ids=named)
-def test_rows_under_every_kind_of_layout(pool: Pool, name: str, changes: dict[str, Any], case: Case) -> None:
-    batches, config = three_steps(), case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
-
-
-@pytest.mark.parametrize(("name", "changes", "case"), DOCUMENTS, ids=named)
-def test_documents_restart_positions(pool: Pool, name: str, changes: dict[str, Any], case: Case) -> None:
-    batches, config = documents_steps(), case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+@pytest.mark.parametrize("rows", by_layout(LEAN))
+def test_rows_under_every_kind_of_layout(pool: Pool, rows: list[Row]) -> None:
+    """Rows of one document, and rows whose documents restart positions."""
+    assert_rows_exact(pool, rows)
 
 
 def deepseek(knobs: dict[str, Any], is_interleaved: bool) -> tuple[dict[str, Any], Any]:
@@ -104,7 +99,6 @@ def reference(request: pytest.FixtureRequest) -> plain.Reference:
     return plain.computed(request.param)
 
 
-@pytest.mark.parametrize("case", [case(4), case(4, tp=2, sp=True, pp=2, cp=2, cp_comm="ulysses")], ids=str)
+@pytest.mark.parametrize("case", [case(8), case(8, tp=2, sp=True, pp=2, cp=2, cp_comm="ulysses")], ids=str)
 def test_latents_are_those_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
-    plain.assert_loss_and_gradients(pool, reference, case)
-    plain.assert_logits(pool, reference, case)
+    plain.assert_like_the_reference(pool, reference, case)

@@ -1,14 +1,15 @@
 """Every field that `model.megatron` lets through, on two layouts at least, against the oracle."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from mtrain.config import megatron_fields
-from tests.parity.batches import three_steps
-from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, run_case, run_oracle
+from tests.parity.batches import two_steps
+from tests.parity.cases import Case, case, lean
+from tests.parity.compare import Row, assert_rows_exact, by_layout
 from tests.parity.expert_models import MIXTRAL, steps_of
 from tests.pool import Pool
 
@@ -41,22 +42,18 @@ RUNS: list[tuple[dict[str, Any], Case, dict[str, Any]]] = [
 ]
 
 
-def named(value: object) -> str:
-    """Test ids."""
-    if isinstance(value, dict):
-        return ",".join(f"{name.removeprefix('model__')}={given}" for name, given in value.items())[:60] or "plain"
-    assert isinstance(value, Case)
-    return named({**value.layout, "mbs": value.micro_batch_size})
+def rows() -> Iterator[Row]:
+    """What schedules microbatches among stages keeps their number; a pattern of layers has four of them."""
+    for fields, each, changes in RUNS:
+        batches = steps_of(changes)[:2] if "model__experts" in changes else two_steps()
+        yield Row(
+            str(fields), changes | {"model__megatron": fields}, each if "pp" in each.layout else lean(each, 4), batches
+        )
 
 
-@pytest.mark.parametrize(("fields", "case", "changes"), RUNS, ids=named)
-def test_a_field_that_passes_keeps_the_promise(
-    pool: Pool, fields: dict[str, Any], case: Case, changes: dict[str, Any]
-) -> None:
-    changes = {**changes, "model__megatron": fields}
-    batches = steps_of(changes) if "model__experts" in changes else three_steps()
-    config = case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+@pytest.mark.parametrize("rows", by_layout(rows()))
+def test_fields_that_pass_keep_the_promise(pool: Pool, rows: list[Row]) -> None:
+    assert_rows_exact(pool, rows)
 
 
 def test_every_field_that_passes_runs_on_two_layouts() -> None:

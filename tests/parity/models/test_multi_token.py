@@ -13,15 +13,24 @@ from tests.parity import ranks, teacher_ranks
 from tests.parity.batches import (
     BATCH,
     SEQ,
-    GlobalBatch,
     batch_of,
     documents_steps,
     padded_steps,
     three_steps,
+    two_steps,
     weighted_steps,
 )
-from tests.parity.cases import Case, case
-from tests.parity.compare import TEACHER_SEED, deviation, initial_parameters, run_case, run_oracle
+from tests.parity.cases import Case, case, lean
+from tests.parity.compare import (
+    TEACHER_SEED,
+    Row,
+    assert_rows_exact,
+    by_layout,
+    deviation,
+    initial_parameters,
+    run_case,
+    run_oracle,
+)
 from tests.parity.models.test_balance import SIGMOID, SOFTMAX
 from tests.parity.models.test_latent_attention import LATENT
 from tests.pool import Pool
@@ -33,7 +42,7 @@ FULL = {"train__recompute": "full"}
 OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
 GPT2 = {"model__norm": "layernorm", "model__activation": "gelu", "model__linear_bias": True}
 EVERY_OTHER = {"model__sliding_window": 7, "model__global_attention_every": 2}
-"""Layer 4 sees everything and layer 5 would not: depths are of the kind of the last layer."""
+"""The last layer sees everything and one more would not: depths are of the kind of the last layer."""
 
 ROWS: list[tuple[str, dict[str, Any], Case]] = [
     ("two", TWO, case(4)),
@@ -63,52 +72,37 @@ AGGREGATIONS: list[tuple[str, dict[str, Any], Case]] = [
 ]
 
 
-def named(value: object) -> str | None:
-    """Test ids: names and layouts."""
-    return None if isinstance(value, dict) else str(value).replace(" ", "_")
+Z_LOSS = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.05}}}
+DOCUMENTS = [case(), case(cp=4), case(cp=2, cp_comm="ulysses", dp=2), case(tp=2, sp=True, pp=2, cp=2)]
+LEAN = [
+    *(Row(name, changes, lean(each), two_steps()) for name, changes, each in ROWS),
+    *(Row("documents", TWO | {"data__isolate_documents": True}, lean(each), documents_steps()) for each in DOCUMENTS),
+    *(
+        Row(name, TWO | Z_LOSS | {"loss__aggregation": name} | changes, lean(each), weighted_steps()[:2])
+        for name, changes, each in AGGREGATIONS
+    ),
+]
 
 
-def assert_exact(pool: Pool, case: Case, batches: list[GlobalBatch], changes: dict[str, Any]) -> None:
-    config = case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+@pytest.mark.parametrize("rows", by_layout(LEAN))
+def test_depths_do_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> None:
+    """They stop at the edges of documents, and are aggregated as the main term is."""
+    assert_rows_exact(pool, rows)
 
 
-@pytest.mark.parametrize(("name", "changes", "case"), ROWS, ids=named)
-def test_depths_do_not_change_with_the_layout(pool: Pool, name: str, changes: dict[str, Any], case: Case) -> None:
-    assert_exact(pool, case, three_steps(), changes)
+ROUTERS = [
+    Row("softmax", TWO | SOFTMAX, case(8), padded_steps()),
+    Row("sigmoid", TWO | SIGMOID, case(4, tp=2, sp=True, dp=2, ep=2), padded_steps()),
+    Row("recomputed", ONE | SIGMOID | FULL, case(8, tp=2, sp=True, pp=2), padded_steps()),
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case(4), case(2, cp=4), case(2, cp=2, cp_comm="ulysses", dp=2), case(2, tp=2, sp=True, pp=2, cp=2)],
-    ids=str,
-)
-def test_depths_stop_at_the_edges_of_documents(pool: Pool, case: Case) -> None:
-    assert_exact(pool, case, documents_steps(), TWO | {"data__isolate_documents": True})
+@pytest.mark.parametrize("row", ROUTERS, ids=str)
+def test_routers_of_depths_count_their_own_tokens(pool: Pool, row: Row) -> None:
+    assert_rows_exact(pool, [row])
 
 
-@pytest.mark.parametrize(("aggregation", "changes", "case"), AGGREGATIONS, ids=named)
-def test_depths_are_aggregated_as_the_main_term(
-    pool: Pool, aggregation: str, changes: dict[str, Any], case: Case
-) -> None:
-    side = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.05}}}
-    assert_exact(pool, case, weighted_steps()[:2], TWO | side | {"loss__aggregation": aggregation} | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "case"),
-    [
-        (TWO | SOFTMAX, case(4)),
-        (TWO | SIGMOID, case(2, tp=2, sp=True, dp=2, ep=2)),
-        (ONE | SIGMOID | FULL, case(2, tp=2, sp=True, pp=2)),
-    ],
-    ids=["softmax", "sigmoid", "recomputed"],
-)
-def test_routers_of_depths_count_their_own_tokens(pool: Pool, changes: dict[str, Any], case: Case) -> None:
-    assert_exact(pool, case, padded_steps(), changes)
-
-
-@pytest.mark.parametrize("case", [case(), case(2, pp=2, vpp=2), case(2, tp=2, sp=True, cp=2)], ids=str)
+@pytest.mark.parametrize("case", [*map(lean, [case(), case(pp=2, vpp=2), case(tp=2, sp=True, cp=2)])], ids=str)
 def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
     """One loss token at the beginning or behind it: depths have denominators of 0, or one microbatch has all of it."""
     rng = np.random.default_rng(5)
@@ -124,14 +118,14 @@ def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
     assert found == [[BATCH, 0, 0], [BATCH, 1, 0]]
 
 
-@pytest.mark.parametrize("case", [case(4, tp=2), case(2, pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("case", [lean(case(tp=2)), lean(case(pp=2, dp=2))], ids=str)
 @pytest.mark.parametrize("teachers", [{}, TWO], ids=["of one token", "of more"])
 def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str, Any], case: Case) -> None:
     changes: dict[str, Any] = ONE | {
         "loss__teacher": {"checkpoint": "not read here"},
         "loss__side_terms": {"kl": {"function": "distillation", "coefficient": 0.5}},
     }
-    batches, config = three_steps()[:2], case.config(**changes)
+    batches, config = two_steps(), case.config(**changes)
     teacher = case.config(**teachers)
     given = (config, initial_parameters(config), teacher, initial_parameters(teacher, TEACHER_SEED), batches)
     reports = pool.run(teacher_ranks.train_with_teacher, case.resolved(config), *given)

@@ -6,18 +6,12 @@ from typing import Any, get_args
 import pytest
 
 from mtrain.config.schema.loss import NORM_AGGREGATIONS, Aggregation
-from tests.parity.batches import three_steps, weighted_steps
-from tests.parity.cases import Case, case
-from tests.parity.compare import TOLERANCE, deviation, relative, run_case, run_oracle, worst
+from tests.parity.batches import three_steps, two_steps, weighted_steps
+from tests.parity.cases import case, lean
+from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, relative, run_case, run_oracle, worst
 from tests.pool import Pool
 
-CASES = [
-    case(4),
-    case(4, dp=2),
-    case(4, cp=2),
-    case(2, cp=2, cp_comm="ulysses", dp=2),
-    case(4, tp=2, sp=True, pp=2),
-]
+CASES = [*map(lean, [case(), case(dp=2), case(cp=2), case(cp=2, cp_comm="ulysses", dp=2), case(tp=2, sp=True, pp=2)])]
 
 
 def knobs(aggregation: str) -> dict[str, Any]:
@@ -27,24 +21,30 @@ def knobs(aggregation: str) -> dict[str, Any]:
     return {"loss__aggregation": aggregation, **length, **power}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("aggregation", get_args(Aggregation))
-def test_aggregations_with_fractional_weights(pool: Pool, aggregation: str, case: Case) -> None:
-    batches, config = weighted_steps()[:2], case.config(**knobs(aggregation))
-    outcome = run_case(pool, case, batches, **knobs(aggregation))
-    deviation(outcome, run_oracle(config, batches), config).assert_below()
+def counting_empty_ones(aggregation: str) -> dict[str, Any]:
+    """Sequences without a loss token are in the denominator."""
+    return knobs(aggregation) | {"loss__empty_sequences": "include"}
 
 
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_empty_sequences_count_where_the_configuration_says_so(pool: Pool, aggregation: str, case: Case) -> None:
-    changes = knobs(aggregation) | {"loss__empty_sequences": "include"}
-    batches, config = three_steps(), case.config(**changes)
-    oracle = run_oracle(config, batches)
-    assert [step.denominators["main"] for step in oracle] == [16.0, 16.0, 16.0]
-    excluded = run_oracle(case.config(**knobs(aggregation)), batches)
-    assert [step.denominators["main"] for step in excluded] == [13.0, 13.0, 2.0]
-    deviation(run_case(pool, case, batches, **changes), oracle, config).assert_below()
+SEQUENCE_MEANS = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+ROWS = [
+    *(Row(name, knobs(name), each, weighted_steps()[:2]) for name in get_args(Aggregation) for each in CASES),
+    *(Row(name, counting_empty_ones(name), each, two_steps()) for name in SEQUENCE_MEANS for each in CASES[1:]),
+]
+
+
+@pytest.mark.parametrize("rows", by_layout(ROWS))
+def test_aggregations_with_fractional_weights_and_empty_sequences(pool: Pool, rows: list[Row]) -> None:
+    assert_rows_exact(pool, rows)
+
+
+@pytest.mark.parametrize("aggregation", SEQUENCE_MEANS)
+def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str) -> None:
+    """In the oracle, which `test_aggregations_with_fractional_weights_and_empty_sequences` compares with."""
+    oracle = run_oracle(CASES[1].config(**counting_empty_ones(aggregation)), two_steps())
+    assert [step.denominators["main"] for step in oracle] == [16.0, 16.0]
+    excluded = run_oracle(CASES[1].config(**knobs(aggregation)), two_steps())
+    assert [step.denominators["main"] for step in excluded] == [13.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity import ranks
 from tests.parity.batches import weighted_steps
-from tests.parity.cases import Case, case
+from tests.parity.cases import Case, case, lean
 from tests.parity.compare import initial_parameters, run_case, without_padding
 from tests.pool import Pool
 
@@ -24,7 +24,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.05}},
     },
 }
-CASES = [case(4, tp=2, sp=True, pp=2), case(4, cp=2, dp=2), case(4, pp=2, vpp=2), case(4, cp=4, cp_comm="ulysses")]
+CASES = [*map(lean, [case(tp=2, sp=True, pp=2), case(cp=2, dp=2), case(pp=2, vpp=2), case(cp=4, cp_comm="ulysses")])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -53,7 +53,11 @@ def assert_ours_is_exact(pool: Pool, one: Case, batch: GlobalBatch, **changes: A
 
 def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool) -> None:
     """verl issue 2857: on four ranks sequence parallelism turns ranks into micro-steps, and the run changes."""
-    cases = [case(dp=4), case(cp=2, cp_comm="ulysses", dp=2), case(cp=4, cp_comm="ulysses")]
+    cases = [
+        case(num_layers=2, dp=4),
+        case(num_layers=2, cp=2, cp_comm="ulysses", dp=2),
+        case(num_layers=2, cp=4, cp_comm="ulysses"),
+    ]
     found = [naive_gradients(pool, one, RAGGED, "mean_of_micro_steps") for one in cases]
     (exact,) = run_oracle(cases[0].config(), [RAGGED])
     assert min(distance(gradients, oracle_gradients(exact)) for gradients in found) > 0.01
@@ -63,21 +67,27 @@ def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool) -> Non
         assert_ours_is_exact(pool, one, RAGGED)
 
 
-@pytest.mark.parametrize("case", [case(2, dp=2), case(2, cp=2, dp=2), case(4, tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case(2, num_layers=2, dp=2), case(2, num_layers=2, cp=2, dp=2), case(4, num_layers=2, tp=2, dp=2)], ids=str
+)
 def test_sequence_mean_whose_denominator_is_multiplied_by_the_ranks(pool: Pool, case: Case) -> None:
     """verl pull request 5798."""
     assert naive_distance(pool, case, RAGGED, "sequences_times_ranks", **SEQUENCES) == pytest.approx(0.5, abs=1e-5)
     assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
 
 
-@pytest.mark.parametrize("case", [case(2, dp=2), case(4, tp=2, sp=True, pp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(2, num_layers=2, dp=2), case(4, num_layers=2, tp=2, sp=True, pp=2)], ids=str)
 def test_sequence_means_of_microbatches_with_unequal_numbers_of_sequences(pool: Pool, case: Case) -> None:
     assert naive_distance(pool, case, RAGGED, "mean_of_sequence_means", **SEQUENCES) > 0.01
     assert naive_distance(pool, case, EVEN, "mean_of_sequence_means", **SEQUENCES) < 1e-5
     assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
 
 
-@pytest.mark.parametrize("case", [case(2, cp=2), case(4, cp=4, cp_comm="ulysses"), case(4, tp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case(2, num_layers=2, cp=2), case(4, num_layers=2, cp=4, cp_comm="ulysses"), case(4, num_layers=2, tp=2, cp=2)],
+    ids=str,
+)
 def test_sequence_mean_that_counts_a_cut_sequence_on_every_rank(pool: Pool, case: Case) -> None:
     assert naive_distance(pool, case, RAGGED, "sequences_in_sight", **SEQUENCES) > 0.01
     assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
@@ -86,7 +96,7 @@ def test_sequence_mean_that_counts_a_cut_sequence_on_every_rank(pool: Pool, case
 @pytest.mark.parametrize("sp", [2, 4])
 def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: Pool, sp: int) -> None:
     """DeepSpeed issue 5248: even where every token has a loss the gradient is sp times too large."""
-    one = case(4, cp=sp, cp_comm="ulysses", dp=4 // sp)
+    one = case(4, num_layers=2, cp=sp, cp_comm="ulysses", dp=4 // sp)
     assert naive_distance(pool, one, EVEN, "mean_times_sequence_ranks") == pytest.approx(sp - 1, abs=1e-4)
     assert naive_distance(pool, one, RAGGED, "mean_times_sequence_ranks") > 0.01
     # dividing by sp as well fixes full rows only
@@ -95,7 +105,7 @@ def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: P
     assert_ours_is_exact(pool, one, RAGGED)
 
 
-@pytest.mark.parametrize("case", [case(8, dp=2), case(4, dp=4)], ids=str)
+@pytest.mark.parametrize("case", [case(8, num_layers=2, dp=2), case(4, num_layers=2, dp=4)], ids=str)
 def test_torchtnt_ranks_that_hold_different_numbers_of_tokens(pool: Pool, case: Case) -> None:
     """One microbatch a rank; the wrapper averages the ranks' gradients."""
     assert naive_distance(pool, case, RAGGED, "mean_of_means") > 0.01

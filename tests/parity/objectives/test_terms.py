@@ -10,26 +10,21 @@ from torch import Tensor
 from tests.oracle import loss as oracle_loss
 from tests.oracle.loss import Sequence, token_losses_of
 from tests.parity import ranks
-from tests.parity.batches import empty_batch, three_steps, weighted_steps
-from tests.parity.cases import Case, case
+from tests.parity.batches import empty_batch, three_steps, two_steps, weighted_steps
+from tests.parity.cases import Case, case, lean
 from tests.parity.compare import (
     Deviation,
-    deviation,
+    Row,
+    assert_rows_exact,
+    by_layout,
     initial_parameters,
     relative,
     run_case,
-    run_oracle,
     worst,
 )
 from tests.pool import Pool
 
-CASES = [
-    case(4),
-    case(4, dp=2),
-    case(4, cp=2),
-    case(2, cp=2, cp_comm="ulysses", dp=2),
-    case(4, tp=2, sp=True, pp=2),
-]
+CASES = [*map(lean, [case(), case(dp=2), case(cp=2), case(cp=2, cp_comm="ulysses", dp=2), case(tp=2, sp=True, pp=2)])]
 TWO_TERMS: dict[str, Any] = {
     "loss__aggregation": "seq-mean-token-mean",
     "loss__side_terms": {
@@ -39,25 +34,31 @@ TWO_TERMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_terms_with_different_denominators(pool: Pool, case: Case) -> None:
-    batches, config = weighted_steps()[:2], case.config(**TWO_TERMS)
-    deviation(run_case(pool, case, batches, **TWO_TERMS), run_oracle(config, batches), config).assert_below()
+FOCAL = "tests.parity.losses:focal_loss"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_users_loss_function(pool: Pool, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "tests.parity.losses:focal_loss"
+def _focal(logits: Tensor, sequence: Sequence) -> Tensor:
+    labels = torch.where(sequence.weights > 0, sequence.labels, 0)
+    log_probability = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return -((1 - log_probability.exp()) ** 2.0) * log_probability
 
-    def focal(logits: Tensor, sequence: Sequence) -> Tensor:
-        labels = torch.where(sequence.weights > 0, sequence.labels, 0)
-        log_probability = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        return -((1 - log_probability.exp()) ** 2.0) * log_probability
 
-    monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, name, focal)
-    changes = {"loss__function": name, "loss__options": {"gamma": 2.0}}
-    batches, config = three_steps(), case.config(**changes)
-    deviation(run_case(pool, case, batches, **changes), run_oracle(config, batches), config).assert_below()
+ROWS = [
+    row
+    for each in CASES
+    for row in (
+        Row("different denominators", TWO_TERMS, each, weighted_steps()[:2]),
+        Row("a user's function", {"loss__function": FOCAL, "loss__options": {"gamma": 2.0}}, each, two_steps()),
+    )
+]
+
+
+@pytest.mark.parametrize("rows", by_layout(ROWS))
+def test_terms_with_different_denominators_and_a_users_loss_function(
+    pool: Pool, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, FOCAL, _focal)
+    assert_rows_exact(pool, rows)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -86,7 +87,7 @@ def test_a_denominator_that_is_known_after_the_forward_pass(pool: Pool, case: Ca
     ).assert_below()
 
 
-@pytest.mark.parametrize("case", [*CASES, case(2, tp=2, sp=True, pp=2, vpp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, lean(case(tp=2, sp=True, pp=2, vpp=2, dp=2))], ids=str)
 def test_an_empty_batch_leaves_every_bit(pool: Pool, case: Case) -> None:
     config = case.config(**TWO_TERMS)
     batches = [three_steps()[0], empty_batch()]
