@@ -1,8 +1,6 @@
 """What the guides say to write works as it stands there."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.paths import ROOT
+from tests.warm import completed, program_environment
 
 GUIDE = ROOT / "docs" / "extending" / "loss.md"
 WRONG = """
@@ -47,8 +46,7 @@ def test_a_loss_of_a_users_package_is_the_same_on_two_layouts(
     name = f"my_package.losses:{function}"
     config = write(tmp_path / "config.yaml", content(run__dir="run", loss__function=name, **changes))
     command = [sys.executable, "-m", "mtrain", "verify", "parity", str(config), "--layouts", "tp2,cp2", "--steps", "2"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    done = completed(command, tmp_path, program_environment(tmp_path), timeout=280)
     assert (done.returncode, done.stderr) == (exit_code, ""), done.stdout
     assert "tp2" in done.stdout
     assert "cp2" in done.stdout

@@ -31,7 +31,10 @@ from tests.training import engine_ranks
 from tests.training.one_process import train_fresh
 from tests.training.test_trainer import numbers
 
-LAYOUTS = [case(), case(tp=2, sp=True), case(pp=2), case(dp=2), case(cp=2), case(pp=2, vpp=2)]
+LAYOUTS = [
+    *(case(num_layers=2, **layout) for layout in ({}, {"tp": 2, "sp": True}, {"pp": 2}, {"dp": 2}, {"cp": 2})),
+    case(pp=2, vpp=2),
+]
 
 
 def datum_of(sample: Sample) -> Datum:

@@ -28,9 +28,9 @@ def python_with_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (own / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "lm-eval[hf]>=0.4.9,<0.5"], check=True, capture_output=True
-    )
+    # --no-compile: of its thousands of modules a few are imported, and those are compiled then
+    line: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--no-compile", "lm-eval[hf]>=0.4.9,<0.5"]
+    subprocess.run(line, check=True, capture_output=True)
     return python
 
 

@@ -65,7 +65,7 @@ def test_nothing_stays_nothing() -> None:
     ],
 )
 def test_every_step_is_the_exact_one(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
-    report = check(pool, rich_config(**MUON, **changes), layouts)
+    report = check(pool, rich_config(**MUON, **changes), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     updates = [each for layout in report.layouts for each in layout.deviations if each.kind == "update"]
     assert 0 < max(each.value / each.tolerance for each in updates) < 0.5, "the bound has room"

@@ -138,7 +138,7 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
     ],
 )
 def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:
-    report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs2,cp2dp2mbs4")
+    report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs4,cp2dp2mbs4", num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 

@@ -1,0 +1,71 @@
+"""How much processor time each test takes, its ranks and commands with it.
+
+Wall time says little where other programs run beside the tests. Each worker appends a line a test to a file, and the
+sums of folders and the dearest files and tests follow from it:
+
+    python -m pytest -p tests.tools.cpu_seconds --cpu-seconds=cpu.txt tests/parity
+    python -m tests.tools.cpu_seconds cpu.txt
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def tree_seconds(process: psutil.Process) -> float:
+    """Processor seconds of a process and of all that descend from it; what has ended counts for its parent."""
+    total = 0.0
+    for each in (process, *process.children(recursive=True)):
+        try:
+            times = each.cpu_times()
+        except psutil.NoSuchProcess:  # it ended meanwhile: whoever waits for it has its time
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the lines go."""
+    parser.addoption("--cpu-seconds", help="file for one line a test: processor seconds and name")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Setup, call and teardown of one test; a fixture of a whole file counts for the file's first test."""
+    process = psutil.Process()
+    before = tree_seconds(process)
+    result = yield
+    if path := item.config.getoption("--cpu-seconds"):
+        with Path(path).open("a") as file:  # one short write each, so lines of several workers stay whole
+            file.write(f"{tree_seconds(process) - before:.2f} {item.nodeid}\n")
+    return result
+
+
+def sums(lines: list[str], parts: int) -> Mapping[str, tuple[float, int]]:
+    """Seconds and number of tests by the first so many parts of their paths, the dearest first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        seconds, _, name = line.partition(" ")
+        found["/".join(name.split("::")[0].split("/")[:parts])].append(float(seconds))
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return {name: (sum(each), len(each)) for name, each in ordered}
+
+
+def main() -> None:
+    """Prints the sums of a file."""
+    lines = Path(sys.argv[1]).read_text().splitlines()
+    for parts, most in ((2, 100), (3, 40), (9, 80)):
+        print(f"\n{'CPU s':>8} {'tests':>6}")
+        for name, (seconds, number) in list(sums(lines, parts).items())[:most]:
+            print(f"{seconds:8.1f} {number:6d} {name}")
+    print(f"\n{sum(float(line.split()[0]) for line in lines):8.1f} {len(lines):6d} all")
+
+
+if __name__ == "__main__":
+    main()
