@@ -22,6 +22,7 @@ class LossScaler(BaseModel):
     scale: float = Field(gt=0, allow_inf_nan=False)
     growth_tracker: int = Field(ge=0, le=_MOST_COUNT)
     """Updates since the last change without an overflow."""
+    # megatron-core goes on counting below 0 while overflows go on (grad_scaler.py), so a negative one is no damage
     hysteresis_tracker: int = Field(ge=-_MOST_COUNT, le=_MOST_COUNT)
     """Overflows left before the scale goes down."""
 
@@ -48,6 +49,7 @@ class TrainingState(BaseModel):
 
 def write_state(folder: Path, state: TrainingState) -> None:
     """Writes the state into a checkpoint's folder; OSError as the disk gives it."""
+    # in place: the folder is published as a whole, and the manifest has the SHA-256 of this file
     (folder / STATE_NAME).write_text(state.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
@@ -63,6 +65,7 @@ def read_state(folder: Path) -> TrainingState:
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValidationError as fault:
+        # cut: pydantic repeats what it was given, which in a damaged file is anything
         raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault
     # each value is valid alone; together they would give Adam a bias correction that no run had
     if state.adam_step > state.step:

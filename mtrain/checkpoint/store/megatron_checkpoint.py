@@ -72,6 +72,7 @@ def _checked(path: Path, latest: str) -> Path:
             f"{path / _LATEST} says {latest[:40]!r}, which is neither a number nor `release`; name the iteration's "
             "folder instead"
         )
+    # int: Megatron-LM writes the number plain and pads the name of the folder
     folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}")
     if (folder / _LIST).exists():
         return folder

@@ -35,6 +35,7 @@ class HfFolder:
         self._place = self._places()
         # a dict, not a set: in the order of the index, which an export keeps
         files = dict.fromkeys(self._place.values()) if self.index is not None else [SINGLE_NAME]
+        # headers alone are read here; a tensor is mapped when it is asked for
         self.files = {name: SafetensorsFile(inside(path, name)) for name in files}
         # both ways: a tensor that the index leaves out would be dropped from the model in silence
         self._check_index()

@@ -41,7 +41,7 @@ def read_header(path: Path) -> Header:
     """
     try:
         with open_plain_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size  # of what is open: the path may name another file by now
             length = int.from_bytes(file.read(PREFIX_BYTES), "little")
             # before the header is read: the length comes from the file and decides how much memory is taken; {} has 2
             # bytes

@@ -28,6 +28,7 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
     Raises:
         DataError: It is something else.
     """
+    # the default stands for a missing field alone: null says that the model has no such thing
     value = config.get(name, default)
     if value is None:
         return None
@@ -54,13 +55,14 @@ def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T
 
 def wrong_type(name: str, value: object, needed: str) -> DataError:
     """The refusal of a value of another type."""
+    # parsed JSON has no other types, so what is none of these is null
     found = _FOUND.get(type(value), "null")
     return DataError(f"config.json: {name}={shown(value)} is {found}, but {needed} is needed; correct the file")
 
 
 def shown(value: object) -> str:
     """A value for a message, on one line and not endless."""
-    text = repr(value)
+    text = repr(value)  # escapes line breaks: a message is one line, whatever a damaged file holds
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

@@ -171,6 +171,7 @@ class LayerWindows(Entry):
         window = value_of(config, "sliding_window", int, 4096)
         # a window that is switched off is still written in the files of this family
         window = window if needed_value(config, "use_sliding_window", bool, False) else None
+        # so many layers at the beginning have none (transformers counts from 0, `layer_kinds` from 1)
         first = needed_value(config, "max_window_layers", int, 28)
         return windows(
             layer_kinds(config, lambda layer: layer <= first or window is None), window, "use_sliding_window is false"
@@ -178,6 +179,7 @@ class LayerWindows(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         window, kinds = model.sliding_window, kinds_of(model)
+        # read back where layer_types is missing, as older programs write it
         first = kinds.index(_WINDOWED) if _WINDOWED in kinds else model.num_layers
         return {
             "use_sliding_window": window is not None,

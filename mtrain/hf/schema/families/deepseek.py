@@ -54,7 +54,7 @@ class _SharedExperts(Entry):
         return ("n_shared_experts", "moe_intermediate_size")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        number = value_of(config, "n_shared_experts", int, 1) or 0
+        number = value_of(config, "n_shared_experts", int, 1) or 0  # null: there are none
         return {"experts.shared_ffn_hidden_size": number * needed_value(config, "moe_intermediate_size", int, 2048)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -136,6 +136,7 @@ class _LatentNorms(Entry):
 
 _LATENT_ATTENTION = (
     in_layer("input_layernorm.weight", "input_layernorm.weight", "h"),
+    # one of two ways to the queries: direct, or down to a latent, a norm of it, and up
     in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "(H x) h").only(_has_direct_queries),
     in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q h").only(
         _has_low_rank_queries
@@ -146,6 +147,7 @@ _LATENT_ATTENTION = (
     in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "(H x) q").only(
         _has_low_rank_queries
     ),
+    # m: the latent of keys and values, and behind it the rotated part of the key, which all heads share
     in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "m h"),
     in_layer("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "k"),
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "(H y) k"),
@@ -170,7 +172,7 @@ _EXPERTS = (
 )
 _LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *_EXPERTS)
 _DEPTH = "mtp.layers.*."
-_AHEAD = (
+_AHEAD = (  # transformers leaves these tensors out, so names are those of DeepSeek's own files
     same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
     same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
     same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
@@ -206,6 +208,7 @@ DEEPSEEK_V3 = Family(
         Constant("experts.expert_bias", True),
         _Depths(),
         Field("rope_interleave", "rope.interleaved", True),
+        # what ours does for score=sigmoid without a switch: another value is another function
         Required("norm_topk_prob", True, True),
         Required("scoring_func", "sigmoid", "sigmoid"),
         Required("topk_method", "noaux_tc", "noaux_tc"),

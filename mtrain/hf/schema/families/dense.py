@@ -92,6 +92,7 @@ QWEN3 = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=32, head_dim=128),
+        # true would be biases of q, k, v and o alone: linear_bias has those of the feed-forward part too
         Required("attention_bias", False, False),
         Constant("qk_norm", True),
         LayerWindows(),

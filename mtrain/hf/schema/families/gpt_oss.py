@@ -53,13 +53,16 @@ GPT_OSS = Family(
         Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),
         Required("hidden_act", "silu", "silu", ("swish",)),
+        # linear_bias below is one switch for all projections: a file without those of attention has no words in model.*
         Required("attention_bias", True, True),
+        # our swiglu_clamped has both numbers fixed
         Required("swiglu_alpha", 1.702, 1.702),
         Required("swiglu_limit", 7.0, 7.0),
         Constant("activation", "swiglu_clamped"),
         Constant("linear_bias", True),
         Constant("attention_sinks", True),
         Constant("experts.router_bias", True),
+        # the softmax is over the chosen experts alone, so their weights add up to 1
         Constant("experts.pre_softmax", False),
         ListedWindows(every=2, window=128),
         Rope(150000.0, _YARN),
