@@ -79,6 +79,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; control tokens are left out."""
 
+    @abstractmethod
+    def name(self, id_: int) -> str:
+        """What the vocabulary calls a token, such as `</s>`; its id where it has no name."""
+
 
 @final
 class SentencePieceTokenizer(Tokenizer):
@@ -124,6 +128,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(id_) for id_ in ids]))
+
+    def name(self, id_: int) -> str:
+        return str(self._model.id_to_piece(id_)) if id_ < self.vocab_size else str(id_)
 
 
 @final
@@ -174,6 +181,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._of_text(lambda: self._model.decode([int(id_) for id_ in ids], skip_special_tokens=True)))
+
+    def name(self, id_: int) -> str:
+        found = self._model.id_to_token(id_)
+        return str(id_) if found is None else str(found)
 
     def special_tokens(self) -> frozenset[str]:
         return frozenset(token.content for token in self._model.get_added_tokens_decoder().values() if token.special)

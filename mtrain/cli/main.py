@@ -6,6 +6,7 @@ from mtrain.cli.check import check
 from mtrain.cli.checkpoints.convert import convert_app
 from mtrain.cli.checkpoints.inspect import inspect_app
 from mtrain.cli.compare import compare
+from mtrain.cli.data.show_batch import show_batch
 from mtrain.cli.data.stdlib_corpus import stdlib_corpus
 from mtrain.cli.data.tokenize import tokenize
 from mtrain.cli.data.train_tokenizer import train_tokenizer
@@ -34,6 +35,8 @@ app.command(rich_help_panel=_RUNS)(plot)
 
 app.command(rich_help_panel=_CHECKS)(compare)
 app.add_typer(verify_app, name="verify", rich_help_panel=_CHECKS)
+
+app.command("show-batch", rich_help_panel=_CHECKS)(show_batch)
 
 app.command("stdlib-corpus", rich_help_panel=_TEXT)(stdlib_corpus)
 app.command("train-tokenizer", rich_help_panel=_TEXT)(train_tokenizer)

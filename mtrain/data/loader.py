@@ -26,6 +26,7 @@ from mtrain.data.packing.best_fit import PackedRows
 from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
 from mtrain.data.prefetch import Prefetch
 from mtrain.data.samples.sample import Sample
+from mtrain.data.shown import ShownStep, shown_step
 from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
 from mtrain.data.steps import steps_of
 from mtrain.tokenizer import Tokenizer
@@ -161,6 +162,7 @@ class StepLoader:
         """
         self._rows = RowsOfRank(config, dp_rank, dp_size)
         self.dp_size = dp_size
+        self._config = config
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
         self._stream = sources.training()
@@ -202,6 +204,10 @@ class StepLoader:
         """Which of them lie in which row; the same on every rank."""
         held = self._steps.samples(step)
         return self._rows.plan(TrainingSlots(self._stream, held.numbers), len(held.numbers), held.rows)
+
+    def shown(self, step: int, count: int) -> ShownStep:
+        """The first `count` samples of a step, counted from 1, for people."""
+        return shown_step(self._config, self._stream, self.tokenizer, step, count)
 
     def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
         """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""

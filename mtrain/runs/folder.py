@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def first_samples(self) -> Path:
+        """What the run's first step trains, for people."""
+        return self.path / "first_samples.txt"
+
+    @property
     def exports(self) -> Path:
         """One folder of Hugging Face for each exported step."""
         return self.path / "exports"

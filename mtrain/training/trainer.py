@@ -12,12 +12,14 @@ import torch
 
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.base.errors import NumericError
+from mtrain.base.files import write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
+from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups, opened_groups
@@ -39,6 +41,9 @@ from mtrain.training.evaluate import evaluate_all, term_records
 from mtrain.training.export import Exporter
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
+
+_NUM_FIRST_SAMPLES = 8
+"""Of the first step, written into the run folder."""
 
 
 def train(config: Config) -> None:
@@ -98,6 +103,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             say(_finished(run, folder))
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
+        on_first_rank(lambda: _write_first_samples(run, folder))
         sinks = held.enter_context(_open_sinks(run, folder))
         saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check, run.start_step)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
@@ -145,6 +151,14 @@ def _enter(folder: RunFolder, config: Config, environment: Mapping[str, str], he
     folder.write_environment(environment)
     folder.clear_requeue()
     return claimed
+
+
+def _write_first_samples(run: Run, folder: RunFolder) -> None:
+    """What the first step trains, for people to check; once in a run, or again where somebody removed it."""
+    if run.loader is not None and not folder.first_samples.exists():
+        text = as_text(run.loader.shown(run.start_step + 1, _NUM_FIRST_SAMPLES))
+        with contextlib.suppress(OSError):  # for people alone: a full disk is noticed where it matters
+            write_atomically(folder.first_samples, text)
 
 
 def _open_sinks(run: Run, folder: RunFolder) -> Sinks:

@@ -45,5 +45,8 @@ def test_each_set_has_its_own_loss_and_the_first_one_is_the_runs(
     for part in ("numerator", "denominator"):
         assert losses["both"][part] == pytest.approx(losses["long"][part] + losses["short"][part], rel=1e-6)
     assert f"long {losses['long']['loss']:.4f}  short {losses['short']['loss']:.4f}" in output
+    first = (tmp_path / "run" / "first_samples.txt").read_text()
+    assert first.startswith("Step 1: ")
+    assert "train.jsonl line " in first
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000001" / "mtrain.json").read_text())
     assert manifest["valid_loss"] == losses["long"]["loss"]

@@ -1,0 +1,96 @@
+"""`mtrain show-batch`: what a step trains, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain.cli.arguments import ConfigArguments, loaded_config
+from mtrain.cli.messages import one_message
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from mtrain.data.shown import ShownSample, ShownStep
+
+_UNTRAINED = "dim"
+_STYLES = ("black on green", "black on cyan", "black on yellow", "black on magenta")
+"""By weight, the most frequent first; the last one stands for all others."""
+
+
+def show_batch(
+    arguments: ConfigArguments,
+    step: Annotated[int, typer.Option(min=1, help="As in metrics.jsonl, counted from 1.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="How many of the step are shown.")] = 8,
+    html: Annotated[Path | None, typer.Option(help="Also writes a page with the weight of every token.")] = None,
+) -> None:
+    """Shows the samples of a step: what is trained, where documents begin, what tokens weigh; loads no torch."""
+    with one_message():
+        from mtrain.data.shown import shown_step
+        from mtrain.data.sources import Sources
+
+        config = loaded_config(arguments)
+        sources = Sources(config)
+        shown = shown_step(config, sources.training(), sources.tokenizer, step, samples)
+        for note in sources.notes():
+            print(f"note: {note}", flush=True)
+        _print(shown)
+        if html is not None:
+            _write_page(shown, html)
+
+
+def _print(shown: ShownStep) -> None:
+    from rich.console import Console
+
+    from mtrain.data.shown import as_text, headline
+
+    console = Console()
+    if not console.is_terminal:
+        # colours say nothing in a file, so marks stand for them
+        print(as_text(shown), end="", flush=True)
+        return
+    console.print(
+        f"Step {shown.step}: {len(shown.samples)} of {shown.num_samples} samples, {shown.aggregation}, denominator "
+        f"{shown.denominator:g}",
+        markup=False,
+    )
+    styles = styles_of(shown)
+    for weight, style in styles.items():
+        console.print(f"  weighs {weight:.6g} ", style=style, markup=False)
+    for sample in shown.samples:
+        console.rule(headline(sample), align="left")
+        console.print(coloured(sample, styles), soft_wrap=True)
+
+
+def styles_of(shown: ShownStep) -> dict[float, str]:
+    """Weight -> style, for the weights that most tokens have."""
+    from collections import Counter
+
+    counts = Counter(token.weight for sample in shown.samples for token in sample.tokens if token.weight > 0)
+    return {weight: style for (weight, _), style in zip(counts.most_common(), _STYLES)}
+
+
+def coloured(sample: ShownSample, styles: dict[float, str]) -> Text:
+    """The text of a sample, with the colour of each token's weight."""
+    from rich.text import Text
+
+    text = Text()
+    for token in sample.tokens:
+        if token.begins_document:
+            text.append("┃", style="bold red")
+        text.append(token.text, style=styles.get(token.weight, _STYLES[-1]) if token.weight > 0 else _UNTRAINED)
+    return text
+
+
+def _write_page(shown: ShownStep, path: Path) -> None:
+    from mtrain.base.files import disk_faults, write_atomically
+    from mtrain.data.shown import headline
+    from mtrain.verify.report.html import render
+
+    page = render("mtrain.cli.data", "batch.html", shown=shown, headline=headline)
+    with disk_faults(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
+    print(f"wrote {path}", flush=True)

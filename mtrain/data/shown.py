@@ -1,0 +1,164 @@
+"""The samples of a step as a person can check them: what is trained, what is not, and what every token weighs.
+
+A token's weight is that of predicting it, in the main term and by its aggregation, as the training step uses it;
+divided by the step's denominator it is the token's share of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtrain.config import Config
+from mtrain.data.samples.sample import Sample
+from mtrain.data.samples.sft import SftDataset
+from mtrain.data.sources import Blended, SampleStream
+from mtrain.data.steps import steps_of
+from mtrain.loss.aggregation import aggregate
+from mtrain.tokenizer import Tokenizer
+
+_WINDOW = 4
+"""Tokens before one that decide how it is written: a space before it, the first bytes of its character."""
+_TRAINED, _END = "⟦", "⟧"
+_DOCUMENT = "┃"
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """One token of a sample."""
+
+    id: int
+    text: str
+    """What it adds to the text; the name of a control token, or of one that is a part of a character."""
+    weight: float
+    """Of predicting it; 0 where it is not trained."""
+    begins_document: bool
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sequence for the loss."""
+
+    slot: int
+    """In the global batch."""
+    place: str
+    """Where it comes from."""
+    weight: float
+    """Of the whole sequence, as the data say."""
+    tokens: tuple[ShownToken, ...]
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that count something."""
+        return sum(token.weight > 0 for token in self.tokens)
+
+
+@dataclass(frozen=True)
+class ShownStep:
+    """A global batch, or its first samples."""
+
+    step: int
+    """As in metrics.jsonl, counted from 1."""
+    num_samples: int
+    """Of the whole batch."""
+    denominator: float
+    """Of the whole batch."""
+    aggregation: str
+    samples: tuple[ShownSample, ...]
+
+
+def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None, step: int, count: int) -> ShownStep:
+    """The first samples of a step.
+
+    Args:
+        config: Of the run.
+        stream: Its training samples.
+        tokenizer: None shows ids.
+        step: Counted from 1.
+        count: How many samples are shown; all of the step are read, for the denominator.
+
+    Raises:
+        DataError: A sample is damaged.
+    """
+    numbers = steps_of(config, stream.widths).samples(step - 1).numbers.tolist()
+    denominators, samples = [], []
+    for slot, number in enumerate(numbers):
+        sample = stream.sample(number)
+        # a sample without text has one position of padding, which may carry a share of the denominator
+        mask = sample.mask if len(sample.mask) else np.zeros(1)
+        terms = aggregate(mask, sample.weight, config.loss, slot == 0)
+        denominators.append(math.fsum(terms.denominator_weights))
+        if slot < count:
+            tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
+            samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens))
+    return ShownStep(step, len(numbers), math.fsum(denominators), config.loss.aggregation, tuple(samples))
+
+
+def _tokens(sample: Sample, weights: Sequence[float], tokenizer: Tokenizer | None) -> Iterator[ShownToken]:
+    ids = [*sample.tokens.tolist(), *sample.labels[-1:].tolist()]
+    edges = {0} if sample.document_starts is None else set(sample.document_starts.tolist())
+    for number, id_ in enumerate(ids):
+        text = str(id_) if tokenizer is None else _text(tokenizer, ids, number)
+        # position t predicts token t + 1, so nothing predicts the first one
+        weight = 0.0 if number == 0 else weights[number - 1]
+        yield ShownToken(id_, text, weight, number in edges)
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> str:
+    before = ids[max(0, number - _WINDOW) : number]
+    head, whole = tokenizer.decode(before).rstrip("\ufffd"), tokenizer.decode([*before, ids[number]])
+    added = whole.removeprefix(head)
+    return _printable(added if added and "\ufffd" not in added else tokenizer.name(ids[number]))
+
+
+def _printable(text: str) -> str:
+    """Without what moves a terminal's cursor or changes its colours."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _place(stream: SampleStream, g: int) -> str:
+    if not isinstance(stream, Blended):
+        return f"random sample {g}"
+    found = stream.order.locate(g)
+    source = stream.sources[found.source]
+    if isinstance(source, SftDataset):
+        return f"{source.place(found.index)}, epoch {found.epoch + 1}"
+    return f"source {found.source + 1}, epoch {found.epoch + 1}, window {found.index}"
+
+
+def as_text(shown: ShownStep) -> str:
+    """Plain text for files and logs."""
+    lines = [
+        f"Step {shown.step}: {len(shown.samples)} of {shown.num_samples} samples, {shown.aggregation}, denominator "
+        f"{shown.denominator:g}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document.",
+    ]
+    for sample in shown.samples:
+        lines += ["", headline(sample), "".join(_marked(sample.tokens))]
+    return "\n".join(lines) + "\n"
+
+
+def headline(sample: ShownSample) -> str:
+    """What is known of a sample, on one line."""
+    weights = sorted({token.weight for token in sample.tokens if token.weight > 0})
+    spread = f"{weights[0]:.6g}" if len(weights) == 1 else f"{weights[0]:.6g} to {weights[-1]:.6g}" if weights else "0"
+    counts = f"{len(sample.tokens)} tokens, {sample.num_trained} trained, each weighs {spread}"
+    return f"slot {sample.slot}: {sample.place}: {counts}; sequence weight {sample.weight:g}"
+
+
+def _marked(tokens: Sequence[ShownToken]) -> Iterator[str]:
+    is_inside = False
+    for token in tokens:
+        is_trained = token.weight > 0
+        if is_trained != is_inside:
+            yield _TRAINED if is_trained else _END
+            is_inside = is_trained
+        yield (_DOCUMENT if token.begins_document else "") + token.text
+    if is_inside:
+        yield _END
