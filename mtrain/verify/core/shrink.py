@@ -66,7 +66,11 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
         ConfigError: the model has dropout, or something that changes with the layout by definition.
     """
     refuse_incomparable(config)
-    return small(config, trials, seq_length, {"train": {"precision": "fp32"}})
+    also: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}}
+    if config.data.packing is not None:
+        # the reference knows which samples a step holds where it counts samples
+        also["data"] = {"packing": {"batch": "sequences"}}
+    return small(config, trials, seq_length, also)
 
 
 def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mapping[str, Mapping[str, Any]]) -> Shrunk:

@@ -191,6 +191,26 @@ def test_a_damaged_corpus_is_a_data_error(pool: Pool, corpus: str) -> None:
         check(pool, rich_config(**sections), "tp2")
 
 
+@pytest.mark.parametrize("packing", [{"batch": "sequences"}, {"batch": "rows", "window": 64}], ids=str)
+def test_packed_conversations_of_a_file_are_samples_alone(
+    pool: Pool, word_tokenizer: Path, tmp_path: Path, packing: dict[str, Any]
+) -> None:
+    """Rows of the trainer's packing against what the reference reads of the file, on each layout."""
+    path = tmp_path / "samples.jsonl"
+    samples = [{"prompt": "a b", "response": "c d e f " * (number % 7 + 1)} for number in range(40)]
+    path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    sections = {
+        "data__kind": "sft",
+        "data__train": [{"path": str(path)}],
+        "data__tokenizer": str(word_tokenizer),
+        "data__packing": packing,
+        "loss__aggregation": "seq-mean-token-mean",
+    }
+    report = check(pool, config(**sections), "tp2sp-cp2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert report.num_steps == 5
+
+
 def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp_path: Path) -> None:
     samples = [{"prompt": "a b c d " * 10, "response": "e f g " * (number % 5 + 1)} for number in range(40)]
     path = tmp_path / "samples.jsonl"
