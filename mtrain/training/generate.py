@@ -5,9 +5,10 @@ Serving belongs to an inference engine; this is for the eyes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
+from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.layout import LayoutSection
+from mtrain.data.encoding.encoder import chat_encoder
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.engine.optimizer import Optimizer
@@ -24,34 +27,75 @@ from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import load_weights
 from mtrain.plan.layout import Layout
-from mtrain.tokenizer import load_tokenizer
+from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
 
 
+class Question(NamedTuple):
+    """What a model is given to continue."""
+
+    ids: list[int]
+    stop_ids: frozenset[int]
+    """Each of them ends the answer."""
+
+
+def question_of(config: Config, tokenizer: Tokenizer, prompt: str, as_chat: bool) -> Question:
+    """Token ids of a prompt.
+
+    Args:
+        config: Of the run.
+        tokenizer: That of `data.tokenizer`.
+        prompt: A text to continue, or what a user says.
+        as_chat: Whether the prompt is what a user says, to be written by the run's chat template.
+
+    Raises:
+        ConfigError: The run has no chat template.
+        DataError: The template refuses the prompt.
+    """
+    if not as_chat:
+        # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere
+        start = [] if config.data.kind != "sft" or tokenizer.bos_id is None else [tokenizer.bos_id]
+        return Question(start + tokenizer.encode(prompt), frozenset({tokenizer.eos_id}))
+    encoder = chat_encoder(config.data, tokenizer) if isinstance(config.data, SftSection) else None
+    if encoder is None:
+        raise ConfigError(
+            "the run has no chat template (data.chat_template); leave --chat out to continue the text itself"
+        )
+    return Question(encoder.prompt([{"role": "user", "content": prompt}]), encoder.stop_ids())
+
+
 def generate_text(
-    config: Config, checkpoint: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int
+    config: Config,
+    checkpoint: Path,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    as_chat: bool = False,
 ) -> list[str]:
     """Continues each prompt.
 
     Args:
         config: Of the run that wrote the checkpoint; its layout plays no role.
         checkpoint: A checkpoint directory or a run folder.
-        prompts: Texts to continue.
+        prompts: Texts to continue, or what a user says.
         max_new_tokens: Most tokens to add; generation stops earlier at the end token.
         temperature: 0 takes the likeliest token, else logits are divided by it and sampled.
         seed: Of the sampling.
+        as_chat: Whether the run's chat template writes each prompt as a question.
 
     Returns:
         The continuations, without prompts.
 
     Raises:
-        ConfigError: The configuration names no tokenizer.
+        ConfigError: The configuration names no tokenizer, or has no chat template and one is wanted.
         DataError: Tokenizer or checkpoint is missing or damaged.
     """
     if config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = load_tokenizer(Path(config.data.tokenizer))
+    questions = [question_of(config, tokenizer, prompt, as_chat) for prompt in prompts]
     alone = config.model_copy(update={"layout": LayoutSection()})
     timeout_s = config.train.process_group_timeout_s
     with (
@@ -73,12 +117,9 @@ def generate_text(
             # [1, 1, padded vocabulary], and padding must never be sampled
             return logits[0, 0, : config.model.vocab_size].float().cpu()
 
-        # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere
-        start = [] if config.data.kind != "sft" or tokenizer.bos_id is None else [tokenizer.bos_id]
-        eos_id = tokenizer.eos_id
         continuations = [
-            continue_ids(start + tokenizer.encode(prompt), next_logits, max_new_tokens, eos_id, temperature, generator)
-            for prompt in prompts
+            continue_ids(question.ids, next_logits, max_new_tokens, question.stop_ids, temperature, generator)
+            for question in questions
         ]
     return [tokenizer.decode(ids) for ids in continuations]
 
@@ -88,7 +129,7 @@ def continue_ids(
     prompt: Sequence[int],
     next_logits: Callable[[Tensor], Tensor],
     max_new_tokens: int,
-    eos_id: int,
+    stop_ids: Set[int],
     temperature: float,
     generator: torch.Generator,
 ) -> list[int]:
@@ -98,7 +139,7 @@ def continue_ids(
         prompt: Token ids, at least one.
         next_logits: [length] int64 -> [vocab_size] float32 logits of the next token.
         max_new_tokens: Most tokens to add.
-        eos_id: Ends the text.
+        stop_ids: Each of them ends the text.
         temperature: 0 for the likeliest token.
         generator: Source of randomness on the CPU.
     """
@@ -109,7 +150,7 @@ def continue_ids(
             chosen = int(logits.argmax())
         else:
             chosen = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if chosen == eos_id:
+        if chosen in stop_ids:
             break
         ids.append(chosen)
     return ids[len(prompt) :]

@@ -151,7 +151,7 @@ def test_a_command_of_0_1_0_takes_its_options(old: str) -> None:
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     shown = set(re.findall(r"--[a-z][a-z-]+", done.stdout)) - {"--help", "--no-append-eos"}
-    assert shown == set(had.split()) == {name for name in options(command(*verb)) if name.startswith("--")}
+    assert set(had.split()) <= shown == {name for name in options(command(*verb)) if name.startswith("--")}
 
 
 def test_the_old_inspect_takes_a_path_alone(tmp_path: Path) -> None:

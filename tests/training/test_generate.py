@@ -1,11 +1,21 @@
 """Continuing a prompt."""
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from mtrain.training.generate import continue_ids
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.tokenizer import load_tokenizer
+from mtrain.training.generate import continue_ids, question_of
+from tests.config.samples import config
 
-EOS = 0
+STOPS = {0}
 
 
 def counting(ids: Tensor) -> Tensor:
@@ -16,17 +26,53 @@ def counting(ids: Tensor) -> Tensor:
 
 
 def test_the_likeliest_tokens_follow_up_to_the_end_token() -> None:
-    assert continue_ids([6], counting, 20, EOS, 0.0, torch.Generator()) == [7, 8, 9]
+    assert continue_ids([6], counting, 20, STOPS, 0.0, torch.Generator()) == [7, 8, 9]
 
 
 def test_no_more_tokens_than_asked_for() -> None:
-    assert continue_ids([1, 2], counting, 3, EOS, 0.0, torch.Generator()) == [3, 4, 5]
+    assert continue_ids([1, 2], counting, 3, STOPS, 0.0, torch.Generator()) == [3, 4, 5]
 
 
 def test_sampling_follows_the_seed_and_the_temperature() -> None:
     def sampled(seed: int, temperature: float) -> list[int]:
-        return continue_ids([1], counting, 30, -1, temperature, torch.Generator().manual_seed(seed))
+        return continue_ids([1], counting, 30, set(), temperature, torch.Generator().manual_seed(seed))
 
     assert sampled(1, 5.0) == sampled(1, 5.0)
     assert sampled(1, 5.0) != sampled(2, 5.0)
     assert sampled(1, 0.1) == [(2 + i) % 10 for i in range(30)]
+
+
+WORDS = ["<unk>", "<s>", "</s>", "<end>", "a", "user", "assistant"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    model = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(WORDS)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["<s>", "</s>", "<end>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return tmp_path
+
+
+def finetuning(tokenizer: Path, **data: Any) -> Config:
+    given = {"kind": "sft", "seq_length": 8, "train": [{"path": "x"}], "tokenizer": str(tokenizer), **data}
+    return config(data=given)
+
+
+def test_a_prompt_may_be_a_question_in_the_chat_template_of_the_run(tokenizer: Path) -> None:
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+    run, model = finetuning(tokenizer), load_tokenizer(tokenizer)
+    text, question = question_of(run, model, "a", as_chat=False), question_of(run, model, "a", as_chat=True)
+    assert (text.ids, text.stop_ids) == ([1, 4], frozenset({2}))
+    assert (question.ids, question.stop_ids) == ([5, 4, 3, 6], frozenset({2, 3}))
+
+
+def test_a_run_without_a_chat_template_asks_nothing(tokenizer: Path) -> None:
+    for run in (finetuning(tokenizer), finetuning(tokenizer, chat_template="plain"), config()):
+        with pytest.raises(ConfigError, match="the run has no chat template"):
+            question_of(run, load_tokenizer(tokenizer), "a", as_chat=True)

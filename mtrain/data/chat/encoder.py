@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.conversation import Conversation, LossOn, conversation_of
+from mtrain.data.chat.conversation import ANSWERS, Conversation, LossOn, conversation_of
 from mtrain.data.chat.provenance import PRIVATE, holds, literal_places, with_marks
 from mtrain.data.chat.rendering import Rendering, Weighed, found_answers, marked_answers
 from mtrain.data.chat.sandbox import Cut, NotRendered, RenderLimits, Sandbox
@@ -99,6 +99,16 @@ class ChatEncoder:
         if isinstance(text, NotRendered):
             raise refused(text)
         return self._tokenizer.encode_with_offsets(text, special_tokens=True).ids
+
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens at which an answer ends: the tokenizer's, and the one that the template writes.
+
+        Raises:
+            DataError: The template refuses a question and its answer.
+        """
+        messages = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
+        sample = self.encode({"messages": messages})
+        return frozenset({self._tokenizer.eos_id, int(sample.ids[np.flatnonzero(sample.loss_weights)[-1]])})
 
     def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
         variables = {**self._variables, **conversation.variables}
