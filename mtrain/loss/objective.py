@@ -102,7 +102,7 @@ class Objective:
             return []
         return [
             f"the logits of all tokens of a microbatch are kept whole, because {', '.join(self._need_whole)} is not "
-            "marked with mtrain.loss.pair.per_token; loss.chunk_tokens=off leaves this note out"
+            "marked with mtrain.loss.pair.per_token; loss.chunk_tokens=whole leaves this note out"
         ]
 
     @property

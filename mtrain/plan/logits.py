@@ -25,7 +25,7 @@ def chunk_tokens(section: LossSection, vocab_local: int) -> int | None:
             return tokens
         case "auto":
             return max(FEWEST_TOKENS, LOGITS_AT_A_TIME // vocab_local)
-        case "off":
+        case "whole":
             return None
         case _:
             assert_never(section.chunk_tokens)

@@ -297,3 +297,11 @@ def test_all_broken_rules_across_sections_are_reported_at_once(tmp_path: Any) ->
     found = messages(tmp_path, layout={"tp": 16, "pp": 3, "cp": 5}, optimizer__warmup_steps=99)
     keys = ["optimizer.warmup_steps", "model.num_attention_heads", "model.num_query_groups", "model.num_layers"]
     assert [line.partition("=")[0] for line in found] == [*keys, "data.seq_length"]
+
+
+@pytest.mark.parametrize("value", [0, -5, True, False, "off", "12", 1.5, None, [64]], ids=repr)
+def test_chunks_are_auto_whole_or_a_number(tmp_path: Any, value: object) -> None:
+    (message,) = messages(tmp_path, loss__chunk_tokens=value)
+    assert message.startswith("loss.chunk_tokens: ")
+    assert "was given" in message
+    assert "change it" in message

@@ -143,7 +143,7 @@ def test_a_function_without_the_mark_keeps_logits_whole_and_a_note_says_so() -> 
     assert objective.whole_microbatch_terms == [MAIN_TERM]
     (note,) = objective.notes(own)
     assert "tests.loss.bad_losses:per_token (term 'main') is not marked" in note
-    assert objective.notes(own.model_copy(update={"chunk_tokens": "off"})) == []
+    assert objective.notes(own.model_copy(update={"chunk_tokens": "whole"})) == []
     marked = Objective.from_config(SECTION)
     assert (marked.whole_microbatch_terms, marked.notes(SECTION)) == ([], [])
     with pytest.raises(ConfigError, match=r"chunk_tokens=8 shows a loss function a few tokens at a time, but .*main"):

@@ -184,5 +184,5 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
 
     hidden = config().model.hidden_size
     whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 12 + 50_000 * hidden * 4 + 1024 * hidden * 4
-    assert of("off") - of(64) == whole - cut
-    assert of("auto") == of("off"), "1024 tokens are one chunk"
+    assert of("whole") - of(64) == whole - cut
+    assert of("auto") == of("whole"), "1024 tokens are one chunk"

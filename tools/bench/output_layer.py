@@ -3,7 +3,7 @@
 Forward and backward on one CPU core in float32, from hidden states to their gradient and that of the table:
 
 - "torch": logits by a matrix product, torch's own cross entropy.
-- "whole": the same logits under this package's losses of a split vocabulary, as `loss.chunk_tokens=off` has it.
+- "whole": the same logits under this package's losses of a split vocabulary, as `loss.chunk_tokens=whole` has it.
 - "chunks of n": logits of n tokens at a time, gradients formed in the forward pass.
 - "counted": the tokens that are not masked, chosen before the output layer, in chunks of the last size.
 

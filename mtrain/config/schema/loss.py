@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, rule
@@ -55,6 +55,17 @@ def depth_term(depth: int) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_chunk_tokens(value: object) -> object:
+    """One message for both kinds of values; true would pass as 1."""
+    if value in ("auto", "whole") or (_is_number(value) and isinstance(value, int) and value > 0):
+        return value
+    given = bounds.shown(value) if isinstance(value, int) else repr(value)
+    raise ValueError(f"auto, whole or a number of tokens above 0 is needed, but {given} was given")
+
+
+ChunkTokens = Annotated[Literal["auto", "whole"] | int, BeforeValidator(_check_chunk_tokens)]
 
 
 class TermSection(Section):
@@ -180,12 +191,12 @@ class LossSection(TermSection):
     mtp_coefficient: float = Field(0.1, ge=0)
     """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross
     entropies, aggregated as the main term, each divided by a denominator of its own."""
-    chunk_tokens: Literal["auto", "off"] | Annotated[int, Field(gt=0)] = "auto"
+    chunk_tokens: ChunkTokens = "auto"
     """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
     tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
     at a time (`mtrain.loss.pair.per_token`), as this package's own do. auto: where functions permit it, chunks of 1024
     tokens, or of so many as have 2^26 logits on a rank; smaller microbatches whose tokens all count are left whole.
-    off: logits of all tokens, whole."""
+    whole: logits of all tokens at once."""
     allow_layout_dependent: bool = False
     """Permits what changes with the layout by its definition; every report of the run then says so."""
 

@@ -52,7 +52,7 @@ class OutputLoss:
         """
         self._config, self._groups, self._objective = config, groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
-        is_whole = config.loss.chunk_tokens == "off" or bool(objective.whole_microbatch_terms)
+        is_whole = config.loss.chunk_tokens == "whole" or bool(objective.whole_microbatch_terms)
         self._weighed = None if is_whole else WeighedTokens(whole, rows, groups)
 
     def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:

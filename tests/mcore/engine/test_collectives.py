@@ -35,7 +35,7 @@ def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
     key = f"{case} {changes}"
     if key not in _counted:
         # whole logits, so that every sum has the size that it has in megatron-core's own step
-        config = case.config(**{"loss__chunk_tokens": "off"} | changes)
+        config = case.config(**{"loss__chunk_tokens": "whole"} | changes)
         _counted[key] = pool.run(count_steps, case.resolved(config), config, three_steps()[0])
     return _counted[key]
 
@@ -160,7 +160,7 @@ def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, tp=2)], ids=str)
 def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case: Case) -> None:
     """A selection makes the same calls on fewer tokens; under sequence parallelism one all-gather a microbatch less."""
-    configs = [case.config(loss__chunk_tokens=each) for each in ("off", "auto", 40)]
+    configs = [case.config(loss__chunk_tokens=each) for each in ("whole", "auto", 40)]
     batch = three_steps()[0]
     for whole, selected, chunked in pool.run(count_our_steps, case.resolved(configs[0]), configs, batch):
         assert whole.reads == selected.reads == chunked.reads

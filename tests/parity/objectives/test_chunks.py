@@ -76,7 +76,7 @@ def test_half_precision_is_that_of_whole_logits(pool: Pool, precision: str) -> N
     """Much nearer than half precision is to float64: only the order of sums differs, in what is rounded to 8 bits."""
     one = case(4, tp=2, sp=True)
     changes = {"train__precision": precision, "train__initial_loss_scale": 2.0**10}
-    cut, whole = (run_case(pool, one, three_steps()[:1], **changes, loss__chunk_tokens=chunk) for chunk in (7, "off"))
+    cut, whole = (run_case(pool, one, three_steps()[:1], **changes, loss__chunk_tokens=chunk) for chunk in (7, "whole"))
     (found,), (expected,) = cut.steps, whole.steps
     assert found.terms["main"].denominator == expected.terms["main"].denominator
     assert relative(found.loss, expected.loss) < 1e-5
@@ -91,8 +91,8 @@ def test_documents_that_count_whole_are_left_whole_to_the_bit(pool: Pool) -> Non
     one = case(4)
     batches = documents_steps()[:1]
     every = [[sample_with_every_token(sample) for sample in batch] for batch in batches]
-    auto, off = (run_case(pool, one, every, loss__chunk_tokens=chunk) for chunk in ("auto", "off"))
-    assert max(between(auto, off, one.config())) == 0.0
+    auto, whole = (run_case(pool, one, every, loss__chunk_tokens=chunk) for chunk in ("auto", "whole"))
+    assert max(between(auto, whole, one.config())) == 0.0
 
 
 def sample_with_every_token(sample: Any) -> Any:
@@ -117,6 +117,6 @@ def test_a_function_that_needs_whole_logits_is_refused_under_a_number(notice: No
     ):
         Objective.from_config(section)
     assert refused.value.exit_code == notice.exit_code
-    for chunk_tokens in ("auto", "off"):
+    for chunk_tokens in ("auto", "whole"):
         Objective.from_config(section.model_copy(update={"chunk_tokens": chunk_tokens}))
     Objective.from_config(LossSection(chunk_tokens=64))

@@ -67,7 +67,7 @@ def cut(value: str | int, vocab_size: int = 32_000, **changes: object) -> Config
 
 @pytest.mark.parametrize(
     ("value", "vocab_local", "expected"),
-    [("off", 1000, None), (77, 1000, 77), ("auto", 128_256, 1024), ("auto", 16_384, 4096), ("auto", 1, 2**26)],
+    [("whole", 1000, None), (77, 1000, 77), ("auto", 128_256, 1024), ("auto", 16_384, 4096), ("auto", 1, 2**26)],
 )
 def test_automatic_chunks_are_of_1024_tokens_or_of_two_to_the_26_logits(
     value: str | int, vocab_local: int, expected: int | None
@@ -79,5 +79,5 @@ def test_functions_of_the_users_own_count_as_needing_whole_logits() -> None:
     assert tokens_at_once(cut("auto"), 8192, 128_256) == 1024
     assert tokens_at_once(cut("auto", loss__function="my.losses:own"), 8192, 128_256) == 8192
     assert tokens_at_once(cut(64, loss__function="my.losses:own"), 8192, 128_256) == 64
-    assert tokens_at_once(cut("off"), 8192, 128_256) == 8192
+    assert tokens_at_once(cut("whole"), 8192, 128_256) == 8192
     assert tokens_at_once(cut("auto"), 900, 128_256) == 900

@@ -202,5 +202,5 @@ def test_logits_are_cut_in_the_small_run_where_the_users_are() -> None:
     cut = shrink(config(model__vocab_size=32_000, data__seq_length=4096), ONE)
     assert cut.config.loss.chunk_tokens == 20
     assert "loss.chunk_tokens: auto -> 20" in cut.changes
-    for user in (config(), config(model__vocab_size=32_000, data__seq_length=4096, loss__chunk_tokens="off")):
+    for user in (config(), config(model__vocab_size=32_000, data__seq_length=4096, loss__chunk_tokens="whole")):
         assert shrink(user, ONE).config.loss.chunk_tokens == user.loss.chunk_tokens
