@@ -7,6 +7,7 @@ for every pipeline stage at least), sizes, sequence, batch. Precision is float32
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def has_files(data: AnyData) -> bool:
         case IndexedSection():
             paths = [Path(f"{source.path}.idx") for source in data.train]
         case SftSection():
-            paths = [Path(source.path) for source in data.train]
+            # a source may be a pattern
+            paths = [Path(found) for source in data.train for found in glob.glob(source.path) or [source.path]]
         case _:
             assert_never(data)
     if data.tokenizer is not None:

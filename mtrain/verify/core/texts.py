@@ -14,9 +14,13 @@ import numpy as np
 
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
+from mtrain.data.cache.entry import TokenCache
 from mtrain.data.encoding.encoder import PLAIN, encoder_of
 from mtrain.data.formats.mock import MockSamples
+from mtrain.data.formats.recognise import FileKind
+from mtrain.data.formats.records import chunks
 from mtrain.data.samples.pretrain import PretrainDataset
+from mtrain.data.samples.sft import SftDataset
 from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.data.sources import Blended, Sources
 from mtrain.tokenizer import Tokenizer
@@ -69,7 +73,8 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
     faults = list(broken_order(turns, sizes, [section.weight for section in data.train]))
     match data:
         case SftSection():
-            return _answers(data, sources, turns[:count], sizes, faults.append), tuple(faults)
+            assert sources.tokenizer is not None, "a rule of the section"
+            return _answers(data, stream, sources.tokenizer, turns[:count], faults.append), tuple(faults)
         case IndexedSection():
             return _windows(data, stream, turns[:count], faults.append), tuple(faults)
         case _:
@@ -83,19 +88,43 @@ def _random(samples: MockSamples, number: int) -> Text:
 
 
 def _answers(
-    data: SftSection, sources: Sources, turns: list[Draw], sizes: list[int], tell: Callable[[str], None]
+    data: SftSection, stream: Blended, tokenizer: Tokenizer, turns: list[Draw], tell: Callable[[str], None]
 ) -> list[Text]:
-    assert sources.tokenizer is not None, "a rule of the section"
-    paths = [Path(section.path) for section in data.train]
-    for source, path in enumerate(paths):
-        count = _in_training(num_lines(path), data)
-        if sizes[source] != count and data.too_long == "end":
-            tell(f"source {source} has {sizes[source]} samples, but {path} has {count} lines of training")
-    lines = [
-        objects(path, {turn.index for turn in turns if turn.source == number}) for number, path in enumerate(paths)
-    ]
-    encoder = encoder_of(data, sources.tokenizer)
-    return [_answer(lines[turn.source][turn.index], data, sources.tokenizer, encoder) for turn in turns]
+    found: dict[Draw, Text] = {}
+    encoder = encoder_of(data, tokenizer)
+    for number, source in enumerate(stream.sources):
+        assert isinstance(source, SftDataset), "the kind has one sort of samples"
+        own = [turn for turn in turns if turn.source == number]
+        records = _records(source.cache, {source.cache.record(turn.index) for turn in own})
+        count = _in_training(_num_records(source.cache) - source.cache.bad.count, data)
+        if len(source) != count and data.too_long == "end":
+            path = data.train[number].path
+            tell(f"source {number} has {len(source)} samples, but {path} has {count} records of training")
+        for turn in own:
+            found[turn] = _answer(records[source.cache.record(turn.index)], data, tokenizer, encoder)
+    return [found[turn] for turn in turns]
+
+
+def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, Any]:
+    """Records of a source by number. The reference reads JSON lines itself; that other forms hold the same records is
+    held by the tests of their readers."""
+    if (path := _lone_lines(tokens)) is not None:
+        return objects(path, numbers)
+    found: dict[int, Any] = {}
+    for chunk in chunks(tokens.files):
+        first = tokens.file_starts[chunk.file] + chunk.first - 1
+        found |= {first + index: chunk.record(index) for index in range(len(chunk)) if first + index in numbers}
+    return found
+
+
+def _num_records(tokens: TokenCache) -> int:
+    path = _lone_lines(tokens)
+    return tokens.num_records if path is None else num_lines(path)
+
+
+def _lone_lines(tokens: TokenCache) -> Path | None:
+    (file, *others) = tokens.files
+    return file.path if file.kind is FileKind.LINES and not others else None
 
 
 def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: SampleEncoder) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.data.samples import pretrain
 from mtrain.verify.core.inputs import expected_fields, sample_deviations
 from mtrain.verify.core.samples import SamplePlan
+from mtrain.verify.core.shrink import has_files
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.planted.planting import replaced
 from tests.config.samples import config
@@ -84,6 +86,21 @@ def test_what_a_chat_template_makes_is_read_as_the_trainer_reads_it(word_tokeniz
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     sections = {"data__kind": "sft", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
     assert_rows_are_the_trainers(user({**sections, "data__chat_template": str(template)}))
+
+
+def test_answers_of_several_packed_files_with_bad_records_are_read(word_tokenizer: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(("a.jsonl.gz", "b.jsonl.gz")):
+        lines = [{"prompt": "a " * (number + 1), "response": letter} for letter in "abcdefghij"]
+        text = (
+            "".join(f"{json.dumps(line)}\n" for line in lines[:4])
+            + "{\n"
+            + "".join(f"{json.dumps(line)}\n" for line in lines[4:])
+        )
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    sections = {"data__kind": "sft", "data__train": [{"path": f"{tmp_path}/*.gz"}], "data__on_bad": "skip"}
+    given = user({**sections, "data__tokenizer": str(word_tokenizer)}, data__max_bad=2)
+    assert has_files(given.data)
+    assert_rows_are_the_trainers(given)
 
 
 def test_random_tokens_are_taken_as_they_are_drawn() -> None:
