@@ -75,7 +75,9 @@ class Sandbox:
             date: YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it.
             limits: Of each request.
         """
-        self._template, self._name, self._date, self._limits = template, name, date, limits
+        self._template, self._name, self._date = template, name, date
+        self.limits = limits
+        """Those of memory and text are of the process that runs; a change holds for the next one."""
         self._reset()
 
     def _reset(self) -> None:
@@ -89,7 +91,7 @@ class Sandbox:
         return None if self._process is None or self._owner != os.getpid() else self._process.id
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("_template", "_name", "_date", "_limits")}
+        return {key: getattr(self, key) for key in ("_template", "_name", "_date", "limits")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -129,7 +131,7 @@ class Sandbox:
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
-            process = _Process(self._limits)
+            process = _Process()
             self._ask(process, self._settings(), "is damaged")
             self._process = process
         return self._ask(self._process, line, None)
@@ -137,7 +139,7 @@ class Sandbox:
     def _ask(self, process: _Process, line: bytes, damaged: str | None) -> dict[str, Any]:
         answer = None
         try:
-            answer = process.ask(line)
+            answer = process.ask(line, self.limits)
         except _EndedError as fault:
             raise DataError(f"{self._name} {fault}; take the template from its source again") from None
         finally:
@@ -150,7 +152,7 @@ class Sandbox:
         return answer
 
     def _settings(self) -> bytes:
-        limits = asdict(self._limits)
+        limits = asdict(self.limits)
         return json.dumps({"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **limits}).encode()
 
 
@@ -161,8 +163,7 @@ class _EndedError(Exception):
 class _Process:
     """The running program, and its end when nobody needs it."""
 
-    def __init__(self, limits: RenderLimits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         # -I -S: nothing of the user's is imported, and starting takes a third of the time
         command = [sys.executable, "-I", "-S", "-B", str(_PROGRAM), *_paths()]
         environment = {key: os.environ[key] for key in _KEPT_VARIABLES if key in os.environ}
@@ -187,37 +188,41 @@ class _Process:
         os.set_blocking(self._input, False)  # a stopped process reads nothing, and a full pipe would wait for ever
         self.end = weakref.finalize(self, _end, self._program, os.getpid())
 
-    def ask(self, line: bytes) -> dict[str, Any]:
+    def ask(self, line: bytes, limits: RenderLimits) -> dict[str, Any]:
         """The answer to one line.
 
         Raises:
             _EndedError: There is none within the limits.
         """
         rest, received = memoryview(line + b"\n"), bytearray()
-        until = time.monotonic() + self._limits.wall_s
+        until = time.monotonic() + limits.wall_s
+        waiting = select.poll()  # and not select, which takes no file descriptor above 1023
+        waiting.register(self._output, select.POLLIN)
+        waiting.register(self._input, select.POLLOUT)
         while not received.endswith(b"\n"):
-            waiting = [self._input] if rest else []
-            readable, writable, _ = select.select([self._output], waiting, [], max(0.0, until - time.monotonic()))
-            if not readable and not writable:
-                raise _EndedError(f"takes longer than {self._limits.wall_s:g} s")
-            if writable:
+            ready = dict(waiting.poll(max(0.0, until - time.monotonic()) * 1000))
+            if not ready:
+                raise _EndedError(f"takes longer than {limits.wall_s:g} s")
+            if self._input in ready:
                 with contextlib.suppress(BrokenPipeError):  # it ended; why is read from its exit code below
                     rest = rest[os.write(self._input, rest[:_CHUNK_BYTES]) :]
-            if readable:
+                if not rest:
+                    waiting.unregister(self._input)
+            if self._output in ready:
                 chunk = os.read(self._output, _CHUNK_BYTES)
                 received += chunk
                 if not chunk:
-                    raise _EndedError(self._why_ended())
-                if len(received) > _BYTES_PER_CHAR * self._limits.max_chars:
-                    raise _EndedError(f"writes more than {self._limits.max_chars} characters")
+                    raise _EndedError(self._why_ended(limits))
+                if len(received) > _BYTES_PER_CHAR * limits.max_chars:
+                    raise _EndedError(f"writes more than {limits.max_chars} characters")
         answer = json.loads(received)
         assert isinstance(answer, dict), "the program answers with an object"
         return answer
 
-    def _why_ended(self) -> str:
+    def _why_ended(self, limits: RenderLimits) -> str:
         code = self._program.wait()
         if code == -signal.SIGPROF:
-            return f"takes more than {self._limits.cpu_s:g} s of processor time"
+            return f"takes more than {limits.cpu_s:g} s of processor time"
         return f"ends the process that renders it (exit code {code}), as one that needs too much memory does"
 
 

@@ -69,7 +69,8 @@ def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str,
     if record.get("system"):
         messages.append({"role": "system", "content": check_text(record["system"], "'system'")})
     messages += [_message_of_turn(turn, ignored, f"conversations[{number}]") for number, turn in enumerate(turns)]
-    known = {key: record[key] for key in ("tools", "weight") if record.get(key) is not None}
+    # without tools, the text of their JSON is empty
+    known = {key: record[key] for key in ("tools", "weight") if record.get(key) not in (None, "")}
     return {"messages": messages, **known}
 
 

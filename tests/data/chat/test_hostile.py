@@ -124,3 +124,14 @@ def test_nothing_of_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(DataError, match="holds a value that is no JSON"):
         Sandbox("a", "T", None, LIMITS).render([{"content": b"bytes"}], None, {}, [WHOLE])
+
+
+def test_a_process_that_does_not_run_is_given_up() -> None:
+    sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
+    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+    assert sandbox.process_id is not None
+    os.kill(sandbox.process_id, signal.SIGSTOP)
+    sandbox.limits = RenderLimits(wall_s=0.5)
+    with pytest.raises(DataError, match=r"takes longer than 0\.5 s"):
+        sandbox.render([{"content": "a" * 10**6}, {}], None, {}, [WHOLE])
+    assert sandbox.process_id is None

@@ -111,7 +111,8 @@ def test_alpaca(encoder: Callable[..., SampleEncoder]) -> None:
 
 def test_sharegpt(encoder: Callable[..., SampleEncoder]) -> None:
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    found = encoder(chat_template="plain", format="sharegpt").encode({"conversations": turns, "system": "c"})
+    record = {"conversations": turns, "system": "c", "tools": ""}
+    found = encoder(chat_template="plain", format="sharegpt").encode(record)
     messages = [{"role": "system", "content": "c"}, *CHAT]
     assert found.ids.tolist() == encoder(chat_template="plain").encode({"messages": messages}).ids.tolist()
 
