@@ -28,3 +28,16 @@ def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, precision: 
     assert 0 < wanted[1].loss < text
     config = case.config(train__precision=precision, train__initial_loss_scale=2.0**10)
     assert pool.run(counted, case.resolved(config), config, batch) == [wanted] * case.resolved(config).world_size
+
+
+@pytest.mark.parametrize("case", [case(2, dp=2), case(2, tp=2, sp=True, pp=2)], ids=str)
+def test_packing_leaves_text_and_loss_tokens_and_takes_padding_away(pool: Pool, case: Case) -> None:
+    """In fp16, where the numerators are scaled by what the packed batch plans."""
+    batch = [cut(sample, 1 + 2 * slot) for slot, sample in enumerate(three_steps()[0])]
+    fp16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**10, "data__isolate_documents": True}
+    configs = [case.config(**fp16), case.config(**fp16, data__packing={})]
+    rows = [pool.run(counted, case.resolved(config), config, batch) for config in configs]
+    text, loss = sum(len(sample.tokens) for sample in batch), sum(int((sample.mask > 0).sum()) for sample in batch)
+    assert {(found, tokens.loss) for each in rows for found, tokens in each} == {(text, loss)}
+    assert {tokens.padding for _, tokens in rows[0]} == {len(batch) * SEQ - text}
+    assert max(tokens.padding for _, tokens in rows[1]) < (len(batch) * SEQ - text) / 2
