@@ -62,12 +62,31 @@ class EncodedChunk(NamedTuple):
     """Number of each record that is no sample, and what is wrong with it."""
 
 
-def runs_of(loss_weights: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Lengths and weights of the runs of equal weights; at least one run for [n], n > 0."""
-    # a first edge at 0, so that every run has one
-    edges = np.flatnonzero(np.concatenate([[True], loss_weights[1:] != loss_weights[:-1]]))
-    lengths = np.diff(edges, append=len(loss_weights)).astype(np.int32)
-    return lengths, loss_weights[edges]
+class Runs(NamedTuple):
+    """Runs of equal weights, as long as they can be; none reaches over the end of a sample."""
+
+    lengths: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    counts: NDArray[np.int32]
+    """Of each sample."""
+
+
+def runs_of(loss_weights: NDArray[np.float32], lengths: NDArray[np.int32]) -> Runs:
+    """The runs of several samples.
+
+    Args:
+        loss_weights: Of all samples, laid end to end.
+        lengths: Tokens of each sample, at least one.
+    """
+    if len(lengths) == 0:
+        return Runs(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    is_edge = np.empty(len(loss_weights), np.bool_)
+    is_edge[1:] = loss_weights[1:] != loss_weights[:-1]
+    is_edge[starts] = True
+    edges = np.flatnonzero(is_edge)
+    run_lengths = np.diff(edges, append=len(loss_weights)).astype(np.int32)
+    return Runs(run_lengths, loss_weights[edges], np.add.reduceat(is_edge, starts, dtype=np.int32))
 
 
 def checksum(ids: NDArray[np.int32], run_lengths: NDArray[np.int32], run_weights: NDArray[np.float32]) -> int:
@@ -85,16 +104,17 @@ def encoded(
     bad: Sequence[tuple[int, str]],
 ) -> EncodedChunk:
     """Samples with the numbers of their records, as arrays."""
-    runs = [runs_of(sample.loss_weights) for _, sample in samples]
+    lengths = np.array([len(sample.ids) for _, sample in samples], np.int32)
+    runs = runs_of(_joined([sample.loss_weights for _, sample in samples], np.float32), lengths)
     return EncodedChunk(
         file,
         first,
         num_records,
         ids=_joined([sample.ids for _, sample in samples], np.int32),
-        lengths=np.array([len(sample.ids) for _, sample in samples], np.int32),
-        run_lengths=_joined([lengths for lengths, _ in runs], np.int32),
-        run_weights=_joined([weights for _, weights in runs], np.float32),
-        run_counts=np.array([len(lengths) for lengths, _ in runs], np.int32),
+        lengths=lengths,
+        run_lengths=runs.lengths,
+        run_weights=runs.weights,
+        run_counts=runs.counts,
         weights=np.array([sample.weight for _, sample in samples], np.float64),
         numbers=np.array([number for number, _ in samples], np.int64),
         bad=tuple(bad),

@@ -65,7 +65,10 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
     bad: list[tuple[int, str]] = []
     for index in range(len(chunk)):
         try:
-            samples.append((chunk.first + index, encoder.encode(chunk.record(index))))
+            sample = encoder.encode(chunk.record(index))
+            if len(sample.ids) == 0:
+                raise DataError("gives no token; remove it")
+            samples.append((chunk.first + index, sample))
         except DataError as fault:
             bad.append((chunk.first + index, str(fault)))
     return encoded(chunk.file, chunk.first, len(chunk), samples, bad)

@@ -88,13 +88,17 @@ def test_samples_are_read_back(tmp_path: Path) -> None:
     assert cache.trained_before(np.array([0, 2, 3, 5])).tolist() == [0, 0, 1, 3]
 
 
-@given(st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=30))
-def test_runs_stand_for_the_weights_and_are_as_long_as_can_be(values: list[float]) -> None:
-    weights = np.array(values, np.float32)
-    lengths, of_runs = runs_of(weights)
-    assert np.repeat(of_runs, lengths).tolist() == values
-    assert all(lengths > 0)
-    assert all(of_runs[1:] != of_runs[:-1])
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=12), max_size=5))
+def test_runs_stand_for_the_weights_and_are_as_long_as_can_be(samples: list[list[float]]) -> None:
+    lengths = np.array([len(values) for values in samples], np.int32)
+    runs = runs_of(np.array([value for values in samples for value in values], np.float32), lengths)
+    assert (runs.lengths > 0).all()
+    ends = np.cumsum(runs.counts)
+    assert ends[-1:].tolist() == [len(runs.lengths)] * (len(samples) > 0)
+    for values, start, end in zip(samples, ends - runs.counts, ends, strict=True):
+        own = runs.weights[start:end]
+        assert np.repeat(own, runs.lengths[start:end]).tolist() == values
+        assert (own[1:] != own[:-1]).all()
 
 
 def test_a_second_start_encodes_nothing(tmp_path: Path, count: Callable[[], int]) -> None:
@@ -342,6 +346,8 @@ def test_a_bad_record_is_named_and_ends_the_build(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["a", "b", "!"])
     with pytest.raises(DataError, match=r"a\.jsonl line 3: holds an !"):
         opened(path, tmp_path / "cache")
+    with pytest.raises(DataError, match=r"a\.jsonl line 2: gives no token; remove it"):
+        opened(write(path, ["a", ""]), tmp_path / "cache")
     with pytest.raises(DataError, match=r"a\.jsonl holds no sample \(2 of 2 records are bad; .* line 1: holds an !\)"):
         opened(write(path, ["!", "!"]), tmp_path / "cache", stops_at_bad=False)
 
