@@ -77,7 +77,7 @@ class Sandbox:
         """
         self._template, self._name, self._date = template, name, date
         self.limits = limits
-        """Those of memory and text are of the process that runs; a change holds for the next one."""
+        """A change of wall_s holds at once, one of the others for the next process."""
         self._reset()
 
     def _reset(self) -> None:
