@@ -9,8 +9,9 @@ a step holds the same samples under any layout.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -21,6 +22,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import Place, RowForm, collate
+from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
 from mtrain.data.order import SamplePosition, slots
 from mtrain.data.packing.best_fit import PackedRows
 from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
@@ -149,6 +151,10 @@ class TrainingSlots:
     def _widths(self) -> NDArray[np.int64]:
         return self.stream.widths(self.numbers)
 
+    def place(self, slot: int) -> SamplePosition:
+        """Where the sample of a slot comes from."""
+        return self.stream.locate(int(self.numbers[slot]))
+
 
 class StepLoader:
     """Batches of one data-parallel rank: a pure function of the configuration, the files and the step."""
@@ -173,6 +179,8 @@ class StepLoader:
         self.notes = sources.notes()
         """Lines for the user on what of the files is not trained, or not as it stands there."""
         self._depth = config.data.prefetch_steps
+        # those read ahead, the one in the trainer's hands, and the one being made
+        self._read: deque[StepEntry] = deque(maxlen=self._depth + 3)
 
     @property
     def fingerprint(self) -> str:
@@ -187,6 +195,19 @@ class StepLoader:
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""
         return self._rows.microbatches(self.plan(step), self.samples(step), has_first=True)
+
+    def next_entry(self, step: int) -> StepEntry:
+        """What the batches were that `iterate` gave out first of those not asked about yet.
+
+        Args:
+            step: With which so many updates are completed: the trainer's count, whatever was read for it.
+        """
+        return replace(self._read.popleft(), step=step)
+
+    def start_entry(self, step: int) -> StartEntry:
+        """What the entries after so many updates have in common."""
+        names, sizes = zip(*self._stream.named_sizes)
+        return StartEntry(step, self.fingerprint, names, sizes)
 
     def samples(self, step: int) -> Slots:
         """The samples of the step after `step` completed updates, by slot."""
@@ -211,7 +232,14 @@ class StepLoader:
 
     def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
         """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""
-        return Prefetch(self.batches, from_step, self._depth)
+        self._read.clear()
+        return Prefetch(self._noted, from_step, self._depth)
+
+    def _noted(self, step: int) -> list[Microbatch]:
+        samples = NotedSlots(TrainingSlots(self._stream, self.numbers(step)))
+        batches = self._rows.microbatches(self.plan(step), samples, has_first=True)
+        self._read.append(samples.entry(step + 1, len(self.numbers(step))))
+        return batches
 
     def held_out(self, part: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
         """The only validation or test set, or the first one; None where the configuration has none."""

@@ -41,6 +41,10 @@ class SampleStream(Protocol):
     def locate(self, g: int) -> SamplePosition:
         """Where sample g lies in its source."""
 
+    @property
+    def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
+        """Name of each source, and its samples in an epoch; None where it has no end."""
+
 
 class Blended:
     """Sources in their shares, each in a new order every epoch."""
@@ -51,6 +55,7 @@ class Blended:
         weights: Sequence[float],
         sources: Sequence[SampleSource],
         of_0_1_0: Sequence[str | None] = (),
+        names: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -58,9 +63,11 @@ class Blended:
             weights: Shares of the sources.
             sources: As many.
             of_0_1_0: What version 0.1.0 called each source; None where it could not read it.
+            names: Of the sources, for people; by default their numbers.
         """
         self.order = SampleOrder(seed, weights, [len(source) for source in sources])
         self.sources = tuple(sources)
+        self._names = tuple(names) if names else tuple(map(str, range(len(sources))))
         # weights too: other shares are another order, and resuming would repeat or leave out samples
         self.fingerprint = _blend_of([source.fingerprint for source in sources], weights)
         known = [name for name in of_0_1_0 if name is not None]
@@ -78,6 +85,10 @@ class Blended:
         for own in self.order.locate_all(numbers):
             found[own.positions] = self.sources[own.source].widths(own.indices)
         return found
+
+    @property
+    def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
+        return tuple((name, len(source)) for name, source in zip(self._names, self.sources))
 
 
 def _blend_of(fingerprints: Sequence[str], weights: Sequence[float]) -> str:
@@ -163,7 +174,9 @@ class Sources:
                 return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
             case IndexedSection() | SftSection():
                 sources = [self._open(data, section, "train", number) for number, section in enumerate(data.train)]
-                return Blended(seed, [section.weight for section in data.train], sources, self._of_0_1_0(sources))
+                names = [section.path for section in data.train]
+                weights = [section.weight for section in data.train]
+                return Blended(seed, weights, sources, self._of_0_1_0(sources), names)
             case _:
                 assert_never(data)
 

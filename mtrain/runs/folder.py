@@ -62,6 +62,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def ledger(self) -> Path:
+        """What was trained in each step, one file for each data-parallel rank."""
+        return self.path / "ledger"
+
+    @property
     def heartbeats(self) -> Path:
         """What each rank is doing, one file a rank."""
         return self.path / "heartbeats"

@@ -19,6 +19,7 @@ from mtrain.checkpoint.store.directory import load_entry, published_steps, step_
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
+from mtrain.data.ledger import rewind_ledger
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.loss.pair import MAIN_TERM
@@ -37,6 +38,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.changed import note_on_order
 from mtrain.training.checkpoint_self_test import run_self_test
+from mtrain.training.data_ledger import LedgerSink
 from mtrain.training.evaluate import evaluate_all, term_records
 from mtrain.training.export import Exporter
 from mtrain.training.resume import say
@@ -162,12 +164,13 @@ def _write_first_samples(run: Run, folder: RunFolder) -> None:
 
 
 def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
-    if run.groups.rank != 0:
-        return Sinks()
     metrics, start = run.config.metrics, run.start_step
+    ledger = _ledger(run, folder)
+    if run.groups.rank != 0:
+        return Sinks(*ledger)
     console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
     tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
-    sinks = Sinks(JsonlSink(folder.metrics, start), console, *tensorboard)
+    sinks = Sinks(JsonlSink(folder.metrics, start), console, *tensorboard, *ledger)
     if start < run.config.train.num_steps:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:
@@ -175,6 +178,18 @@ def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
         if (note := note_on_order(new, run.config)) is not None:
             say(note)
     return sinks
+
+
+def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
+    """One on each rank that reads for a replica of the data. Collective over the world."""
+    start, loader = run.start_step, run.loader
+    if not run.config.metrics.data_ledger or start >= run.config.train.num_steps:
+        return []
+    # files of ranks that are no longer there, too, and all before one is opened
+    on_first_rank(lambda: rewind_ledger(folder.ledger, start))
+    if loader is None or not run.groups.counts_plan:
+        return []
+    return [LedgerSink(folder.ledger, run.groups.dp_rank, loader, loader.start_entry(start))]
 
 
 def _loop(

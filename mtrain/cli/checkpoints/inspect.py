@@ -3,6 +3,7 @@
     mtrain inspect PATH          what is inside, from metadata alone
     mtrain inspect diff A B      keys and tensors that differ, the worst first; exit 0 equal, 1 not
     mtrain inspect verify PATH   the SHA-256 of every file against the manifest
+    mtrain inspect data RUN      which samples were trained, each once or not; exit 0 each once, 1 not
 
 PATH is a checkpoint, or a run folder: then its newest good checkpoint.
 """
@@ -25,6 +26,7 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.checkpoint.format.safe_metadata import GlobalTensor
+    from mtrain.data.ledger import Ledger
 
 
 class _ShowUnlessNamed(TyperGroup):
@@ -44,6 +46,7 @@ inspect_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _PLAIN_WIDTH = 200
+_MOST_LINES = 20
 
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False)]
 
@@ -112,6 +115,53 @@ def verify(path: PathArgument) -> None:
         verify_files(CheckpointEntry(contents.folder, contents.manifest), files, os.cpu_count() or 1)
         size = _size(sum(facts.size_bytes for facts in files.values()))
         print(f"verified {contents.folder}: {len(files)} files, {size}, every byte as it was saved")
+
+
+@inspect_app.command()
+def data(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=1, help="Lists the samples of one step.")] = None,
+    source: Annotated[str | None, typer.Option(help="Only this one of data.train, by its path.")] = None,
+) -> None:
+    """Which samples a run has trained: by source and epoch, or in one step; whether any was repeated or lost."""
+    with one_message():
+        from mtrain.data.ledger import Ledger  # loads numpy
+        from mtrain.runs.folder import RunFolder
+
+        ledger = Ledger(RunFolder(run).ledger)
+        is_sound = _print_step(ledger, step, source) if step is not None else _print_epochs(ledger, source)
+    raise typer.Exit(0 if is_sound else 1)
+
+
+def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
+    from mtrain.data.ledger import ranges
+
+    entry, names = ledger.step(step), ledger.start_of(step).sources
+    print(f"step {step}: digest of what was trained {entry.digest:016x}, read by {len(ledger.steps[step])} ranks")
+    for part in entry.sources:
+        if source in (None, names[part.source]):
+            counts = f"{len(part.ids)} samples, {part.tokens:,} tokens, {part.loss_tokens:,} in the loss"
+            print(f"{names[part.source]}, epoch {part.epoch}: {counts}\n  {ranges(part.ids)}")
+    return True
+
+
+def _print_epochs(ledger: Ledger, source: str | None) -> bool:
+    epochs = [each for each in ledger.epochs() if source in (None, each.source)]
+    table = _table("source", "epoch", "samples", "of", "tokens", "in the loss", "repeated", "lost")
+    for each in epochs:
+        counts = (each.samples, each.size, each.tokens, each.loss_tokens, len(each.repeated), each.lost)
+        table.add_row(each.source, str(each.epoch), *("-" if count is None else f"{count:,}" for count in counts))
+    _console().print(table)
+    incomplete = ledger.incomplete_steps()
+    for number, words in [*incomplete.items()][:_MOST_LINES]:
+        print(f"step {number} {words}")
+    for each in epochs:
+        if each.repeated:
+            print(f"{each.source}, epoch {each.epoch}: repeated {list(each.repeated[:_MOST_LINES])}")
+    is_sound = not incomplete and not any(each.repeated or each.lost for each in epochs)
+    verdict = "each sample of an epoch once" if is_sound else "samples were repeated or lost"
+    print(f"{max(ledger.steps)} steps: {verdict}")
+    return is_sound
 
 
 def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:

@@ -62,3 +62,5 @@ class MetricsSection(Section):
 
     console_interval_steps: int = Field(1, gt=0)
     tensorboard: bool = True
+    data_ledger: bool = True
+    """ledger/ in the run folder says which samples each step has trained (`mtrain inspect data RUN`)."""

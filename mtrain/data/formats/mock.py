@@ -40,3 +40,8 @@ class MockSamples:
     def locate(self, g: int) -> SamplePosition:
         """Every sample is new."""
         return SamplePosition(source=0, epoch=0, index=g)
+
+    @property
+    def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
+        """One source without end."""
+        return (("mock", None),)

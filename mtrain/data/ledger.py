@@ -1,0 +1,324 @@
+"""What was trained, step by step: the samples that each data-parallel rank read, with what they held.
+
+Each rank that reads for a replica writes a file of its own, so a step needs no further communication; a reader merges
+them. Nothing in an entry depends on who read a sample or where it lay: identities follow from the order of samples,
+and digests of single samples are added up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, remove, replacing
+from mtrain.data.order import SamplePosition
+from mtrain.data.samples.sample import Sample
+
+_DIGESTS = 1 << 64
+
+
+class ReadSlots(Protocol):
+    """The samples of a step by slot."""
+
+    def sample(self, slot: int) -> Sample | None:
+        """None beyond the end of a set."""
+
+    def width(self, slot: int) -> int:
+        """Positions that the sample takes in a row."""
+
+    def place(self, slot: int) -> SamplePosition:
+        """Where the sample comes from."""
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """What one rank read of one source's epoch in a step."""
+
+    source: int
+    """Number in data.train."""
+    epoch: int
+    ids: tuple[int, ...]
+    """Samples, by their number in the source, ascending; twice where one was read twice."""
+    tokens: int
+    """Positions with text."""
+    loss_tokens: int
+    """Of them, those that the main term counts."""
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """What one rank, or all, read in a step."""
+
+    step: int
+    """Updates completed with it, as in metrics.jsonl."""
+    num_samples: int
+    """Of the global batch, over all ranks."""
+    digest: int
+    """Sum of the samples' digests modulo 2^64: of tokens, labels, mask and weight, whoever read them in what order."""
+    sources: tuple[SourceEntry, ...]
+
+
+@dataclass(frozen=True)
+class StartEntry:
+    """What all entries up to the next start have in common."""
+
+    start: int
+    """Updates completed before it."""
+    fingerprint: str
+    """Of the training data."""
+    sources: tuple[str, ...]
+    """As data.train names them."""
+    sizes: tuple[int | None, ...]
+    """Samples of an epoch of each source; None where it has no end."""
+
+
+class NotedSlots:
+    """The samples of a step, each noted when it is read."""
+
+    def __init__(self, samples: ReadSlots) -> None:
+        self._samples = samples
+        self._read: dict[int, Sample] = {}
+
+    def sample(self, slot: int) -> Sample | None:
+        """As of the samples."""
+        found = self._samples.sample(slot)
+        if found is not None:
+            self._read[slot] = found
+        return found
+
+    def width(self, slot: int) -> int:
+        """As of the samples; not noted, since every rank asks for the widths of all."""
+        return self._samples.width(slot)
+
+    def entry(self, step: int, num_samples: int) -> StepEntry:
+        """Of what was read.
+
+        Args:
+            step: Updates completed with it.
+            num_samples: Of the global batch.
+        """
+        places: dict[tuple[int, int], list[tuple[int, Sample]]] = {}
+        for slot, sample in self._read.items():
+            place = self._samples.place(slot)
+            places.setdefault((place.source, place.epoch), []).append((place.index, sample))
+        sources = tuple(
+            SourceEntry(
+                source,
+                epoch,
+                tuple(sorted(index for index, _ in found)),
+                sum(len(sample.tokens) for _, sample in found),
+                sum(_num_loss_tokens(sample) for _, sample in found),
+            )
+            for (source, epoch), found in sorted(places.items())
+        )
+        return StepEntry(step, num_samples, sum(map(_digest, self._read.values())) % _DIGESTS, sources)
+
+
+def _num_loss_tokens(sample: Sample) -> int:
+    return int(np.count_nonzero(sample.mask)) if sample.weight else 0
+
+
+def _digest(sample: Sample) -> int:
+    digest = hashlib.blake2b(np.float64(sample.weight).tobytes(), digest_size=8)
+    for part in (sample.tokens, sample.labels, sample.mask):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def rewind_ledger(folder: Path, resume_step: int) -> None:
+    """Takes the files of all ranks back to what they held at `resume_step`; before a rank opens its own.
+
+    Raises:
+        DataError: A line other than the last of a file is damaged.
+        MachineError: The disk refuses.
+    """
+    with disk_faults(f"rewind {folder} to step {resume_step}"):
+        for path in sorted(folder.glob("dp_*.jsonl")):
+            if resume_step == 0:
+                remove(path)
+                continue
+            kept = [to_line(each) for each in read_file(path) if _lies_before(each, resume_step)]
+            with replacing(path) as new:
+                new.write_bytes(b"".join(kept))
+
+
+def _lies_before(entry: StartEntry | StepEntry, resume_step: int) -> bool:
+    return entry.start < resume_step if isinstance(entry, StartEntry) else entry.step <= resume_step
+
+
+def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
+    """The entries of one rank, in order; what follows the last newline is still being written and is left out.
+
+    Raises:
+        DataError: A line is damaged.
+    """
+    with disk_faults(f"read {path}"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield from_line(line)
+        except (ValueError, TypeError, KeyError) as fault:
+            raise DataError(
+                f"{path}, line {number}: not an entry of a data ledger ({fault}); remove the file"
+            ) from fault
+
+
+def from_line(line: bytes) -> StartEntry | StepEntry:
+    """What `to_line` has written; ValueError, TypeError or KeyError where it has not."""
+    content: Any = json.loads(line)
+    if "start" in content:
+        return StartEntry(**{**content, "sources": tuple(content["sources"]), "sizes": tuple(content["sizes"])})
+    sources = tuple(SourceEntry(**{**each, "ids": _ids(each["ids"])}) for each in content["sources"])
+    return StepEntry(content["step"], content["num_samples"], int(content["digest"], 16), sources)
+
+
+def to_line(entry: StartEntry | StepEntry) -> bytes:
+    """One line of JSON, newline included."""
+    values = asdict(entry)
+    if isinstance(entry, StepEntry):
+        sources = [{**asdict(each), "ids": ranges(each.ids)} for each in entry.sources]
+        values |= {"digest": f"{entry.digest:016x}", "sources": sources}
+    return json.dumps(values).encode() + b"\n"
+
+
+def ranges(ids: tuple[int, ...]) -> str:
+    """`3,5-7`: ascending numbers as text; a number that is there twice stands there twice."""
+    runs: list[list[int]] = []
+    for each in ids:
+        if runs and each == runs[-1][1] + 1:
+            runs[-1][1] = each
+        else:
+            runs.append([each, each])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for run in text.split(",") if text else []:
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class EpochTotals:
+    """One epoch of one source over a whole run."""
+
+    source: str
+    epoch: int
+    samples: int
+    """Read, repeated ones counted again."""
+    size: int | None
+    """Samples of the epoch."""
+    tokens: int
+    loss_tokens: int
+    repeated: tuple[int, ...]
+    """Samples that were read more than once."""
+    lost: int
+    """Samples that an epoch lacks after which the next one has begun."""
+
+
+class Ledger:
+    """The entries of all ranks of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            DataError: There is no ledger, or it is damaged.
+        """
+        paths = sorted(folder.glob("dp_*.jsonl"))
+        if not paths:
+            raise DataError(f"{folder} holds no data ledger; give the run.dir of a run with metrics.data_ledger=true")
+        self.starts: dict[int, StartEntry] = {}
+        """Step -> what holds from there on."""
+        self.steps: dict[int, list[StepEntry]] = {}
+        """Step -> the entries of all ranks."""
+        for entry in (entry for path in paths for entry in read_file(path)):
+            if isinstance(entry, StartEntry):
+                self.starts[entry.start] = entry
+            else:
+                self.steps.setdefault(entry.step, []).append(entry)
+        if not self.starts or not self.steps:
+            raise DataError(f"{folder} holds no step yet; wait for the first one")
+
+    def start_of(self, step: int) -> StartEntry:
+        """What holds for a step."""
+        return self.starts[max(start for start in self.starts if start < step)]
+
+    def step(self, step: int) -> StepEntry:
+        """All ranks' parts of a step as one.
+
+        Raises:
+            DataError: It has not been trained.
+        """
+        if step not in self.steps:
+            raise DataError(f"step {step} is not in the ledger, which has {min(self.steps)} to {max(self.steps)}")
+        merged: dict[tuple[int, int], list[SourceEntry]] = {}
+        for part in (part for entry in self.steps[step] for part in entry.sources):
+            merged.setdefault((part.source, part.epoch), []).append(part)
+        sources = tuple(
+            SourceEntry(
+                *key,
+                tuple(sorted(index for part in parts for index in part.ids)),
+                sum(part.tokens for part in parts),
+                sum(part.loss_tokens for part in parts),
+            )
+            for key, parts in sorted(merged.items())
+        )
+        digest = sum(entry.digest for entry in self.steps[step]) % _DIGESTS
+        return StepEntry(step, self.steps[step][0].num_samples, digest, sources)
+
+    def incomplete_steps(self) -> dict[int, str]:
+        """Step -> what it lacks or has too much, from step 1 to the last."""
+        found = {}
+        for step in range(1, max(self.steps) + 1):
+            if step not in self.steps:
+                found[step] = "is missing"
+                continue
+            count = sum(len(part.ids) for entry in self.steps[step] for part in entry.sources)
+            if count != (wanted := self.steps[step][0].num_samples):
+                found[step] = f"has {count} of {wanted} samples"
+        return found
+
+    def epochs(self) -> list[EpochTotals]:
+        """By source and epoch, in the order in which they began; data of another fingerprint are other sources."""
+        parts: dict[tuple[str, int, int], list[SourceEntry]] = {}
+        starts: dict[str, StartEntry] = {}
+        for step in sorted(self.steps):
+            start = self.start_of(step)
+            starts[start.fingerprint] = start
+            for part in self.step(step).sources:
+                parts.setdefault((start.fingerprint, part.source, part.epoch), []).append(part)
+        return [self._totals(starts[key[0]], key, found, parts.keys()) for key, found in parts.items()]
+
+    def _totals(
+        self,
+        start: StartEntry,
+        key: tuple[str, int, int],
+        parts: list[SourceEntry],
+        known: Collection[tuple[str, int, int]],
+    ) -> EpochTotals:
+        fingerprint, source, epoch = key
+        counts = Counter(index for part in parts for index in part.ids)
+        size = start.sizes[source]
+        # data that came on the way begin at their place in the order, so what lies before it is not lost
+        is_whole = fingerprint == self.starts[min(self.starts)].fingerprint
+        has_ended = (fingerprint, source, epoch + 1) in known
+        return EpochTotals(
+            source=start.sources[source],
+            epoch=epoch,
+            samples=counts.total(),
+            size=size,
+            tokens=sum(part.tokens for part in parts),
+            loss_tokens=sum(part.loss_tokens for part in parts),
+            repeated=tuple(sorted(index for index, count in counts.items() if count > 1)),
+            lost=size - len(counts) if size is not None and is_whole and has_ended else 0,
+        )
