@@ -101,7 +101,10 @@ def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> 
 
 
 def _whole_shares(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
-    return {"denominator_weights": rows.denominator_weights}
+    shares = {term: torch.zeros_like(each) for term, each in cut.denominator_weights.items()}
+    for term, each in rows.denominator_weights.items():
+        shares[term][:, 0] = each.sum(1)
+    return {"denominator_weights": shares}
 
 
 def _shifted_labels(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
