@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,14 @@ def test_split_predicts_every_trained_token_once(cache: TokenCache, seq_length: 
         if letter.isupper() and position > 0
     }
     assert trained <= set(predicted)
+
+
+def test_a_token_that_a_piece_only_reads_does_not_keep_it(tmp_path: Path) -> None:
+    """E is predicted by the first piece; the second one begins with it and trains nothing."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abcdEfghi"}\n')
+    job = EncodingJob(tuple(record_files(str(path))), ByteEncoder)
+    assert kept(token_cache(job, "", CacheOptions(tmp_path)), "split") == ["abcdE"]
 
 
 def test_pieces_are_samples_of_their_own(cache: TokenCache) -> None:
