@@ -16,4 +16,5 @@ class Pool(ranks.Pool):
     """Ranks on gloo."""
 
     def __init__(self) -> None:
-        super().__init__(preloaded=["pytest", "tests.pool", "mtrain.verify.resume.worker", *warm.PRELOADED])
+        before = ["pytest", "tests.pool", "mtrain.verify.resume.worker", *warm.PRELOADED]
+        super().__init__(preloaded=[*before, "tests.base.strict_warnings"])  # last: not of what they import

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,8 +80,9 @@ class Command:
             script, rest = arguments[1], list(arguments[2:])
             assert arguments[0] == sys.executable, arguments
             assert script.endswith(".py"), arguments
-        self._folder = tempfile.TemporaryDirectory(prefix="mtrain-command-")
-        self._outputs = [Path(self._folder.name, name) for name in ("output", "errors")]
+        own = tempfile.mkdtemp(prefix="mtrain-command-")
+        weakref.finalize(self, shutil.rmtree, own)  # what a command has said can be read for as long as it is there
+        self._outputs = [Path(own, name) for name in ("output", "errors")]
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
