@@ -31,6 +31,7 @@ NEUTRAL_KEYS = (
     "train.max_skipped_steps",
     "model.backend",
     "model.hf",
+    "adapter.path",
     "data.prefetch_steps",
     "data.packing",
     "data.ignore_keys",

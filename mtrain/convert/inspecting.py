@@ -31,7 +31,8 @@ def print_contents(path: Path) -> None:
     else:
         target = open_target(path, None, None)
         family, model = target.family, target.model
-        tensors = {key: (facts.dtype, facts.shape) for key, facts in sorted(target.tensors.tensors.items())}
+        facts = target.tensors.tensors
+        tensors = {key: (facts[key].dtype, facts[key].shape) for key in sorted(facts)}
     dtypes: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         dtypes[str(dtype).removeprefix("torch.")] += math.prod(shape)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
-from mtrain.base.tensor_slice import Sizes
-from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.convert.progress import Meter
 from mtrain.hf.io.block_scaled import Weights
 from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
+
+
+class Readable(Protocol):
+    """Global tensors of a checkpoint, as they are or made from several."""
+
+    @property
+    def folder(self) -> Path:
+        """For messages."""
+        ...
+
+    def read(self, key: str, wanted: TensorSlice) -> torch.Tensor:
+        """One slice; not to be written to."""
+        ...
 
 
 class Proof(NamedTuple):
@@ -28,7 +41,7 @@ class Proof(NamedTuple):
 
 def prove(
     table: Table,
-    checkpoint: CheckpointTensors,
+    checkpoint: Readable,
     key_of: Callable[[str], str],
     weights: Weights,
     into: Literal["checkpoint", "folder"],

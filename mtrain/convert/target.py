@@ -15,6 +15,8 @@ from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
+from mtrain.convert.adapters import open_adapter
+from mtrain.convert.merged import MergedTensors
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.family import Family
@@ -44,7 +46,7 @@ class ExportTarget(NamedTuple):
     """A checkpoint and what it will be called outside."""
 
     entry: CheckpointEntry
-    tensors: CheckpointTensors
+    tensors: CheckpointTensors | MergedTensors
     family: Family
     model: ModelSection
     table: Table
@@ -60,6 +62,8 @@ class ExportTarget(NamedTuple):
 
     def files(self) -> set[str]:
         """Files of the checkpoint that hold the weights."""
+        if isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
+            return set(self.entry.manifest.files)
         return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
 
     def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
@@ -88,13 +92,17 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     family = fitting_family(source.model) if template is None else family_of(template)
     # refuses before any work is done
     family.config(source.model, None if template is None else plain_config(template))
-    tensors = CheckpointTensors(entry.path)
+    table = family.table(source.model)
+    if entry.manifest.base is None:
+        tensors: CheckpointTensors | MergedTensors = CheckpointTensors(entry.path)
+    else:
+        tensors = MergedTensors(open_adapter(entry.path, dtype), table)
     target = ExportTarget(
         entry,
         tensors,
         family,
         source.model,
-        family.table(source.model),
+        table,
         origin,
         source.context_tokens,
         main_weights=dtype == torch.float32,

@@ -1,7 +1,8 @@
 """What a run costs, known before it starts: parameters, arithmetic and memory."""
 
+from mtrain.plan.adapters import num_adapter_parameters
 from mtrain.plan.counts import Parameters
-from mtrain.plan.flops import flops_per_token, mfu, num_attended_pairs, peak_flops
+from mtrain.plan.flops import flops_per_token, mfu, num_attended_pairs, peak_flops, run_flops_per_token
 from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.parameters import (
     layer_parameters,
@@ -22,10 +23,12 @@ __all__ = [
     "memory_per_rank",
     "mfu",
     "num_active_parameters",
+    "num_adapter_parameters",
     "num_attended_pairs",
     "num_padded_parameters",
     "num_parameters",
     "padded_vocab_size",
     "parameters_on_rank",
     "peak_flops",
+    "run_flops_per_token",
 ]

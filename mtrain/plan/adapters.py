@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
+from mtrain.plan.counts import Parameters, RankParameters
+from mtrain.plan.layout import Layout
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
@@ -64,6 +65,22 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
     """Of the whole model, each as often as it is there."""
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
     return [*layers, *tables(model, adapter)]
+
+
+def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
+    """Of the whole model, without padding of the vocabulary."""
+    return sum(each.parameters(adapter).total for each in all_matrices(model, adapter))
+
+
+def adapter_parameters_on_rank(
+    model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
+) -> RankParameters:
+    """What a rank of pipeline rank `pp_rank` holds."""
+    layers = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
+    held = [each for layer in layers for each in in_layer(model, adapter, layer)]
+    ends = {EMBEDDING: 0, OUTPUT: layout.pp - 1}
+    held += [each for each in tables(model, adapter) if ends[each.linear] == pp_rank]
+    return sum((each.parameters(adapter) for each in held), start=Parameters()).on_rank(layout)
 
 
 def fused_parts(model: ModelSection, linear: str) -> tuple[str, ...]:

@@ -5,7 +5,10 @@ H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V
 
 from __future__ import annotations
 
+from mtrain.config import Config
+from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.plan.adapters import all_matrices
 from mtrain.plan.features import LAYER_PARTS
 
 _PEAK_FLOPS = {
@@ -50,6 +53,26 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     forward += 2 * (1 + model.mtp_depths) * model.hidden_size * model.vocab_size
     forward += 2 * model.mtp_depths * 2 * model.hidden_size**2
     return 3 * forward
+
+
+def adapter_flops_per_token(model: ModelSection, adapter: AdapterSection, seq_length: int) -> float:
+    """As `flops_per_token`, of a frozen model: its matrices have no gradients, which saves a third of their part, and
+    those of the adapters come on top. What DoRA's norms cost, once a microbatch, does not count."""
+    layers = range(model.num_layers)
+    frozen = model.hidden_size * model.vocab_size + sum(
+        part.matrix_elements(model) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)
+    )
+    top_k = 0 if model.experts is None else model.experts.top_k
+    added = sum(each.multiplied(adapter, top_k) for each in all_matrices(model, adapter))
+    return flops_per_token(model, seq_length) - 2 * frozen + 3 * 2 * added
+
+
+def run_flops_per_token(config: Config) -> float:
+    """Of what a run trains: all of the model, or its adapters."""
+    model, seq_length = config.model, config.data.seq_length
+    if config.adapter is None:
+        return flops_per_token(model, seq_length)
+    return adapter_flops_per_token(model, config.adapter, seq_length)
 
 
 def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:

@@ -8,6 +8,7 @@ from typing import assert_never
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.plan.activations import FP32_BYTES, activation_bytes, element_bytes
+from mtrain.plan.adapters import adapter_parameters_on_rank
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import matrices_on_rank, padded_vocab_size, parameters_on_rank
@@ -36,18 +37,28 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     """Bytes on a rank of pipeline rank `pp_rank`.
 
     Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
-    distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert.
+    distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert. A frozen model has
+    weights alone.
     """
-    held = parameters_on_rank(config.model, layout, pp_rank)
+    whole = parameters_on_rank(config.model, layout, pp_rank)
+    held = _trained(config, layout, pp_rank, whole)
+    frozen = 0 if config.adapter is None else whole.total
     kept = _kept_numbers(config, layout, pp_rank, held)
     largest = padded_vocab_size(config.model, layout.tp) // layout.tp * config.model.hidden_size
     return MemoryEstimate(
-        weights_bytes=held.total * element_bytes(config),
+        weights_bytes=(held.total + frozen) * element_bytes(config),
         gradients_bytes=held.total * FP32_BYTES,
         optimizer_bytes=FP32_BYTES * _own_share(config, layout, kept),
         activations_bytes=activation_bytes(config, layout, pp_rank),
         update_bytes=_update_bytes(config, _own_share(config, layout, held), largest),
     )
+
+
+def _trained(config: Config, layout: Layout, pp_rank: int, whole: RankParameters) -> RankParameters:
+    """What has gradients on a rank."""
+    if config.adapter is None:
+        return whole
+    return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
 
 
 def _own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:

@@ -38,12 +38,17 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
     train, model = config.train, config.model
     at_most = "" if config.data.packing is None else "at most "
     tokens = train.global_batch_size * (config.row_width if config.steps_count_rows else config.data.seq_length)
-    flops = plan.flops_per_token(model, config.data.seq_length)
+    flops = plan.run_flops_per_token(config)
     parameters = (
         f"{plan.num_parameters(model):,} ({plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded)"
     )
     if model.experts is not None:
         parameters += f", {plan.num_active_parameters(model):,} for each token"
+    if config.adapter is not None:
+        trained = plan.num_adapter_parameters(model, config.adapter)
+        parameters += (
+            f"; frozen, beside {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
+        )
     return {
         "layout": f"{layout} on {layout.world_size} ranks",
         "batch": f"{train.global_batch_size} {'packed rows' if config.steps_count_rows else 'samples'} = "

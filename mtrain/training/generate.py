@@ -8,26 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError
-from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.data.encoding.encoder import chat_encoder
-from mtrain.mcore.distributed.groups import opened_groups
+from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.load import load_weights
+from mtrain.mcore.state.load import load_adapters, load_weights
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.training.resume import load_base
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
 
@@ -63,6 +64,16 @@ def question_of(config: Config, tokenizer: Tokenizer, prompt: str, as_chat: bool
             "the run has no chat template (data.chat_template); leave --chat out to continue the text itself"
         )
     return Question(encoder.prompt([{"role": "user", "content": prompt}]), encoder.stop_ids())
+
+
+def _load(entry: CheckpointEntry, chunks: list[Any], groups: Groups, config: Config) -> None:
+    """Loads a whole model, or adapters and the frozen model that they stand beside."""
+    optimizer = Optimizer(config, chunks, groups)
+    if entry.manifest.base is None:
+        load_weights(entry, chunks, optimizer, groups, config)
+    else:
+        load_base(config, groups, chunks, optimizer)
+        load_adapters(entry, chunks, optimizer, groups, config)
 
 
 def generate_text(
@@ -105,7 +116,7 @@ def generate_text(
         chunks = build_model(alone, groups)
         entry = checkpoint_at(checkpoint).entry
         assert entry is not None, "checkpoint_at raises where there is none"
-        load_weights(entry, chunks, Optimizer(alone, chunks, groups), groups, alone)
+        _load(entry, chunks, groups, alone)
         model = unwrap(chunks[0]).eval()
         generator = torch.Generator().manual_seed(seed)
 

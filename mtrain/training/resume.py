@@ -22,6 +22,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.base import settle_base
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.mcore.state.import_megatron import load_megatron_weights
+from mtrain.mcore.state.import_peft import load_peft_adapter
 from mtrain.mcore.state.load import load_checkpoint, load_weights
 from mtrain.mcore.state.shards import non_finite_state
 from mtrain.mcore.state.verified import opened_checkpoint
@@ -73,6 +74,8 @@ def resume_or_initialize(
     resumed = _resume(config, folder, groups, chunks, optimizer, loader)
     if resumed is None and config.adapter is None:
         initialize(config, groups, chunks, optimizer)
+    elif resumed is None:
+        load_start_adapter(config, groups, chunks, optimizer)
     return resumed or Resumed(0)
 
 
@@ -86,6 +89,30 @@ def load_base(config: Config, groups: Groups, chunks: list[Any], optimizer: Opti
     settle_base(chunks, optimizer, groups, config)
 
 
+def load_start_adapter(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+    """Loads the adapter that a run starts from, where it names one. Collective over the world.
+
+    Raises:
+        DataError: It is missing, damaged, another one than the run's or not finite.
+    """
+    if config.adapter is None or config.adapter.path is None:
+        return
+    source = Path(config.adapter.path)
+    if groups.rank == 0:
+        say(f"loading {source}")
+    load_peft_adapter(source, chunks, optimizer, groups, config)
+    _refuse_non_finite(source, chunks, optimizer, groups)
+
+
+def _refuse_non_finite(source: Path, chunks: list[Any], optimizer: Optimizer, groups: Groups) -> None:
+    fault = non_finite_state(chunks, optimizer, groups)
+    if fault is not None:
+        error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
+        # `non_finite_state` has gathered the finding, so all ranks raise the same
+        error.on_every_rank = True
+        raise error
+
+
 def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
     """Loads the weights that a run starts from, where it does not draw them. Collective over the world.
 
@@ -94,13 +121,11 @@ def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Opt
     """
     if config.adapter is not None:
         load_base(config, groups, chunks, optimizer)
+        load_start_adapter(config, groups, chunks, optimizer)
         return
     source = _load_start(config, groups, chunks, optimizer)
-    if source is not None and (fault := non_finite_state(chunks, optimizer, groups)) is not None:
-        error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
-        # `non_finite_state` has gathered the finding, so all ranks raise the same
-        error.on_every_rank = True
-        raise error
+    if source is not None:
+        _refuse_non_finite(source, chunks, optimizer, groups)
 
 
 def _resume(

@@ -31,7 +31,7 @@ from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.record import ChangeRecord, StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
-from mtrain.plan import flops_per_token, mfu, peak_flops
+from mtrain.plan import mfu, peak_flops, run_flops_per_token
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
@@ -318,5 +318,5 @@ def _mfu(run: Run, tokens_per_second: float) -> float | None:
     peak = peak_flops(torch.cuda.get_device_name(run.groups.device), run.config.train.precision)
     if peak is None:
         return None
-    per_token = flops_per_token(run.config.model, run.config.data.seq_length)
+    per_token = run_flops_per_token(run.config)
     return mfu(tokens_per_second, per_token, peak * run.groups.layout.world_size)

@@ -82,12 +82,21 @@ def export(
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapter alone, as a folder of PEFT, and not merged with its model.")
+    ] = False,
 ) -> None:
-    """A checkpoint -> Hugging Face. float32 takes the main weights of a run."""
+    """A checkpoint -> Hugging Face, adapters merged. float32 takes the main weights of a run."""
     with one_message():
+        from mtrain.convert.adapters import export_adapter
         from mtrain.convert.exporting import export_hf
         from mtrain.convert.target import DTYPE_NAMES
 
+        if adapter:
+            proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
+            print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
+            print(f"{out} is complete; load it beside the frozen model with peft.PeftModel.from_pretrained")
+            return
         proof = export_hf(checkpoint, out, like, DTYPE_NAMES.get(dtype), workers)
         print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
         if check_logits:

@@ -57,6 +57,9 @@ class AdapterSection(Section):
     targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
     """What is adapted: docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
 
+    path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """A folder of PEFT (adapter_config.json and adapter_model.safetensors) whose values the run starts from."""
+
     @field_validator("targets", mode="before")
     @classmethod
     def other_programs_names_are_understood(cls, value: object) -> object:

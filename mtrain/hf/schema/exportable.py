@@ -7,6 +7,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
+from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of, fitting_family
 
@@ -27,8 +28,7 @@ def refuse_unexportable(config: Config) -> None:
         return
     try:
         # found before any rank starts: else a run would train for hours up to its first export
-        template = _template(config)
-        family = fitting_family(config.model) if template is None else family_of(template)
+        template, family = _template(config), family_of_run(config)
         # the very call of the export, so both refuse the same models
         family.config(config.model, template)
     except DataError as fault:
@@ -36,6 +36,16 @@ def refuse_unexportable(config: Config) -> None:
             f"checkpoint.export_hf_every_steps={config.checkpoint.export_hf_every_steps} asks for folders of Hugging "
             f"Face, but {fault}; change the model, or set it to 0"
         ) from None
+
+
+def family_of_run(config: Config) -> Family:
+    """The family that a run's model belongs to: of the folder or import that its weights come from, else one that fits.
+
+    Raises:
+        DataError: There is none.
+    """
+    template = _template(config)
+    return fitting_family(config.model) if template is None else family_of(template)
 
 
 def _template(config: Config) -> dict[str, Any] | None:

@@ -51,12 +51,12 @@ class FlatSlice(NamedTuple):
 
 def flat_slices(optimizer: MegatronOptimizer) -> list[FlatSlice]:
     """Everything that this rank updates."""
-    return [flat_slice for part in optimizer.chained_optimizers for flat_slice in _flat_slices_of(part)]
+    return [flat_slice for part in _parts(optimizer) for flat_slice in _flat_slices_of(part)]
 
 
 def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
     """Everything that this rank updates, with its state by name: the optimizer's own tensors [end - start]."""
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         for flat_slice in _flat_slices_of(part):
             yield flat_slice, _states(part, flat_slice.main)
 
@@ -71,7 +71,7 @@ def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]
     Returns:
         What this rank updates of them, each with its momentum [end - start].
     """
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         for flat_slice in _flat_slices_of(part):
             if has_momentum(flat_slice.parameter):
                 momentum = torch.zeros_like(flat_slice.main, requires_grad=False)
@@ -82,7 +82,7 @@ def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]
 
 def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
     """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         if _steps_by_parameter(part):
             for state in (part.optimizer.state[flat_slice.main] for flat_slice in _flat_slices_of(part)):
                 if not _is_momentum_alone(state):
@@ -117,7 +117,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
     One all-reduce over the world: a rank may hold no part of any parameter.
     """
     steps = {0}  # of a rank that holds nothing, or before the first update
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         if _steps_by_parameter(part):
             states = part.optimizer.state.values()
             steps |= {int(state["step"]) for state in states if not _is_momentum_alone(state)}
@@ -150,6 +150,12 @@ def set_loss_scaler(optimizer: MegatronOptimizer, saved: LossScaler | None) -> N
         for part in optimizer.chained_optimizers:
             # megatron-core calls .cuda() on the scale: it has to be a tensor [1], the counters plain numbers.
             part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those that update something here: a stage may have no dense parameter that learns, as adapters of experts alone
+    have none anywhere."""
+    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _steps_by_parameter(part: MegatronOptimizer) -> bool:

@@ -15,7 +15,9 @@ from mtrain.hf.schema.description import disagreements
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.load import read_weights, set_weights
+from mtrain.mcore.state.sharded_parameters import base_parameters
 
 _DEPTHS = "mtp."
 """Beginning of keys of predictions further ahead."""
@@ -47,8 +49,9 @@ def load_hf_weights(
         # A run without depths may start from a model that has them.
         return config.model.mtp_depths == 0 and key.startswith(_DEPTHS)
 
+    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     # Global names are the keys here: the source converts names and axes as it reads.
-    weights = read_weights(saved, chunks, groups, config.model.vocab_size, lambda key: key, may_be_left)
+    weights = read_weights(saved, places, config.model.vocab_size, lambda key: key, may_be_left)
     set_weights(weights, optimizer)
 
 

@@ -36,6 +36,7 @@ from mtrain.mcore.state.base import base_of, check_base, refused_as_model
 from mtrain.mcore.state.reader import GlobalTensors, load_shards
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.sharded_parameters import (
+    ShardedParameter,
     base_parameters,
     checkpoint_parameters,
     optimizer_key,
@@ -171,7 +172,30 @@ def load_weights(
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
     optimizer.gather_parameters()
-    set_weights(_read_weights(entry, chunks, groups, config), optimizer)
+    on_first_rank(lambda: _refuse_adapters(entry))
+    # Adapters are no part of a model that is started from.
+    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
+    set_weights(_read_weights(entry, places, config), optimizer)
+
+
+@torch.no_grad()
+def load_adapters(
+    entry: CheckpointEntry,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    groups: Groups,
+    config: Config,
+) -> None:
+    """Loads trained adapters beside the frozen model, which is settled; the optimizer's moments stay. Collective.
+
+    Raises:
+        DataError: The checkpoint is damaged, or of another frozen model. On all ranks.
+    """
+    optimizer.gather_parameters()
+    base = base_of(chunks, groups, config)
+    on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
+    places = checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)
+    set_weights(_read_weights(entry, places, config), optimizer)
 
 
 @torch.no_grad()
@@ -203,15 +227,17 @@ def load_frozen_weights(
     Raises:
         DataError: As `load_weights`.
     """
-    for parameter, values in _read_weights(entry, chunks, groups, config, main).items():
+    on_first_rank(lambda: _refuse_adapters(entry))
+    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
+    for parameter, values in _read_weights(entry, places, config, main).items():
         parameter.copy_(values)
 
 
 def _read_weights(
-    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
+    entry: CheckpointEntry, places: Sequence[ShardedParameter], config: Config, main: bool = True
 ) -> dict[Tensor, Tensor]:
     """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
-    state = on_first_rank(lambda: _state_of_model(entry, config))
+    state = on_first_rank(lambda: _read_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
 
     def key_of(key: str) -> str:
@@ -225,13 +251,12 @@ def _read_weights(
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
         return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
 
-    return read_weights(saved, chunks, groups, state.vocab_size, key_of, may_be_left)
+    return read_weights(saved, places, state.vocab_size, key_of, may_be_left)
 
 
 def read_weights(
     saved: GlobalTensors,
-    chunks: Sequence[torch.nn.Module],
-    groups: Groups,
+    places: Sequence[ShardedParameter],
     vocab_size: int,
     key_of: Callable[[str], str],
     may_be_left: Callable[[str], bool],
@@ -240,8 +265,7 @@ def read_weights(
 
     Args:
         saved: What is on disk.
-        chunks: This rank's model chunks.
-        groups: The process groups.
+        places: Of this rank's parameters that are wanted.
         vocab_size: Rows of the vocabulary that are tokens.
         key_of: Global name of a parameter -> key on disk.
         may_be_left: As for `load_shards`.
@@ -251,8 +275,7 @@ def read_weights(
     """
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
-    # Adapters are no part of a model that is started from.
-    for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
+    for place in places:
         key = key_of(place.key)
         # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
@@ -274,10 +297,9 @@ def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
     return state
 
 
-def _state_of_model(entry: CheckpointEntry, config: Config) -> TrainingState:
+def _refuse_adapters(entry: CheckpointEntry) -> None:
     if entry.manifest.base is not None:
         raise refused_as_model(entry.manifest.base, entry.path)
-    return _read_state(entry, config)
 
 
 def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | None) -> TrainingState:

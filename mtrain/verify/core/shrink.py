@@ -174,7 +174,7 @@ def _adapter(adapter: AdapterSection) -> dict[str, Any]:
     """The same scale at a small rank, from drawn values."""
     rank = min(adapter.rank, _MAX_RANK)
     alpha = adapter.alpha * (math.sqrt(rank / adapter.rank) if adapter.scaling == "rslora" else rank / adapter.rank)
-    return adapter.model_dump() | {"rank": rank, "alpha": alpha}
+    return adapter.model_dump() | {"rank": rank, "alpha": alpha, "path": None}
 
 
 def _chunk_tokens(config: Config) -> str | int:

@@ -34,6 +34,7 @@ from torch.nn import functional
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from mtrain.mcore.model.adapters.fusion import Fusion
+from mtrain.mcore.model.output_layer import Operands
 
 
 class FusedParts(NamedTuple):
@@ -79,14 +80,16 @@ class LinearAdapter(Adapter):
             if section.has_magnitudes:
                 self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs)
 
-    def forward(self, inputs: Tensor, plain: Tensor) -> Tensor:
-        """What is added to the frozen projection's output.
+    def forward(self, inputs: Tensor, plain: Tensor | Operands) -> Tensor | Operands:
+        """What is added to the frozen projection's output, or the operands of both together.
 
         Args:
             inputs: What the projection reads: [seq_local, batch, inputs].
             plain: Its output without a bias: [seq_local, batch, outputs]; seq_local is the whole sequence of a
-                column-parallel one under sp.
+                column-parallel one under sp. Of an output layer it may be what is still to be multiplied.
         """
+        if isinstance(plain, Operands):
+            return self._both(inputs, plain)
         names = [name for name in self._parts.names if name in self._parts.adapted]
         narrow = self._between(self._dropped(inputs), torch.cat([self._of(name, LORA_A) for name in names]))
         of_part = dict(zip(names, (narrow * self._section.scale).chunk(len(names), dim=-1), strict=True))
@@ -99,6 +102,20 @@ class LinearAdapter(Adapter):
             return change
         lengths = self._lengths()
         return (lengths - 1.0) * plain + lengths * change
+
+    def _both(self, inputs: Tensor, plain: Operands) -> Operands:
+        """[x, scale A x] and [W, B]: their product is W x + scale B A x, whoever multiplies, and how many rows at once.
+
+        A copy of the table for each microbatch, and a gradient of all of it.
+        """
+        (name,) = self._parts.names
+        narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale
+        widened = torch.cat([plain.weight, self._of(name, LORA_B)], dim=1)
+        if plain.hidden.requires_grad:
+            # The gradient of a concatenation is a view with gaps, of which megatron-core 0.16.1 sums a copy over TP and
+            # hands on the view itself (tensor_parallel/mappings.py::_reduce).
+            plain.hidden.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+        return Operands(torch.cat([plain.hidden, narrow], dim=-1), widened)
 
     def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
         """A x, complete: [seq, batch, ranks of all parts], of the positions that B's product is for.
@@ -189,9 +206,11 @@ def _same_gradient(narrow: Tensor, group: dist.ProcessGroup) -> Tensor:
 def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
     """A forward hook of the projection that the adapter stands beside."""
 
-    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None] | Operands) -> Any:
         if not adapter.is_on:
             return output
+        if isinstance(output, Operands):
+            return adapter(inputs[0], output)
         whole, later_bias = output
         bias = linear.bias if later_bias is None else None  # added already, and no part of what DoRA scales
         plain = whole if not isinstance(bias, Tensor) else whole - bias

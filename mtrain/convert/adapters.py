@@ -1,0 +1,140 @@
+"""A checkpoint of adapters -> a folder of PEFT, for servers that hold the frozen model themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import mtrain
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, reading
+from mtrain.checkpoint.store.manifest import CONFIG_NAME
+from mtrain.checkpoint.store.verification import verify_files
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.convert.proof import Proof
+from mtrain.convert.work import working_folder
+from mtrain.hf.io.matching import same_bits, shown
+from mtrain.hf.io.peft import to_peft
+from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
+from mtrain.hf.schema import peft
+from mtrain.hf.schema.exportable import family_of_run
+
+_MAIN = "optimizer.state.param."
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_STACKED_EXPERTS = ".mlp.experts.experts."
+
+
+class SavedAdapter(NamedTuple):
+    """A checkpoint of adapters, opened."""
+
+    entry: CheckpointEntry
+    config: Config
+    """Of the run that saved it."""
+    adapter: AdapterSection
+    tensors: CheckpointTensors
+    main: bool
+    """Whether float32 main weights are wanted where they are there."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its global name, layers and experts spelled out; of all experts where that says `{E}`."""
+        layer = _LAYER.search(name)
+        spelled = name.replace(".mlp.experts.{E}.", _STACKED_EXPERTS)
+        expert = _EXPERT.search(spelled)
+        if expert is not None:
+            spelled = spelled.replace(expert[0], _STACKED_EXPERTS)
+        key, places = spelled, []
+        if layer is not None and self._key(key) not in self.tensors.tensors:
+            key, places = spelled.replace(layer[0], ".layers."), [int(layer[1])]  # all layers in one tensor
+        key = self._key(key)
+        if key not in self.tensors.tensors:
+            raise DataError(f"{self.entry.path} lacks {name}, which its configuration names; restore the checkpoint")
+        places += [] if expert is None else [int(expert[1])]
+        shape = self.tensors.tensors[key].shape[len(places) :]
+        wanted = TensorSlice((*places, *[0] * len(shape)), (*[1] * len(places), *shape))
+        return self.tensors.read(key, wanted).reshape(shape)
+
+    def _key(self, key: str) -> str:
+        return _MAIN + key if self.main and _MAIN + key in self.tensors.tensors else key
+
+
+def open_adapter(path: Path, dtype: torch.dtype | None) -> SavedAdapter:
+    """Opens a checkpoint of adapters.
+
+    Args:
+        path: A checkpoint, or a run folder.
+        dtype: Wanted outside; float32 takes main weights where the checkpoint has them.
+
+    Raises:
+        DataError: It is no checkpoint, or one of a whole model.
+    """
+    entry = checkpoint_at(path).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    config = load_config([entry.path / CONFIG_NAME], [])
+    if entry.manifest.base is None or config.adapter is None:
+        raise DataError(f"{entry.path} holds a whole model and no adapter; leave --adapter out")
+    tensors = CheckpointTensors(entry.path)
+    return SavedAdapter(entry, config, config.adapter, tensors, dtype == torch.float32)
+
+
+def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
+    """Writes adapter_config.json and adapter_model.safetensors, and reads the tensors back.
+
+    Args:
+        path: A checkpoint, or a run folder.
+        out: The folder; must not exist.
+        dtype: Of the tensors outside; None keeps what the checkpoint computes with.
+
+    Raises:
+        ConfigError: `out` exists.
+        DataError: PEFT has no form for the adapter, or it is damaged.
+        MachineError: The disk refuses.
+    """
+    saved = open_adapter(path, dtype)
+    family, model = family_of_run(saved.config), saved.config.model
+    named = list(peft.tensors(family, model, saved.adapter))
+    plan = {"program": mtrain.__version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
+    with reading(saved.entry), working_folder(out, plan) as folder:
+        verify_files(saved.entry, saved.entry.manifest.files, 1)
+        own = {each.name: _outside(each, saved, dtype) for each in named}  # small: all at once
+        with disk_faults(f"write {folder}"), (folder / peft.TENSORS_NAME).open("wb") as file:
+            file.write(header_of({name: (each.dtype, tuple(each.shape)) for name, each in own.items()}, _METADATA))
+            for each in own.values():
+                file.write(raw_bytes(each))
+        content = peft.config_of(family, model, saved.adapter, model.hf)
+        with disk_faults(f"write {folder}"):
+            write_atomically(folder / peft.CONFIG_NAME, _json(content))
+        written = SafetensorsFile(folder / peft.TENSORS_NAME)
+        differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
+        if differing:
+            raise DataError(f"{folder} does not hold what was written: {shown(differing)}; look at the disk")
+    return Proof(len(own), sum(each.numel() * each.element_size() for each in own.values()))
+
+
+_METADATA = {"format": "pt"}
+
+
+def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | None) -> Tensor:
+    values = to_peft(each, _without_padding(each, saved.tensor(each.key)))
+    return (values if dtype is None else values.to(dtype)).contiguous()
+
+
+def _without_padding(each: peft.PeftTensor, values: Tensor) -> Tensor:
+    """Tables have rows that only pad the vocabulary."""
+    if each.matrix.part == "embedding" and each.kind == "lora_a":
+        return values[: each.matrix.columns]
+    return values[: each.matrix.rows] if each.matrix.part == "output" and each.kind == "lora_b" else values
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,101 @@
+"""A folder of PEFT: adapter_config.json and adapter_model.safetensors, and what its tensors are here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.hf.io.matching import shown
+from mtrain.hf.io.safetensors import SafetensorsFile
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.files import inside, read_json
+from mtrain.hf.schema.peft import CONFIG_NAME, TENSORS_NAME, PeftTensor, differences, tensors
+
+_FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+"""Frozen tables that PEFT saves beside their adapters."""
+
+
+class PeftFolder:
+    """An opened folder that holds exactly the adapter of a run."""
+
+    def __init__(self, path: Path, family: Family, model: ModelSection, adapter: AdapterSection) -> None:
+        """Reads and checks names, shapes and settings; no tensor.
+
+        Raises:
+            DataError: The folder is damaged, or holds another adapter than the run's.
+        """
+        config = read_json(inside(path, CONFIG_NAME))
+        if faults := differences(config, adapter):
+            raise DataError(f"{path / CONFIG_NAME} is another adapter than the run's: {'; '.join(faults)}; change one")
+        self._file = SafetensorsFile(inside(path, TENSORS_NAME))
+        self._names: dict[str, tuple[PeftTensor, str]] = {}
+        wanted: set[str] = set()
+        for each in tensors(family, model, adapter):
+            # older versions wrote the magnitudes as weights of modules
+            name = next((name for name in (each.name, f"{each.name}.weight") if name in self._file.entries), each.name)
+            self._names[each.key] = each, name
+            wanted.add(name)
+        self._check(path, wanted)
+
+    def _check(self, path: Path, wanted: set[str]) -> None:
+        there = {name for name in self._file.entries if not name.endswith(_FROZEN)}
+        faults = [f"it lacks {shown(sorted(wanted - there))}"] if wanted - there else []
+        faults += [f"it holds {shown(sorted(there - wanted))}"] if there - wanted else []
+        faults += [
+            f"{name} has shape {list(self._file.entries[name].shape)} instead of {list(each.shape)}"
+            for each, name in self._names.values()
+            if name in self._file.entries and self._file.entries[name].shape != each.shape
+        ]
+        if faults:
+            raise DataError(
+                f"{path} does not fit adapter.targets and model.*: {'; '.join(faults[:4])}; name what it adapts in "
+                "adapter.targets"
+            )
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its global name here, in float32."""
+        for key, (each, theirs) in self._names.items():
+            if key == name:
+                return from_peft(each, self._file.tensor(theirs).float())
+            head, _, tail = key.partition("{E}")
+            if tail and name.startswith(head) and name.endswith(tail):
+                expert = int(name.removeprefix(head).removesuffix(tail))
+                return from_peft(each, self._file.tensor(theirs).float())[expert]
+        raise AssertionError(name)
+
+
+def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
+    """A tensor as PEFT has it.
+
+    Args:
+        each: From the table of names.
+        own: [rank, inputs], [outputs, rank] or [outputs]; of experts with an axis of them in front.
+    """
+    if each.matrix.num_experts:
+        if each.kind == "lora_a":
+            return own.reshape(each.shape)
+        if each.is_interleaved:  # all gates, then all ups -> in turn
+            own = own.reshape(len(own), 2, -1, own.shape[-1]).transpose(1, 2).flatten(1, 2)
+        return own.permute(1, 2, 0).reshape(each.shape)
+    if each.matrix.part == "embedding" and each.kind == "lora_a":
+        return own.T.contiguous()
+    return own.contiguous()
+
+
+def from_peft(each: PeftTensor, theirs: Tensor) -> Tensor:
+    """The inverse of `to_peft`."""
+    count = each.matrix.num_experts
+    if count:
+        if each.kind == "lora_a":
+            return theirs.reshape(count, -1, theirs.shape[-1])
+        own = theirs.reshape(len(theirs), -1, count).permute(2, 0, 1)
+        if each.is_interleaved:
+            own = own.reshape(count, -1, 2, own.shape[-1]).transpose(1, 2).flatten(1, 2)
+        return own.contiguous()
+    if each.matrix.part == "embedding" and each.kind == "lora_a":
+        return theirs.T.contiguous()
+    return theirs

@@ -1,0 +1,183 @@
+"""Adapters in PEFT's words: names of their tensors, and adapter_config.json.
+
+What is called `experts` here are parameters and no modules there (`target_parameters`): one pair of matrices holds all
+experts of a projection, and the second parameter of a module wraps the first.
+
+Source: peft 0.21.2, tuners/lora/layer.py (Linear, Embedding, ParamWrapper), utils/save_and_load.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.table import Rule
+from mtrain.plan.adapters import AdaptedMatrix, in_layer, tables
+
+CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_ROOT = "base_model.model."
+_KINDS = ("lora_a", "lora_b", "magnitude")
+_OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+_EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
+"""Projection -> what stands before its pair: gate_up_proj is wrapped first, and down_proj around it."""
+_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_INTERLEAVED = ("gpt_oss",)
+"""Families whose experts have gate and up in turn, where ours have all gates first."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+"""Settings of PEFT that are not empty, and values of theirs that change nothing of a saved adapter."""
+_UNREAD = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+    }
+)
+"""Settings that say nothing of what the tensors mean, or what the tensors themselves say."""
+_OURS = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "use_dora"})
+
+
+class PeftTensor(NamedTuple):
+    """A tensor of an adapter on both sides."""
+
+    name: str
+    """PEFT's."""
+    key: str
+    """Global name here; `{E}` where all experts are in one tensor there."""
+    shape: Sizes
+    """PEFT's."""
+    kind: str
+    """lora_a, lora_b or magnitude."""
+    matrix: AdaptedMatrix
+    is_interleaved: bool = False
+    """Whether rows of gate and up stand in turn there."""
+
+
+def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
+    """Every tensor of an adapter, in the order of the model.
+
+    Raises:
+        DataError: PEFT has no form for a target in this family.
+    """
+    rules = {rule.key: rule for rule in family.rules}
+    for matrix in tables(model, adapter):
+        name = _part_name(rules[f"{matrix.linear}.weight"], 0)
+        yield from _pair(matrix, adapter, f"{_ROOT}{name}", matrix.linear)
+    for layer in range(model.num_layers):
+        for matrix in in_layer(model, adapter, layer):
+            ours = f"decoder.layers.{layer}.{matrix.linear}"
+            if matrix.num_experts:
+                yield from _of_experts(family, matrix, adapter, layer)
+                continue
+            rule = rules.get(f"decoder.layers.*.{matrix.linear}.weight")
+            if rule is None:
+                raise DataError(f"PEFT has no form for {matrix.linear} of {family.model_type} models")
+            place = _place(matrix, rule)
+            yield from _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours)
+
+
+def _place(matrix: AdaptedMatrix, rule: Rule) -> int:
+    """Which of the tensors that make up a fused projection a part is: queries, keys, values; gate, up."""
+    order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": len(rule.parts) - 1}
+    return order.get(matrix.part, 0)
+
+
+def _part_name(rule: Rule, place: int) -> str:
+    return rule.parts[place].name.removesuffix(".weight")
+
+
+def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str) -> Iterator[PeftTensor]:
+    is_table = matrix.part == "embedding"
+    shapes = {
+        "lora_a": (adapter.rank, matrix.columns),
+        "lora_b": (matrix.rows, adapter.rank),
+        "magnitude": (matrix.rows,),
+    }
+    for kind in _KINDS[: 3 if adapter.has_magnitudes else 2]:
+        name = (_OF_EMBEDDING if is_table else _OF_LINEAR)[kind]
+        yield PeftTensor(f"{module}.{name}", f"{ours}_adapter.{matrix.part}_{kind}", shapes[kind], kind, matrix)
+
+
+def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, layer: int) -> Iterator[PeftTensor]:
+    linear = matrix.linear.removeprefix("mlp.experts.")
+    module = f"{_ROOT}model.layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
+    count = adapter.rank * matrix.num_experts
+    for kind, shape in (("lora_a", (count, matrix.columns)), ("lora_b", (matrix.rows, count))):
+        ours = f"decoder.layers.{layer}.mlp.experts.{{E}}.{linear}_adapter.{kind}"
+        mixed = family.model_type in _INTERLEAVED and linear == "linear_fc1" and kind == "lora_b"
+        yield PeftTensor(f"{module}{_OF_LINEAR[kind]}", ours, shape, kind, matrix, mixed)
+
+
+def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base: str | None) -> dict[str, Any]:
+    """The content of adapter_config.json.
+
+    Args:
+        family: Of the frozen model.
+        model: Its architecture.
+        adapter: Of the run.
+        base: Where PEFT finds the frozen model; None: nobody knows.
+    """
+    names = [each.name for each in tensors(family, model, adapter) if not each.matrix.num_experts]
+    modules = dict.fromkeys(_module_of(name) for name in names)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha if adapter.alpha % 1 else int(adapter.alpha),
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.scaling == "rslora",
+        "use_dora": adapter.has_magnitudes,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    if "experts" in adapter.parts:
+        config["target_parameters"] = list(_PARAMETERS)
+    return config
+
+
+def _module_of(name: str) -> str:
+    for ending in (*_OF_LINEAR.values(), *_OF_EMBEDDING.values()):
+        if name.endswith(ending):
+            return name.removesuffix(f".{ending}").removeprefix(_ROOT)
+    raise AssertionError(name)
+
+
+def differences(config: Mapping[str, Any], adapter: AdapterSection) -> list[str]:
+    """What a file says otherwise than the run, and what it says that has no form here; a line each."""
+    found = []
+    if config.get("peft_type") != "LORA":
+        return [f"peft_type={config.get('peft_type')!r}, but LORA is needed"]
+    mine: dict[str, tuple[Any, str]] = {
+        "r": (adapter.rank, f"adapter.rank={adapter.rank}"),
+        "lora_alpha": (adapter.alpha, f"adapter.alpha={adapter.alpha:g}"),
+        "use_rslora": (adapter.scaling == "rslora", f"adapter.scaling={adapter.scaling}"),
+        "use_dora": (adapter.has_magnitudes, f"adapter.kind={adapter.kind}"),
+    }
+    for key, (wanted, ours) in mine.items():
+        if config.get(key, False) != wanted:
+            found.append(f"{key}={config.get(key, False)}, but {ours}")
+    for key, value in config.items():
+        is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
+        if key not in _OURS | _UNREAD and not is_plain:
+            found.append(f"{key}={value!r}, which has no form here")
+    return found

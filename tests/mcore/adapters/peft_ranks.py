@@ -1,0 +1,70 @@
+"""A run with adapters beside a folder of Hugging Face: its logits and its checkpoint; for `test_peft.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.config.load import save_config
+from mtrain.data.batch import Microbatch
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.schedule import run_forward
+from mtrain.mcore.model.build import build_model
+from mtrain.mcore.model.output_layer import Logits
+from mtrain.mcore.state.load import save_checkpoint
+from mtrain.training.resume import initialize
+from mtrain.verify.core.weights import drawn, set_weights
+
+
+def saved(groups: Groups, config: Config, tokens: Any) -> Any:
+    """Draws adapters, saves them into `run.dir` as a run does, and gives the logits."""
+    chunks = build_model(config, groups)
+    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if _is_pair(name) else None)
+    optimizer = Optimizer(config, chunks, groups)
+    initialize(config, groups, chunks, optimizer)
+    folder = Path(config.run.dir)
+    if groups.rank == 0:
+        folder.mkdir(parents=True)
+        save_config(config, folder / "config.yaml")
+    save_checkpoint(folder / "checkpoints", chunks, optimizer, groups, config, step=1)
+    return _logits(groups, config, chunks, tokens)
+
+
+def started(groups: Groups, config: Config, tokens: Any) -> Any:
+    """The logits that a run begins with."""
+    chunks = build_model(config, groups)
+    initialize(config, groups, chunks, Optimizer(config, chunks, groups))
+    return _logits(groups, config, chunks, tokens)
+
+
+def _is_pair(name: str) -> bool:
+    """Magnitudes are those of W alone: so the output is brought back to the lengths of its rows."""
+    return name.endswith(("lora_a", "lora_b"))
+
+
+def _logits(groups: Groups, config: Config, chunks: list[Any], tokens: Any) -> Any:
+    """[batch, seq, vocab_local] on the last stage, as numpy; None on others."""
+    ids = torch.from_numpy(tokens)
+    batch = Microbatch(
+        tokens=ids,
+        labels=ids,
+        positions=torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
+        weights={},
+        denominator_weights={},
+        document_starts=None,
+        is_padding=torch.zeros_like(ids, dtype=torch.bool),
+    )
+    found: list[Tensor] = []
+
+    def take(logits: Logits, batch: Microbatch) -> None:
+        found.append(logits.main.whole().transpose(0, 1).clone())
+
+    run_forward(chunks, [batch], take, config)
+    dist.barrier()  # a stage that is done would close what the next one still reads
+    return found[0].numpy() if found else None

@@ -1,0 +1,139 @@
+"""Adapters go to PEFT and come from it: the logits are the same on both sides, merged or not, on any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.convert.adapters import export_adapter
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.logits import random_tokens
+from mtrain.hf.io.peft import PeftFolder
+from mtrain.hf.schema.exportable import family_of_run
+from mtrain.plan.layout import Layout
+from tests.config.samples import content
+from tests.fault_table import Notice
+from tests.hf.folders import save
+from tests.mcore.adapters import peft_ranks
+from tests.pool import Pool
+
+LORA: dict[str, Any] = {"rank": 3, "alpha": 5.0}
+ALL = ["qkv", "proj", "fc1", "fc2"]
+CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
+    "lora": ("llama", LORA | {"targets": [*ALL, "embedding", "output"]}, Layout(tp=2, pp=2)),
+    "rslora": ("qwen2", LORA | {"targets": ["q_proj", "v_proj", "fc1"], "scaling": "rslora"}, Layout(tp=2, sp=True)),
+    "dora": ("llama", LORA | {"targets": ALL, "kind": "dora"}, Layout(tp=2, pp=2)),
+    "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
+    "interleaved experts": ("gpt-oss", LORA | {"targets": ["experts"]}, Layout()),
+}
+"""Folder, adapter, the layout that saves."""
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 2}
+
+
+def run_config(hf: Path, run: Path, adapter: dict[str, Any]) -> Config:
+    sections = content(adapter=adapter, run__dir=str(run), train__precision="fp32")
+    sections |= {"model": {"hf": str(hf), "vocab_multiple": 8}, "train": sections["train"] | {"micro_batch_size": 2}}
+    return load_config([], [f"{name}={json.dumps(value)}" for name, value in sections.items()])
+
+
+def whole(parts: list[Any], vocab_size: int) -> NDArray[np.float32]:
+    """Logits of the last stage's ranks side by side, without padding."""
+    joined: NDArray[np.float32] = np.concatenate([part for part in parts if part is not None], axis=-1)
+    return joined[..., :vocab_size]
+
+
+def close(found: NDArray[np.float32], expected: torch.Tensor) -> None:
+    largest = float(expected.abs().max())
+    np.testing.assert_allclose(found / largest, expected.numpy() / largest, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(tokens).logits
+    return found
+
+
+def loaded(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path, name: str) -> None:
+    family, adapter, layout = CASES[name]
+    hf = tmp_path / "hf"
+    save(family, hf, torch.float32, **(LAYERS if layout.pp > 1 else {"num_key_value_heads": 2}))
+    user = run_config(hf, tmp_path / "run", adapter)
+    tokens = random_tokens(user.model.vocab_size)
+    ours = whole(pool.run(peft_ranks.saved, layout, user, tokens.numpy()), user.model.vocab_size)
+    plain = logits_of(loaded(hf), tokens)
+    assert np.abs(ours - plain.numpy()).max() > 1e-2 * float(plain.abs().max()), "the adapter does something"
+
+    export_adapter(tmp_path / "run", tmp_path / "adapter", None)
+    close(ours, logits_of(peft.PeftModel.from_pretrained(loaded(hf), tmp_path / "adapter"), tokens))
+    export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
+    close(ours, logits_of(loaded(tmp_path / "merged"), tokens))
+
+    again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
+    back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)
+    close(back, torch.from_numpy(ours))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_that_peft_saved_starts_a_run(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """With the frozen tables that PEFT saves beside adapters of them."""
+    hf, folder = tmp_path / "hf", tmp_path / "adapter"
+    save("llama", hf, torch.float32, **LAYERS)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"] + (["embed_tokens"] if kind == "lora" else [])
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=targets, use_dora=kind == "dora", use_rslora=True, init_lora_weights=False
+    )
+    model = peft.get_peft_model(loaded(hf), settings)
+    model.save_pretrained(folder)
+    adapter = {"kind": kind, "rank": 4, "alpha": 6, "scaling": "rslora", "targets": targets, "path": str(folder)}
+    user = run_config(hf, tmp_path / "run", adapter)
+    tokens = random_tokens(user.model.vocab_size)
+    found = pool.run(peft_ranks.started, Layout(tp=2, sp=True), user, tokens.numpy())
+    close(whole(found, user.model.vocab_size), logits_of(model, tokens))
+
+
+@pytest.mark.fault(
+    "folders",
+    "a folder of PEFT with another adapter than the run's",
+    happens="every setting and tensor that differs is named; nothing is loaded",
+    exit_code=3,
+)
+def test_another_adapter_than_the_runs_is_refused_by_name(tmp_path: Path, notice: Notice) -> None:
+    hf, folder = tmp_path / "hf", tmp_path / "adapter"
+    save("llama", hf, torch.float32, **LAYERS)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"])
+    peft.get_peft_model(loaded(hf), settings).save_pretrained(folder)
+
+    def refusal(adapter: dict[str, Any]) -> str:
+        user = run_config(hf, tmp_path / "run", adapter)
+        assert user.adapter is not None
+        with notice, pytest.raises(DataError) as caught:
+            PeftFolder(folder, family_of_run(user), user.model, user.adapter)
+        return str(caught.value)
+
+    other = refusal({"rank": 8, "alpha": 6, "scaling": "rslora", "targets": ["q_proj"]})
+    assert "r=4, but adapter.rank=8" in other
+    assert "use_rslora=False, but adapter.scaling=rslora" in other
+    missing = refusal({"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj"]})
+    assert "it lacks base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight" in missing
+    content = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(content | {"rank_pattern": {"q_proj": 2}}))
+    assert "rank_pattern={'q_proj': 2}, which has no form here" in refusal(
+        {"rank": 4, "alpha": 6, "targets": ["q_proj"]}
+    )
+    assert notice.exit_code == 3

@@ -1,0 +1,54 @@
+"""What adapters cost is what is built: parameters on every rank, and arithmetic by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain import plan
+from mtrain.config import Config
+from mtrain.plan.adapters import adapter_parameters_on_rank, num_adapter_parameters
+from mtrain.plan.layout import Layout
+from mtrain.verify.reference.model.adapters import all_shapes
+from tests.config.samples import config
+
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "first_dense_layers": 1}
+ADAPTERS: list[dict[str, Any]] = [
+    {"rank": 3, "targets": ["qkv", "proj", "fc1", "fc2", "embedding", "output"]},
+    {"kind": "dora", "rank": 3, "targets": ["q_proj", "fc1", "fc2"]},
+    {"rank": 3, "targets": ["k_proj", "fc2", "experts"]},
+]
+
+
+def adapted(adapter: dict[str, Any], **changes: Any) -> Config:
+    experts = {"model__experts": EXPERTS} if "experts" in adapter["targets"] else {}
+    return config(adapter=adapter, **experts, **changes)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=["tables", "dora", "experts"])
+def test_parameters_are_those_of_the_definition_and_lie_somewhere(adapter: dict[str, Any]) -> None:
+    user = adapted(adapter)
+    assert user.adapter is not None
+    sizes = {name: shape for name, shape in all_shapes(user).items() if "_adapter." in name}
+    total = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in sizes.values())
+    assert num_adapter_parameters(user.model, user.adapter) == total
+    assert (
+        sum(adapter_parameters_on_rank(user.model, user.adapter, Layout(pp=2), rank).total for rank in (0, 1)) == total
+    )
+    divided = adapter_parameters_on_rank(user.model, user.adapter, Layout(tp=2), 0).total
+    assert total / 2 < divided < total
+
+
+def test_a_frozen_model_has_weights_alone_and_two_thirds_of_the_arithmetic() -> None:
+    user = adapted({"rank": 1, "targets": ["q_proj"]})
+    whole, layout = user.model_copy(update={"adapter": None}), Layout()
+    adapters, everything = (plan.memory_per_rank(each, layout, 0) for each in (user, whole))
+    elements = 8 * (64 + 64)  # layers, columns and rows of q_proj
+    assert adapters.gradients_bytes == 4 * elements
+    assert adapters.optimizer_bytes == 3 * 4 * elements
+    assert adapters.weights_bytes == everything.weights_bytes + 2 * elements
+    model = user.model
+    matrices = 8 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128) + 64 * model.vocab_size
+    expected = plan.flops_per_token(model, 64) - 2 * matrices + 6 * elements
+    assert plan.run_flops_per_token(user) == expected
