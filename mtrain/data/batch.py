@@ -16,7 +16,7 @@ FieldPath = tuple[str, ...]
 """Where a tensor of a batch lies: a field, and inside it the loss term, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 _OF_DEPTH = ("tokens", "labels", "is_padding")
-_COUNTS = ("num_padding_tokens", "num_loss_tokens")
+_COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows")
 
 
 def field_dtypes(
@@ -93,6 +93,12 @@ class Microbatch:
     """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
     num_loss_tokens: int = 0
     """Positions that the main term counts; likewise."""
+    num_pairs: int = 0
+    """Pairs (query, key) of text that attend to each other in layers without a window; likewise."""
+    num_window_pairs: int = 0
+    """The same of layers with a window."""
+    num_output_rows: int = 0
+    """Positions whose logits some term counts, those of tokens predicted ahead added; likewise."""
 
     def tensors(self) -> dict[FieldPath, Tensor]:
         """Every tensor that is there."""

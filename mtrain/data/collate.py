@@ -46,6 +46,8 @@ class RowForm:
     """Whether somebody asks which positions hold no text."""
     mtp_depths: int = 0
     """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
+    window: int | None = None
+    """Tokens that the windowed layers see, the own one counted."""
 
     @classmethod
     def of(cls, config: Config) -> RowForm:
@@ -57,6 +59,7 @@ class RowForm:
             isolates_documents=config.data.isolate_documents,
             with_padding=config.model.experts is not None,
             mtp_depths=config.model.mtp_depths,
+            window=config.model.sliding_window,
         )
 
 
@@ -100,6 +103,8 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], first_of_step) for name, each in further.items()}
     is_text = _laid([[piece.is_text for piece in row] for row in laid], form.width, np.bool_)
     ids, num_sequences = _sequence_ids(laid, form.width)
+    # a token attends to those of its document up to itself
+    seen = (np.arange(form.width) - starts + 1)[is_text.numpy()].astype(np.int64)
     return Microbatch(
         tokens=_of_samples(laid, "tokens", form.width),
         labels=_of_samples(laid, "labels", form.width),
@@ -122,7 +127,17 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
         num_loss_tokens=sum(int(np.count_nonzero(each.weights)) for row in by_term[MAIN_TERM] for each in row),
+        num_pairs=int(seen.sum()),
+        num_window_pairs=int(seen.sum() if form.window is None else np.minimum(seen, form.window).sum()),
+        num_output_rows=_num_weighed({name: by_term[name] for name in form.terms})
+        + sum(_num_weighed({name: by_term[name]}) for name in further),
     )
+
+
+def _num_weighed(by_term: Mapping[str, Sequence[Sequence[TokenTerms]]]) -> int:
+    """Positions that at least one of the terms counts."""
+    samples = zip(*([each for row in rows for each in row] for rows in by_term.values()))
+    return sum(int(np.any([each.weights != 0 for each in terms], axis=0).sum()) for terms in samples)
 
 
 def _piece(sample: Sample, form: RowForm) -> _PlacedSample:

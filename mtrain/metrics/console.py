@@ -123,6 +123,8 @@ def _numbers(record: StepRecord) -> str:
         f"lr {record.lr:.2e}",
         f"{record.tokens_per_second:,.0f} tokens/s",
     ]
+    if record.loss_tokens is not None and record.loss_tokens != record.tokens and record.tokens:
+        parts.append(f"in the loss {record.loss_tokens / record.tokens:.1%}")
     if record.padding_tokens:
         parts.append(f"padding {record.padding_tokens / (record.tokens + record.padding_tokens):.1%}")
     if record.mfu is not None:

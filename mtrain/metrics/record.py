@@ -58,6 +58,9 @@ class StepRecord:
     """Positions that hold no text, which the model processed beside them; None where it was not recorded."""
     loss_tokens: int | None = None
     """Positions that the main term counts; None where it was not recorded."""
+    flops: float | None = None
+    """Floating-point operations that training on this batch needs: of text, of pairs inside documents, of logits that a
+    term counts; None where it was not recorded."""
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name."""
     empty: bool = False

@@ -72,6 +72,8 @@ def _scalars(record: Record) -> dict[str, float]:
             known = {
                 "train/loss_scale": record.loss_scale,
                 "speed/mfu": record.mfu,
+                "speed/flops_per_second": _per_second(record.flops, record.seconds),
+                "speed/loss_tokens_per_second": _per_second(record.loss_tokens, record.seconds),
                 "tokens/padding": record.padding_tokens,
                 "tokens/loss": record.loss_tokens,
             }
@@ -86,6 +88,10 @@ def _scalars(record: Record) -> dict[str, float]:
                 **_term_means(record, "terms"),
                 **{tag: value for tag, value in known.items() if value is not None},
             }
+
+
+def _per_second(count: float | None, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else count / seconds
 
 
 def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, float]:

@@ -2,7 +2,15 @@
 
 from mtrain.plan.adapters import num_adapter_parameters
 from mtrain.plan.counts import Parameters
-from mtrain.plan.flops import flops_per_token, mfu, num_attended_pairs, peak_flops, run_flops_per_token
+from mtrain.plan.flops import (
+    Work,
+    flops_of_step,
+    flops_per_token,
+    mfu,
+    num_attended_pairs,
+    peak_flops,
+    run_flops_per_token,
+)
 from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.parameters import (
     layer_parameters,
@@ -17,6 +25,8 @@ from mtrain.plan.parameters import (
 __all__ = [
     "MemoryEstimate",
     "Parameters",
+    "Work",
+    "flops_of_step",
     "flops_per_token",
     "layer_parameters",
     "matrices_on_rank",

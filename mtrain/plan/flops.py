@@ -5,10 +5,12 @@ H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.adapters import all_matrices
+from mtrain.plan.adapters import EMBEDDING, OUTPUT, in_layer, tables
 from mtrain.plan.features import LAYER_PARTS
 
 _PEAK_FLOPS = {
@@ -55,41 +57,77 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     return 3 * forward
 
 
-def adapter_flops_per_token(model: ModelSection, adapter: AdapterSection, seq_length: int) -> float:
-    """As `flops_per_token`, of a frozen model: its matrices have no gradients, which saves a third of their part, and
-    those of the adapters come on top. What DoRA's norms cost, once a microbatch, does not count."""
-    layers = range(model.num_layers)
-    frozen = model.hidden_size * model.vocab_size + sum(
-        part.matrix_elements(model) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)
-    )
-    top_k = 0 if model.experts is None else model.experts.top_k
-    added = sum(each.multiplied(adapter, top_k) for each in all_matrices(model, adapter))
-    return flops_per_token(model, seq_length) - 2 * frozen + 3 * 2 * added
-
-
 def run_flops_per_token(config: Config) -> float:
-    """Of what a run trains: all of the model, or its adapters."""
-    model, seq_length = config.model, config.data.seq_length
-    if config.adapter is None:
-        return flops_per_token(model, seq_length)
-    return adapter_flops_per_token(model, config.adapter, seq_length)
+    """As `flops_per_token`, of what a run trains: all of the model, or its adapters beside a frozen one."""
+    model, seq = config.model, config.data.seq_length
+    windowed = num_attended_pairs(seq, model.sliding_window)
+    work = Work(seq, num_attended_pairs(seq, None), windowed, seq * (1 + model.mtp_depths))
+    return flops_of_step(model, work, config.adapter) / seq
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a batch asks of a model, as its lengths and masks say."""
+
+    tokens: int
+    """Positions with text."""
+    pairs: int
+    """(query, key) of one document that attend to each other, in layers without a window."""
+    window_pairs: int
+    """The same in layers with a window."""
+    outputs: int
+    """Positions whose logits some term counts, those of tokens predicted ahead added."""
+
+
+def flops_of_step(model: ModelSection, work: Work, adapter: AdapterSection | None = None) -> float:
+    """Floating-point operations that training on a batch needs.
+
+    As `flops_per_token`, but of what is there: matrices for tokens with text, attention for pairs inside documents,
+    logits where a term counts them. A matrix has its forward product, the gradient of its input and its own: a frozen
+    one, beside an adapter, lacks the last, so it counts twice and its adapter's pair three times. An embedding that is
+    looked up counts nothing.
+    """
+    layers = [*range(model.num_layers), *[model.num_layers - 1] * model.mtp_depths]
+    parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
+    matrices: float = sum(part.matrix_elements(model) for part, _ in parts)
+    matrices += model.mtp_depths * 2 * model.hidden_size**2
+    attention = sum(
+        part.pair_products(model) * (work.pairs if _sees_everything(model, layer) else work.window_pairs)
+        for part, layer in parts
+    )
+    products = work.tokens * matrices + work.outputs * model.hidden_size * model.vocab_size
+    adapted = 0 if adapter is None else _adapter_products(model, adapter, work)
+    return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted))
+
+
+def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
+    """Multiply-adds of one forward pass through all pairs of low rank."""
+    top_k = 1 if model.experts is None else model.experts.top_k
+    layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
+    of_tokens = sum(each.multiplied(adapter, top_k) for each in layers)
+    of_tables = {each.linear: each.multiplied(adapter, top_k) for each in tables(model, adapter)}
+    of_tokens += of_tables.get(EMBEDDING, 0)
+    return work.tokens * of_tokens + work.outputs * of_tables.get(OUTPUT, 0)
+
+
+def _sees_everything(model: ModelSection, layer: int) -> bool:
+    every = model.global_attention_every
+    return model.sliding_window is None or (every is not None and (layer + 1) % every == 0)
 
 
 def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
-    every = model.global_attention_every
-    sees_everything = every is not None and (layer + 1) % every == 0
-    return num_attended_pairs(seq_length, None if sees_everything else model.sliding_window)
+    return num_attended_pairs(seq_length, None if _sees_everything(model, layer) else model.sliding_window)
 
 
-def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float) -> float:
+def mfu(flops: float, seconds: float, peak_flops: float) -> float:
     """Model-FLOPs utilisation: the share of `peak_flops` that the model's own arithmetic takes.
 
     Args:
-        tokens_per_second: Of all devices together.
-        flops_per_token: As `flops_per_token` gives.
+        flops: Of a step, as `flops_of_step` gives.
+        seconds: That it took.
         peak_flops: Operations per second of all devices together, in the precision that is used.
     """
-    return tokens_per_second * flops_per_token / peak_flops
+    return flops / seconds / peak_flops
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

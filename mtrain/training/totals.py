@@ -30,8 +30,13 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
 
 def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
     """Of full rows, as the loader counted them."""
-    padding = sum(batch.num_padding_tokens for batch in batches)
-    return TokenCounts(padding, sum(batch.num_loss_tokens for batch in batches))
+    return TokenCounts(
+        padding=sum(batch.num_padding_tokens for batch in batches),
+        loss=sum(batch.num_loss_tokens for batch in batches),
+        pairs=sum(batch.num_pairs for batch in batches),
+        window_pairs=sum(batch.num_window_pairs for batch in batches),
+        outputs=sum(batch.num_output_rows for batch in batches),
+    )
 
 
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:

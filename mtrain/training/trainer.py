@@ -31,7 +31,7 @@ from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.record import ChangeRecord, StepRecord
 from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
-from mtrain.plan import mfu, peak_flops, run_flops_per_token
+from mtrain.plan import Work, flops_of_step, mfu, peak_flops
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
@@ -288,7 +288,9 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
 
 def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:
     train = run.config.train
-    tokens, (padding, of_loss) = totals.num_text_tokens, totals.tokens
+    counts, tokens = totals.tokens, totals.num_text_tokens
+    work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)
+    flops = flops_of_step(run.config.model, work, run.config.adapter)
     is_half = train.precision == "fp16"
     return StepRecord(
         step=done,
@@ -300,23 +302,21 @@ def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: 
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        padding_tokens=padding,
-        loss_tokens=of_loss,
+        padding_tokens=counts.padding,
+        loss_tokens=counts.loss,
+        flops=flops,
         terms=term_records(totals.terms),
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,
         loss_scale=run.optimizer.loss_scale() if is_half else None,
-        mfu=_mfu(run, tokens / seconds),
+        mfu=_mfu(run, flops, seconds),
         layout_dependent=run.config.is_layout_dependent,
     )
 
 
-def _mfu(run: Run, tokens_per_second: float) -> float | None:
+def _mfu(run: Run, flops: float, seconds: float) -> float | None:
     """Model FLOPs utilisation of each GPU; None on CPUs and on GPUs of unknown peak."""
     if run.groups.device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(run.groups.device), run.config.train.precision)
-    if peak is None:
-        return None
-    per_token = run_flops_per_token(run.config)
-    return mfu(tokens_per_second, per_token, peak * run.groups.layout.world_size)
+    return None if peak is None else mfu(flops, seconds, peak * run.groups.layout.world_size)

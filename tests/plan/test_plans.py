@@ -1,5 +1,7 @@
 """Parameters, arithmetic and memory of a run."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +111,7 @@ def test_a_window_over_the_whole_sequence_changes_nothing() -> None:
 
 
 def test_mfu_is_a_share_of_the_peak() -> None:
-    assert plan.mfu(tokens_per_second=1000, flops_per_token=5e9, peak_flops=1e13) == 0.5
+    assert plan.mfu(flops=5e12, seconds=1.0, peak_flops=1e13) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -186,3 +188,33 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
     whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 12 + 50_000 * hidden * 4 + 1024 * hidden * 4
     assert of("whole") - of(64) == whole - cut
     assert of("auto") == of("whole"), "1024 tokens are one chunk"
+
+
+def full_rows(model: ModelSection, seq: int) -> plan.Work:
+    """One row of text, every token of which is learned."""
+    pairs, window = (plan.num_attended_pairs(seq, each) for each in (None, model.sliding_window))
+    return plan.Work(seq, pairs, window, (1 + model.mtp_depths) * seq)
+
+
+def test_the_work_of_a_full_row_is_that_of_its_tokens() -> None:
+    windowed = {"model__sliding_window": 7, "model__global_attention_every": 3}
+    for each in (config(), config(**windowed), config(model__mtp_depths=2)):
+        wanted = 64 * plan.flops_per_token(each.model, 64)
+        assert plan.flops_of_step(each.model, full_rows(each.model, 64)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_documents_masks_and_frozen_matrices_cost_less() -> None:
+    model = config().model
+    whole = full_rows(model, 64)
+    two = dataclasses.replace(whole, pairs=2 * plan.num_attended_pairs(32, None))
+    lost = (whole.pairs - two.pairs) * 2 * model.hidden_size * model.num_layers * 6
+    assert plan.flops_of_step(model, whole) - plan.flops_of_step(model, two) == lost
+    masked = dataclasses.replace(whole, outputs=14)
+    assert plan.flops_of_step(model, whole) - plan.flops_of_step(model, masked) == 50 * 6 * 64 * 1000
+    adapted = config(adapter={"kind": "lora", "rank": 4, "targets": ["proj"]})
+    assert adapted.adapter is not None
+    attention = whole.pairs * 2 * model.hidden_size * model.num_layers * 6
+    base, pair = plan.flops_of_step(model, whole) - attention, 64 * model.num_layers * 6 * 4 * (64 + 64)
+    assert plan.flops_of_step(model, whole, adapted.adapter) == pytest.approx(
+        base * 2 / 3 + attention + pair, rel=1e-12
+    )

@@ -75,6 +75,12 @@ class TokenCounts(NamedTuple):
     """Without text."""
     loss: int = 0
     """That the main term counts."""
+    pairs: int = 0
+    """Not positions but pairs of them, (query, key), that attend to each other in layers without a window."""
+    window_pairs: int = 0
+    """The same of layers with a window."""
+    outputs: int = 0
+    """Whose logits some term counts."""
 
 
 NO_TOKENS = TokenCounts()
@@ -99,7 +105,7 @@ class StepSums:
         """Adds what one pass promises."""
         for term, denominator in planned.items():
             self.planned[term] += denominator
-        self.tokens = TokenCounts(self.tokens.padding + tokens.padding, self.tokens.loss + tokens.loss)
+        self.tokens = TokenCounts(*(own + more for own, more in zip(self.tokens, tokens)))
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ class GlobalTotals:
         values = iter(self._sum.get().tolist())  # where the host waits for the step's kernels
         pairs = [(next(values), next(values)) for _ in self._terms]
         terms = {term: TermTotals(*pair, next(values)) for term, pair in zip(self._terms, pairs)}
-        tokens = TokenCounts(int(next(values)), int(next(values)))  # exact: float64 holds whole numbers to 2^53
+        tokens = TokenCounts(*(int(next(values)) for _ in NO_TOKENS))  # exact: float64 holds whole numbers to 2^53
         return StepTotals(terms, next(values) > 0, tokens, self._num_positions, next(values, None), coefficients)
 
 

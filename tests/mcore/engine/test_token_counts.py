@@ -24,7 +24,9 @@ from tests.pool import Pool
 def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, precision: str, case: Case) -> None:
     batch = [cut(sample, SEQ - slot) for slot, sample in enumerate(three_steps()[0])]
     text, padding = sum(SEQ - slot for slot in range(len(batch))), sum(range(len(batch)))
-    wanted = text, TokenCounts(padding, sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0))
+    loss = sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0)
+    pairs = sum(length * (length + 1) // 2 for length in range(SEQ - len(batch) + 1, SEQ + 1))
+    wanted = text, TokenCounts(padding, loss, pairs, window_pairs=pairs, outputs=loss)
     assert 0 < wanted[1].loss < text
     config = case.config(train__precision=precision, train__initial_loss_scale=2.0**10)
     assert pool.run(counted, case.resolved(config), config, batch) == [wanted] * case.resolved(config).world_size
@@ -39,5 +41,8 @@ def test_packing_leaves_text_and_loss_tokens_and_takes_padding_away(pool: Pool, 
     rows = [pool.run(counted, case.resolved(config), config, batch) for config in configs]
     text, loss = sum(len(sample.tokens) for sample in batch), sum(int((sample.mask > 0).sum()) for sample in batch)
     assert {(found, tokens.loss) for each in rows for found, tokens in each} == {(text, loss)}
+    # attention costs what it costs unpacked, whatever row a sample shares
+    pairs = sum(len(sample.tokens) * (len(sample.tokens) + 1) // 2 for sample in batch)
+    assert {tokens.pairs for each in rows for _, tokens in each} == {pairs}
     assert {tokens.padding for _, tokens in rows[0]} == {len(batch) * SEQ - text}
     assert max(tokens.padding for _, tokens in rows[1]) < (len(batch) * SEQ - text) / 2
