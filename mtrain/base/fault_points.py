@@ -8,10 +8,15 @@ import errno
 import os
 import signal
 import time
+from pathlib import Path
 from typing import NamedTuple
 
+from mtrain.base.signals import StopSignal
+
 VARIABLE = "MTRAIN_TEST_FAULT"
+REACHED = "MTRAIN_TEST_REACHED"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1}
+_POLL_S = 0.05
 _HEARTBEAT_S = 1.0
 """In which the phase has reached the heartbeat's file."""
 
@@ -21,8 +26,9 @@ class InjectedFault(NamedTuple):
 
     kind: str
     """kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
-    stops for ever. slow: it takes a second longer, every time. full: the disk has no space left. nan, huge: a number of
-    the training state becomes nan or 3e38."""
+    stops for ever. slow: it takes a second longer, every time. await_stop: the thread makes the file that the
+    environment variable REACHED names, and waits until this process is sent a stop signal. full: the disk has no space
+    left. nan, huge: a number of the training state becomes nan or 3e38."""
     rank: int
     step: int
     phase: str
@@ -62,6 +68,12 @@ def fault_point(phase: str, rank: int, step: int) -> None:
         return
     while fault.kind == "hang":
         time.sleep(3600)
+    if fault.kind == "await_stop":
+        Path(os.environ[REACHED]).touch()
+        with StopSignal() as stop:
+            while stop.received is None:
+                time.sleep(_POLL_S)
+        return
     if fault.kind == "slow":
         time.sleep(1)
         return

@@ -5,14 +5,13 @@ from typing import Annotated
 import typer
 
 from mtrain.cli.arguments import ConfigArguments, split_arguments
+from mtrain.cli.launch_slurm import slurm
 from mtrain.cli.messages import one_message
 
 launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
 
 
-@launch_app.callback()
-def _launch() -> None:
-    """Keeps `local` a verb of its own, though it is the only one."""
+launch_app.command()(slurm)
 
 
 @launch_app.command()

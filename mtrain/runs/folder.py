@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ class RunFolder:
     def requeue_marker(self) -> Path:
         """Present when the run stopped early on a signal and wants to be started again."""
         return self.path / "REQUEUE"
+
+    @property
+    def save_time(self) -> Path:
+        """Seconds that the latest save took until it was on disk, as text: who asks Slurm for a signal reads it."""
+        return self.path / "save_seconds"
 
     @property
     def lock_file(self) -> Path:
@@ -196,6 +201,18 @@ class RunFolder:
         """Removes the marker, if there is one."""
         with disk_faults(f"remove {self.requeue_marker}"):
             self.requeue_marker.unlink(missing_ok=True)
+
+    def note_save(self, seconds: float) -> None:
+        """Puts down how long a save took; a disk that refuses costs the note alone, as the checkpoint is there."""
+        with suppress(OSError):
+            write_atomically(self.save_time, f"{seconds:.1f}\n")
+
+    def save_seconds(self) -> float | None:
+        """How long the latest save took; None where none has said so."""
+        try:
+            return float(self.save_time.read_text())
+        except (OSError, ValueError):
+            return None
 
     @contextmanager
     def locked(self, patience: Patience = Patience()) -> Iterator[RunLock]:  # noqa: B008

@@ -107,7 +107,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
         sinks = held.enter_context(_open_sinks(run, folder))
-        saver = Saver(folder.checkpoints, run.groups, config, _origin(run), lock.check, run.start_step)
+        known = (config, _origin(run), lock.check, run.start_step, folder.note_save)
+        saver = Saver(folder.checkpoints, run.groups, *known)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
         exporter = Exporter(folder, every, lock.check)
         held.callback(exporter.close)

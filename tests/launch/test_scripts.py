@@ -65,7 +65,8 @@ def test_arguments_reach_the_ranks_unchanged(tmp_path: Path) -> None:
     name = 'a "b" $c'
     assert finish(start(tmp_path, str(tmp_path), "x y.yaml", f"data.tokenizer={name}", SRUN_CODE="0")) == 0
     assert (tmp_path / "arguments").read_text() == (
-        "--kill-on-bad-exit=1|python|-m|mtrain|train|x y.yaml|"
+        f"--kill-on-bad-exit=1|--export=ALL|--output={tmp_path}/logs/job-712345-0/rank_%t.log|--open-mode=append|"
+        'bash|-c|trap "" USR1; exec "$@"|rank|python|-m|mtrain|train|x y.yaml|'
         f"data.tokenizer={name}|run.dir={tmp_path}|MASTER|n3|22345|"
     )
     assert not (tmp_path / "requeued").exists()

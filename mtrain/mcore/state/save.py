@@ -96,6 +96,7 @@ class Saver:
         origin: Provenance = Provenance(),  # noqa: B008
         check: Callable[[], None] = lambda: None,
         start_step: int = 0,
+        on_saved: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """
         Args:
@@ -106,9 +107,10 @@ class Saver:
             check: Called on the first rank before anything becomes visible or is deleted; raises where another run has
                 taken the folder over.
             start_step: Updates completed when the run began or went on.
+            on_saved: Called on the first rank when a checkpoint is on disk, with the seconds that it took.
         """
         self._folder, self._groups, self._config = folder, groups, config
-        self._origin, self._check = origin, check
+        self._origin, self._check, self._on_saved = origin, check, on_saved
         section = config.checkpoint
         keep = Keep(section.keep_last, section.keep_every_steps, section.keep_best)
         self._retention = Retention(folder, keep, check, start_step)
@@ -347,6 +349,7 @@ class Saver:
                 f"{1000 * waited_s:.0f} ms",
                 flush=True,
             )
+            self._on_saved(seconds)
 
     def _fail(self, flight: _PendingSave, fault: MtrainError) -> None:
         """The same on all ranks."""

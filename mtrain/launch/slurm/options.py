@@ -1,0 +1,194 @@
+"""What a user asks Slurm for; every value is checked here, so that none can become shell code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mtrain.base.errors import ConfigError
+
+ContainerRuntime = Literal["pyxis", "apptainer"]
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_VALUE = re.compile(r"[A-Za-z0-9._,:=@%+*&|!()\[\]/-]{1,256}")
+"""Of Slurm's own options: sbatch reads them from comment lines, where bash runs nothing; quotes and blanks would end
+them."""
+_OPTION = re.compile(r"([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
+_TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED")
+"""minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+_OURS = frozenset(
+    (
+        *(
+            "job-name",
+            "output",
+            "error",
+            "open-mode",
+            "requeue",
+            "no-requeue",
+            "signal",
+            "dependency",
+            "export",
+            "chdir",
+        ),
+        *("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "cpus-per-task"),
+        *("partition", "account", "qos", "time", "wrap", "array", "parsable"),
+    )
+)
+"""Options of sbatch that `mtrain launch slurm` sets, or that would break its script."""
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Of one job."""
+
+    nodes: int
+    gpus_per_node: int | None = None
+    gpus_per_task: int | None = None
+    """Instead of gpus_per_node: each rank sees its own GPU alone."""
+    tasks_per_node: int | None = None
+    """Ranks of a node; as many as it has GPUs, or 1."""
+    cpus_per_task: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    name: str | None = None
+    container: str | None = None
+    container_runtime: ContainerRuntime = "pyxis"
+    mounts: tuple[str, ...] = ()
+    """HOST[:CONTAINER[:FLAGS]], for the container."""
+    env_file: Path | None = None
+    """NAME=VALUE lines for the ranks; read when the job runs, not copied."""
+    max_retries: int = 3
+    more: tuple[str, ...] = ()
+    """Further options of sbatch, as in `reservation=weekend`."""
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ConfigError: A value is not what Slurm takes, or could be read as something else.
+        """
+        for option in ("nodes", "gpus_per_node", "gpus_per_task", "tasks_per_node", "cpus_per_task"):
+            number = getattr(self, option)
+            if number is not None and number < 1:
+                raise ConfigError(f"--{option.replace('_', '-')} is {number}, but must be at least 1; change it")
+        if self.max_retries < 0:
+            raise ConfigError(f"--max-retries is {self.max_retries}, but must be at least 0; change it")
+        for option in ("partition", "account", "qos"):
+            _check(f"--{option}", getattr(self, option), _VALUE)
+        _check("--name", self.name, _NAME)
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ConfigError(f"--time is {self.time!r}, but Slurm takes 90, 24:00:00 or 2-12:00:00; change it")
+        if self.gpus_per_node is not None and self.gpus_per_task is not None:
+            raise ConfigError("--gpus-per-node and --gpus-per-task are both given; keep one")
+        if self.container is None and self.mounts:
+            raise ConfigError("--mounts is given without --container; name the image, or remove it")
+        for text in (self.container, *self.mounts):
+            _check_printable("--container or --mounts", text)
+        self._check_env_file()
+        for option in self.more:
+            _check_option(option)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks every node gets."""
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the whole job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """The time limit in seconds; None where the partition's counts, or there is none."""
+        if self.time is None or self.time == "UNLIMITED":
+            return None
+        days, _, clock = self.time.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        # without days one number is minutes, two are minutes and seconds; with days the first is hours
+        if days:
+            hours, minutes, seconds = [*parts, 0, 0][:3]
+        else:
+            hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+        return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+
+    def directives(self) -> Iterator[str]:
+        """The options for sbatch, without those that every job has."""
+        yield f"--nodes={self.nodes}"
+        yield f"--ntasks-per-node={self.ranks_per_node}"
+        for option in ("gpus_per_node", "gpus_per_task", "cpus_per_task", "partition", "account", "qos", "time"):
+            value = getattr(self, option)
+            if value is not None:
+                yield f"--{option.replace('_', '-')}={value}"
+        yield from (f"--{option}" for option in self.more)
+
+    def _check_env_file(self) -> None:
+        """A line that the job would pass over in silence is refused now."""
+        if self.env_file is None:
+            return
+        _check_printable("--env-file", str(self.env_file))
+        try:
+            lines = self.env_file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise ConfigError(f"--env-file {self.env_file} cannot be read ({fault}); fix the path") from None
+        for number, line in enumerate(lines, 1):
+            if line and not line.startswith("#") and not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", line):
+                raise ConfigError(f"{self.env_file} line {number} is not NAME=VALUE; fix it, or begin it with #")
+        if self.env_file.stat().st_mode & 0o077:
+            raise ConfigError(f"{self.env_file} may hold secrets, but others can read it; run chmod 600 on it")
+
+
+def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tuple[list[str], list[str]]:
+    """How a rank starts: (options for srun, command before the verb).
+
+    Args:
+        options: Which image, if any.
+        python: Of this environment, for jobs without a container; in one it is the image's own.
+        work_dir: Relative paths start there.
+    """
+    if options.container is None:
+        return [], [python, "-m", "mtrain"]
+    mounts = (str(work_dir), *options.mounts)
+    match options.container_runtime:
+        case "pyxis":
+            pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+            flags = [f"--container-image={options.container}", f"--container-mounts={','.join(pairs)}"]
+            return [*flags, f"--container-workdir={work_dir}"], ["python", "-m", "mtrain"]
+        case "apptainer":
+            binds = [text for mount in mounts for text in ("--bind", mount)]
+            gpu = ["--nv"] if options.gpus_per_node or options.gpus_per_task else []
+            enter = ["apptainer", "exec", *gpu, *binds, "--pwd", str(work_dir), options.container]
+            return [], [*enter, "python", "-m", "mtrain"]
+
+
+def _check(option: str, value: str | None, form: re.Pattern[str]) -> None:
+    if value is not None and not form.fullmatch(value):
+        raise ConfigError(f"{option} is {value!r}, but may hold only {form.pattern}; change it")
+
+
+def _check_printable(option: str, text: str | None) -> None:
+    if text is not None and not text.isprintable():
+        raise ConfigError(f"{option} holds {text!r}, a control character; remove it")
+
+
+def _check_option(option: str) -> None:
+    found = _OPTION.fullmatch(option)
+    if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
+        raise ConfigError(f"--sbatch {option!r} is not of the form name=value, without blanks and quotes; change it")
+    if found[1] in _OURS:
+        raise ConfigError(
+            f"--sbatch {option!r}: --{found[1]} is set by mtrain itself; use its own option, if it has one"
+        )
+
+
+def checked_paths(paths: Sequence[Path]) -> None:
+    """Refuses paths that would break lines of the script.
+
+    Raises:
+        ConfigError: One holds a control character.
+    """
+    for path in paths:
+        _check_printable("a path", str(path))

@@ -1,0 +1,77 @@
+"""The batch script: launch/slurm.sbatch with its settings filled in; what follows them is the same in every job."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mtrain
+from mtrain.launch.slurm.options import SlurmOptions, container_command
+
+TEMPLATE = Path(mtrain.__file__).parent / "_share" / "launch" / "slurm.sbatch"
+_BODY = "# --- from here on the same in every job ---\n"
+_NAME_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one script runs."""
+
+    options: SlurmOptions
+    run_dir: Path
+    """Absolute."""
+    work_dir: Path
+    """Absolute; where relative paths of the configuration start."""
+    config: Sequence[str]
+    """Files and overrides for `mtrain train`."""
+    python: str
+    """This environment's own."""
+    signal_s: int
+    """So long before the time limit Slurm asks the job to stop."""
+
+    @property
+    def name(self) -> str:
+        """The job's name, the same for every job of a run folder: they run one after the other."""
+        if self.options.name is not None:
+            return self.options.name
+        # two run folders of one name must not wait for each other
+        code = hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:8]
+        return f"{re.sub('[^A-Za-z0-9._-]', '_', self.run_dir.name)[:_NAME_LENGTH]}-{code}"
+
+
+def render(job: Job) -> str:
+    """The script, as a text that bash and sbatch read."""
+    _, body = TEMPLATE.read_text().split(_BODY)
+    srun_options, command = container_command(job.options, job.python, job.work_dir)
+    log = str(job.run_dir / "logs" / "job-%j.log").replace(str(job.run_dir), str(job.run_dir).replace("%", "%%"))
+    directives = [
+        f"--job-name={job.name}",
+        "--dependency=singleton",  # by name: one job at a time for each run folder
+        f'--output="{log}"',
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{job.signal_s}",
+        "--export=NONE",  # the environment of whoever submits is not what the ranks should depend on
+        *job.options.directives(),
+    ]
+    env_file = "" if job.options.env_file is None else shlex.quote(str(job.options.env_file.absolute()))
+    settings = [
+        f"cd {shlex.quote(str(job.work_dir))} || exit 7",
+        f"run_dir={shlex.quote(str(job.run_dir))}",
+        f"config={_array(job.config)}",
+        f"command={_array(command)}",
+        f"srun_options={_array(srun_options)}",
+        f"env_file={env_file}",
+        f"max_retries={job.options.max_retries}",
+    ]
+    head = ["#!/usr/bin/env bash", "# Written by `mtrain launch slurm`; may be submitted again with sbatch."]
+    lines = [*head, *(f"#SBATCH {directive}" for directive in directives), "", "# What this job runs.", *settings, ""]
+    return "\n".join(lines) + _BODY + body
+
+
+def _array(words: Sequence[str]) -> str:
+    return f"({shlex.join(words)})"

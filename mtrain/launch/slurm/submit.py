@@ -1,0 +1,187 @@
+"""Freezing a job in its run folder and handing it to Slurm."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain.base.environment import git_checkout, program_versions
+from mtrain.base.errors import ConfigError, MachineError
+from mtrain.base.files import disk_faults
+from mtrain.config.load import config_yaml, load_config
+from mtrain.config.renamed import RenamedKeyWarning
+from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.launch.slurm.options import SlurmOptions, checked_paths
+from mtrain.launch.slurm.script import Job, render
+from mtrain.plan.layout import Layout
+from mtrain.runs.folder import RunFolder
+
+SCRIPT = "job.sbatch"
+_JOB_ID = "job_id"
+_SUBMISSIONS = "submissions"
+_SIGNAL_S = 300
+"""By default; a third of the time limit of a short job."""
+_SHORT_JOB = 3
+_MARGIN_S = 120
+"""Slurm's signals and time limits come up to a minute late."""
+_SBATCH_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that a job starts from, by file name."""
+
+    folder: Path
+    """In the run folder; made by `freeze`."""
+    files: dict[str, str]
+
+    def freeze(self) -> None:
+        """Writes the files.
+
+        Raises:
+            MachineError: The run folder cannot be written.
+        """
+        with disk_faults(f"write {self.folder}"):
+            # Slurm fails a job without a word whose log folder is missing
+            (self.folder.parents[1] / "logs").mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True)
+            for name, text in self.files.items():
+                (self.folder / name).write_text(text)
+
+    def difference(self) -> str:
+        """To the last submission of this run folder, as a unified diff; empty where there was none or nothing
+        differs."""
+        before = previous(self.folder)
+        if before is None:
+            return ""
+        old = {path.name: path.read_text() for path in sorted(before.iterdir()) if path.name != _JOB_ID}
+        lines: list[str] = []
+        for name in dict.fromkeys([*self.files, *old]):
+            # each submission names its own folder, which is no difference
+            earlier = old.get(name, "").replace(str(before), "SUBMISSION").splitlines(keepends=True)
+            now = self.files.get(name, "").replace(str(self.folder), "SUBMISSION").splitlines(keepends=True)
+            lines += difflib.unified_diff(earlier, now, f"{before.name}/{name}", f"{self.folder.name}/{name}", n=1)
+        return "".join(lines)
+
+
+def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptions) -> Submission:
+    """Checks a run as far as a login node can, and writes down what it would be; changes nothing.
+
+    Raises:
+        ConfigError: The configuration is wrong, or does not run on the job's ranks.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 notes them
+        config = load_config(paths, overrides)
+    Layout.from_config(config, options.num_ranks)
+    refuse_unexportable(config)
+    run_dir, work_dir = Path(config.run.dir).absolute(), Path.cwd()
+    _check_run_dir(run_dir)
+    checked_paths([work_dir, *paths])
+    folder = _next_folder(run_dir)
+    copies = {f"{number}-{path.name}": path.read_text() for number, path in enumerate(paths, 1)}
+    job = Job(
+        options,
+        run_dir,
+        work_dir,
+        [*(str(folder / name) for name in copies), *overrides],
+        sys.executable,
+        signal_seconds(RunFolder(run_dir).save_seconds(), options.time_limit_s),
+    )
+    files = {SCRIPT: render(job), **copies, "config.yaml": config_yaml(config), "program.json": _program()}
+    patch = _uncommitted()
+    return Submission(folder, files | ({"uncommitted.patch": patch} if patch else {}))
+
+
+def submit(submission: Submission) -> str:
+    """The number of the job that Slurm makes of a frozen submission.
+
+    Raises:
+        MachineError: There is no Slurm here.
+        ConfigError: Slurm refuses the job, in its own words.
+    """
+    if shutil.which("sbatch") is None:
+        raise MachineError(
+            "sbatch is not on PATH, so nothing was submitted; run this on a login node, or use --dry-run"
+        )
+    command = ["sbatch", "--parsable", str(submission.folder / SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        shutil.rmtree(submission.folder)  # nothing ran from it, and the next one is compared with what did
+        reason = " ".join(done.stderr.split())
+        raise ConfigError(f"Slurm refuses the job ({reason}); change what it names")
+    number = done.stdout.strip().split(";")[0]
+    with disk_faults(f"write {submission.folder}"):
+        (submission.folder / _JOB_ID).write_text(number + "\n")
+    return number
+
+
+def previous(folder: Path) -> Path | None:
+    """The newest submission before this one."""
+    earlier = [path for path in _all(folder.parent) if path.name < folder.name]
+    return earlier[-1] if earlier else None
+
+
+def signal_seconds(save_s: float | None, time_limit_s: float | None) -> int:
+    """How long before the time limit to ask for the end.
+
+    Args:
+        save_s: What this run's latest save took; None before the first.
+        time_limit_s: Of the job; None where the options do not say.
+
+    Raises:
+        ConfigError: The job would be asked to stop before it has done anything.
+    """
+    if save_s is None:
+        return round(_SIGNAL_S if time_limit_s is None else min(_SIGNAL_S, time_limit_s / _SHORT_JOB))
+    needed = max(_SIGNAL_S, round(2 * save_s) + _MARGIN_S)
+    if time_limit_s is not None and time_limit_s < 2 * needed:
+        raise ConfigError(
+            f"--time is {time_limit_s:.0f} s, but the latest save of this run took {save_s:.0f} s, so Slurm has to ask "
+            f"for the end {needed} s before it; give at least {2 * needed // 60 + 1} minutes"
+        )
+    return needed
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir()) if folder.is_dir() else []
+
+
+def _next_folder(run_dir: Path) -> Path:
+    before = _all(run_dir / _SUBMISSIONS)
+    return run_dir / _SUBMISSIONS / f"{int(before[-1].name) + 1 if before else 1:04d}"
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """sbatch reads the log's path from a line of its own, in double quotes."""
+    if not str(run_dir).isprintable() or set(str(run_dir)) & set('"\\'):
+        raise ConfigError(f"run.dir={str(run_dir)!r} holds a quote, backslash or control character; choose another")
+
+
+def _program() -> str:
+    """Versions and commit of what is submitted."""
+    git = git_checkout()
+    facts = {"versions": program_versions(), "git": None if git is None else dict(git._asdict())}
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def _uncommitted() -> str:
+    """What tracked files differ in from the commit that `_program` names."""
+    git = git_checkout()
+    if git is None or not git.dirty:
+        return ""
+    source = Path(__file__).parent
+    return subprocess.run(
+        ["git", "-C", str(source), "diff", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_SBATCH_TIMEOUT_S,
+    ).stdout
