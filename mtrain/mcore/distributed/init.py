@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -67,12 +67,29 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use train.device=auto")
-    if local_rank >= torch.cuda.device_count():
+    return torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count(), os.environ))
+
+
+def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int:
+    """Which of the GPUs that torch sees is this rank's.
+
+    Args:
+        local_rank: Of this rank on its machine.
+        num_gpus: That torch sees.
+        environ: Slurm's variables.
+
+    Raises:
+        MachineError: There are fewer GPUs than ranks.
+    """
+    # with srun --gpus-per-task each rank sees its own alone, as number 0
+    if num_gpus == 1 and environ.get("SLURM_GPUS_PER_TASK"):
+        return 0
+    if local_rank >= num_gpus:
         raise MachineError(
-            f"local rank {local_rank} needs a GPU of its own, but torch sees {torch.cuda.device_count()}; start fewer "
-            "ranks on this machine"
+            f"local rank {local_rank} needs a GPU of its own, but torch sees {num_gpus}; start fewer ranks on this "
+            "machine"
         )
-    return torch.device("cuda", local_rank)
+    return local_rank
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.fault(
-    "launch",
+    "signals",
     "shell code in paths and values given to `mtrain launch slurm`",
     happens="they reach the ranks as they are; nothing is run",
     exit_code=0,

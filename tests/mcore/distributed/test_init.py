@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError, RankLostError
-from mtrain.mcore.distributed.init import choose_device, init_distributed
+from mtrain.mcore.distributed.init import choose_device, gpu_index, init_distributed
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
@@ -37,6 +37,13 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_device("cpu", 0) == torch.device("cpu")
     with pytest.raises(MachineError, match=r"train\.device=cuda needs a GPU"):
         choose_device("cuda", 0)
+
+
+def test_each_rank_takes_a_gpu_of_its_own() -> None:
+    assert [gpu_index(rank, 8, {}) for rank in range(8)] == list(range(8))
+    assert gpu_index(3, 1, {"SLURM_GPUS_PER_TASK": "1"}) == 0, "it sees no other"
+    with pytest.raises(MachineError, match="local rank 1 needs a GPU of its own, but torch sees 1"):
+        gpu_index(1, 1, {})
 
 
 LOST = {
