@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.slurm.cluster import missing
+
 REQUIRE_ALL = "MTRAIN_REQUIRE_ALL_TESTS"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -46,6 +48,11 @@ def may_mount() -> bool:
 NEEDS = (
     Need(
         "chromium", "a chromium on PATH or in MTRAIN_BROWSER (launch/browser.sh)", lambda: browser_program() is not None
+    ),
+    Need(
+        "slurm",
+        "Debian's slurmctld, slurmd and slurm-client, and the right to write /etc/hosts (tests/slurm/install.sh)",
+        lambda: not missing(),
     ),
     Need("on_a_small_disk", "the right to mount in a namespace of one's own (unshare --map-root-user)", may_mount),
 )

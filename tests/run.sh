@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# The one test command: set-up on a fresh machine (a browser too), then tests/check.sh and the tests. Arguments go to pytest.
+# The one test command: set-up on a fresh machine (a browser and Slurm too), then tests/check.sh and the tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
 source launch/setup.sh
 launch/browser.sh
+tests/slurm/install.sh
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests/check.sh "$python"
-exec "$python" -m pytest -n 2 --dist worksteal "$@"
+"$python" -m pytest -n 2 --dist worksteal -m "not slurm" "$@"
+# alone: one cluster at a time, and its jobs have time limits
+(($#)) || "$python" -m pytest -m slurm tests/slurm
