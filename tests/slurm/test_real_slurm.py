@@ -25,7 +25,7 @@ CONFIG = """
 model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 64}
 data: {kind: mock, seq_length: 16}
 layout: {pp: 2}
-train: {global_batch_size: 4, num_steps: 4, process_group_timeout_s: 60}
+train: {global_batch_size: 4, num_steps: 5, process_group_timeout_s: 60}
 optimizer: {lr: 1.0e-3, schedule: constant}
 valid: {interval_steps: 3, max_samples: 4}
 checkpoint: {interval_steps: 2}
@@ -94,7 +94,7 @@ def uninterrupted(runs: Runs) -> list[dict[str, Any]]:
     assert (known := runs.ended(job))["JobState"] == "COMPLETED", output(run_dir)
     assert known["Restarts"] == "0"
     assert len(list((run_dir / "logs" / f"job-{job}-0").glob("rank_*.log"))) == 4
-    assert len(metrics(run_dir)) == 5  # four steps and a validation
+    assert len(metrics(run_dir)) == 6  # five steps and a validation
     return metrics(run_dir)
 
 
@@ -120,7 +120,8 @@ def test_a_run_asked_to_stop_goes_on_bit_for_bit(
 
 def test_a_signal_while_ranks_load_torch_costs_nothing(runs: Runs, uninterrupted: list[dict[str, Any]]) -> None:
     job, run_dir = runs.submit("early")
-    runs.cluster.wait_for_job(job, ["RUNNING"])
+    # Slurm forgets a signal that comes before the script runs
+    runs.cluster.wait((run_dir / "logs" / f"job-{job}-0").is_dir, "the script", 60)
     runs.cluster.run("scancel", "--batch", "--signal=USR1", job)
     known = runs.ended(job)
     assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), output(run_dir)
