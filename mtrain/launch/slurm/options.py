@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from mtrain.base.errors import ConfigError
 
@@ -139,6 +139,20 @@ class SlurmOptions:
                 raise ConfigError(f"{self.env_file} line {number} is not NAME=VALUE; fix it, or begin it with #")
         if self.env_file.stat().st_mode & 0o077:
             raise ConfigError(f"{self.env_file} may hold secrets, but others can read it; run chmod 600 on it")
+
+
+def runtime_named(name: str) -> ContainerRuntime:
+    """The container runtime of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for runtime in get_args(ContainerRuntime):
+        if runtime == name:
+            return cast(ContainerRuntime, runtime)
+    raise ConfigError(
+        f"--container-runtime is {name!r}, but must be {' or '.join(get_args(ContainerRuntime))}; change it"
+    )
 
 
 def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tuple[list[str], list[str]]:

@@ -18,7 +18,7 @@ _NAME_LENGTH = 48
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What one script runs."""
 
     options: SlurmOptions
@@ -43,7 +43,7 @@ class Job:
         return f"{re.sub('[^A-Za-z0-9._-]', '_', self.run_dir.name)[:_NAME_LENGTH]}-{code}"
 
 
-def render(job: Job) -> str:
+def render(job: SlurmJob) -> str:
     """The script, as a text that bash and sbatch read."""
     _, body = TEMPLATE.read_text().split(_BODY)
     srun_options, command = container_command(job.options, job.python, job.work_dir)

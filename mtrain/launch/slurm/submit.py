@@ -19,7 +19,7 @@ from mtrain.config.load import config_yaml, load_config
 from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.launch.slurm.options import SlurmOptions, checked_paths
-from mtrain.launch.slurm.script import Job, render
+from mtrain.launch.slurm.script import SlurmJob, render
 from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 
@@ -87,7 +87,7 @@ def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptio
     checked_paths([work_dir, *paths])
     folder = _next_folder(run_dir)
     copies = {f"{number}-{path.name}": path.read_text() for number, path in enumerate(paths, 1)}
-    job = Job(
+    job = SlurmJob(
         options,
         run_dir,
         work_dir,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.launch.slurm.options import SlurmOptions, container_command
-from mtrain.launch.slurm.script import TEMPLATE, Job, render
+from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
+from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, render
 from mtrain.launch.slurm.submit import prepare, signal_seconds
 from tests.paths import ROOT
 from tests.warm import completed
@@ -33,8 +33,8 @@ echo "4711;cluster"
 """
 
 
-def job(folder: Path, config: list[str] | None = None, options: SlurmOptions | None = None) -> Job:
-    return Job(options or SlurmOptions(2), folder / "run", folder, config or ["a.yaml"], sys.executable, 300)
+def job(folder: Path, config: list[str] | None = None, options: SlurmOptions | None = None) -> SlurmJob:
+    return SlurmJob(options or SlurmOptions(2), folder / "run", folder, config or ["a.yaml"], sys.executable, 300)
 
 
 def settings(script: str, folder: Path, *names: str) -> list[str]:
@@ -127,6 +127,11 @@ def test_the_signal_comes_as_early_as_a_save_needs() -> None:
     assert signal_seconds(600, 86400) == 1320
     with pytest.raises(ConfigError, match="at least 45 minutes"):
         signal_seconds(600, 1800)
+
+
+def test_an_unknown_container_runtime_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be pyxis or apptainer"):
+        runtime_named("docker")
 
 
 def test_ranks_follow_from_gpus() -> None:
