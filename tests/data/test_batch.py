@@ -26,7 +26,10 @@ def full() -> Microbatch:
 
 def test_the_table_names_every_field() -> None:
     tensors = full().tensors()
-    counted = {"num_sequences", "num_padding_tokens", "num_loss_tokens"}
+    counted = {
+        *("num_sequences", "num_padding_tokens", "num_loss_tokens"),
+        *("num_pairs", "num_window_pairs", "num_output_rows"),
+    }
     assert {path[0] for path in tensors} == {field.name for field in fields(Microbatch)} - counted
     assert {path[2] for path in tensors if path[0] == "mtp"} == {field.name for field in fields(MtpTargets)}
     assert {path: each.dtype for path, each in tensors.items()} == field_dtypes(TERMS, True, True, True, 2)
