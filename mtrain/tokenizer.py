@@ -145,7 +145,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model_with_special_tokens: Any = None
         self.path, self.fingerprint = path, hashlib.sha256(content).hexdigest()
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        names = _settings(path.with_name(_HF_SETTINGS))
+        settings = path.with_name(_HF_SETTINGS)
+        names = json_object(settings, _content(settings)) if settings.exists() else {}
         eos = self._id(names, "eos_token")
         if eos is None:
             raise DataError(
@@ -273,12 +274,18 @@ def _content(path: Path) -> bytes:
         raise DataError(f"tokenizer {path} cannot be read: {fault.strerror or fault}; check the path") from fault
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json; empty where there is none."""
-    if not path.exists():
-        return {}
+def json_object(path: Path, content: bytes) -> dict[str, Any]:
+    """What a file of settings beside a tokenizer holds.
+
+    Args:
+        path: For messages.
+        content: Of the file.
+
+    Raises:
+        DataError: It is not JSON, or no object.
+    """
     try:
-        settings = parsed_json(_content(path))
+        settings = parsed_json(content)
     except ValueError as fault:
         raise DataError(f"{path} is not JSON: {_one_line(fault)}; correct it") from fault
     if not isinstance(settings, dict):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mtrain.config import Config
-from mtrain.data.contents import contents
 from mtrain.data.loader import StepLoader
 from mtrain.data.sources import Sources
+from tests.data.step_contents import contents
 
 LETTERS = "abcdefghij"
 NUM_SAMPLES = 60
@@ -77,9 +77,9 @@ def test_contents_say_who_computes_which_sample(config_of: Callable[..., Config]
     stream = Sources(config).training()
     for step in (0, 2):
         rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        told = list(contents(loaders[0], step))
-        assert told == list(contents(loaders[1], step))
-        for each in told:
+        placed = list(contents(loaders[0], step))
+        assert placed == list(contents(loaders[1], step))
+        for each in placed:
             row = rows[each.microbatch, each.dp_rank, each.row]
             assert len(row) == 0 if each.place == 0 else len(row) > 0
             assert stream.locate(each.number) == each.position

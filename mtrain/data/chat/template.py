@@ -10,7 +10,8 @@ from typing import Any
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
-from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.base.plain_files import read_plain_file
+from mtrain.tokenizer import json_object
 
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -161,15 +162,7 @@ def _is_named(found: object) -> bool:
 
 def _settings(file: Path) -> dict[str, Any]:
     """Empty where there is no such file."""
-    if not file.exists():
-        return {}
-    try:
-        settings = parsed_json(_content(file))
-    except ValueError as fault:
-        raise DataError(f"{file} is not JSON: {' '.join(str(fault).split())[:200]}; correct it") from None
-    if not isinstance(settings, dict):
-        raise DataError(f"{file} holds a {type(settings).__name__}, but a JSON object is needed; correct it")
-    return settings
+    return json_object(file, _content(file)) if file.exists() else {}
 
 
 def _text(file: Path) -> str:

@@ -53,7 +53,7 @@ def whole(parts: list[Any], vocab_size: int) -> NDArray[np.float32]:
     return joined[..., :vocab_size]
 
 
-def close(found: NDArray[np.float32], expected: torch.Tensor) -> None:
+def assert_close(found: NDArray[np.float32], expected: torch.Tensor) -> None:
     largest = float(expected.abs().max())
     np.testing.assert_allclose(found / largest, expected.numpy() / largest, rtol=0, atol=1e-5)
 
@@ -80,13 +80,13 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
     assert np.abs(ours - plain.numpy()).max() > 1e-2 * float(plain.abs().max()), "the adapter does something"
 
     export_adapter(tmp_path / "run", tmp_path / "adapter", None)
-    close(ours, logits_of(peft.PeftModel.from_pretrained(loaded(hf), tmp_path / "adapter"), tokens))
+    assert_close(ours, logits_of(peft.PeftModel.from_pretrained(loaded(hf), tmp_path / "adapter"), tokens))
     export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
-    close(ours, logits_of(loaded(tmp_path / "merged"), tokens))
+    assert_close(ours, logits_of(loaded(tmp_path / "merged"), tokens))
 
     again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
     back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)
-    close(back, torch.from_numpy(ours))
+    assert_close(back, torch.from_numpy(ours))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -104,7 +104,7 @@ def test_an_adapter_that_peft_saved_starts_a_run(pool: Pool, tmp_path: Path, kin
     user = run_config(hf, tmp_path / "run", adapter)
     tokens = random_tokens(user.model.vocab_size)
     found = pool.run(peft_ranks.started, Layout(tp=2, sp=True), user, tokens.numpy())
-    close(whole(found, user.model.vocab_size), logits_of(model, tokens))
+    assert_close(whole(found, user.model.vocab_size), logits_of(model, tokens))
 
 
 @pytest.mark.fault(

@@ -30,7 +30,7 @@ def frozen_and_trained(report: ParityReport) -> tuple[list[str], list[str]]:
     )
 
 
-def passes(report: ParityReport) -> None:
+def assert_passes(report: ParityReport) -> None:
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     frozen, trained = frozen_and_trained(report)
     for layout in report.layouts:
@@ -52,12 +52,12 @@ def test_lora_of_everything_is_exact_on_all_axes(pool: Pool) -> None:
         "model__qkv_bias": True,
     }
     user = adapted(LORA | {"targets": targets, "scaling": "rslora"}, **train)
-    passes(check(pool, user, "tp2mbs16,tp2spmbs16,pp2vpp2mbs2,cp2mbs16,dp2mbs8,tp2sppp2cp2mbs4", num_steps=2))
+    assert_passes(check(pool, user, "tp2mbs16,tp2spmbs16,pp2vpp2mbs2,cp2mbs16,dp2mbs8,tp2sppp2cp2mbs4", num_steps=2))
 
 
 def test_dora_is_exact_where_rows_lie_on_several_ranks(pool: Pool) -> None:
     user = adapted(DORA, model__qkv_bias=True, train__distributed_optimizer=False)
-    passes(check(pool, user, "tp2mbs16,tp2spdp2mbs8,pp2cp2mbs4", num_steps=2))
+    assert_passes(check(pool, user, "tp2mbs16,tp2spdp2mbs8,pp2cp2mbs4", num_steps=2))
 
 
 def test_adapters_of_experts_are_exact(pool: Pool) -> None:
@@ -67,7 +67,7 @@ def test_adapters_of_experts_are_exact(pool: Pool) -> None:
         model__experts__bias_update_rate=0.0,
         layout__etp=1,
     )
-    passes(check(pool, user, "ep2dp2mbs4,tp2spep2mbs4,tp2sppp2mbs4", num_steps=2))
+    assert_passes(check(pool, user, "ep2dp2mbs4,tp2spep2mbs4,tp2sppp2mbs4", num_steps=2))
 
 
 EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {

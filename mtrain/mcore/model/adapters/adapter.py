@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
+
+from mtrain.mcore.model.own_parameters import own_places
 
 LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 """How the names of parameters end: [rank, inputs], [outputs, rank], [outputs]."""
@@ -72,15 +72,7 @@ class Adapter(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Places of the parameters."""
-        assert metadata is not None
-        places: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            self._divided,
-            sharded_offsets,
-            tp_group=self._tp,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        places = own_places(self, self._divided, self._tp, prefix, sharded_offsets, metadata)
         for name in self._padded:
             places[f"{prefix}{name}"].allow_shape_mismatch = True
         return places

@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -38,6 +37,7 @@ from mtrain.mcore.model.attention.documents import (
 )
 from mtrain.mcore.model.attention.sinks import sink_parameter, with_sink_keys
 from mtrain.mcore.model.attention.window import has_window
+from mtrain.mcore.model.own_parameters import own_places
 
 
 class RowAttention(MegatronModule):
@@ -231,17 +231,7 @@ class RowAttention(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Places of the sinks, which are split over tp as the heads are."""
-        assert metadata is not None
-        states = self.state_dict(prefix="", keep_vars=True)
-        places: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            states,
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return places
+        return own_places(self, {"softmax_offset": 0}, self.tp, prefix, sharded_offsets, metadata)
 
 
 class CoreAttention(RowAttention):

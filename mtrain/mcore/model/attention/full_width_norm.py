@@ -19,9 +19,10 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from mtrain.mcore.model.own_parameters import own_places
 
 CHECKPOINT_NAMES = {
     "self_attention.qk_norm.q_": "self_attention.q_layernorm.",
@@ -115,16 +116,7 @@ class FullWidthNorm(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Places of both weights, which are split over TP as the heads are."""
-        assert metadata is not None
-        places: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"q_weight": 0, "k_weight": 0},
-            sharded_offsets,
-            tp_group=self.tp,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return places
+        return own_places(self, {"q_weight": 0, "k_weight": 0}, self.tp, prefix, sharded_offsets, metadata)
 
 
 class _Normalised(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ExpertsLayer(MoELayer):
-    """MoELayer whose router is told the sequence of each position.
+    """MoELayer whose router receives the sequence of each position.
 
     megatron-core takes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
     """

@@ -28,8 +28,8 @@ class PlacedSample:
 def contents(loader: StepLoader, step: int) -> Iterator[PlacedSample]:
     """Everything that the step after `step` completed updates trains, microbatch by microbatch and rank by rank.
 
-    Follows from the configuration, the lengths of samples and the number of ranks alone, so it can be told of any step
-    at any time, without the run.
+    Follows from the configuration, the lengths of samples and the number of ranks alone; the loader's batches are
+    compared with it.
     """
     numbers, plan = loader.numbers(step), loader.plan(step)
     for microbatch in range(plan.num_microbatches):
