@@ -67,6 +67,8 @@ class Beat:
     """Unix time of the beat."""
     left_with: str | None = None
     """Once the rank has left: the error that ended it, or `done`."""
+    memory_bytes: int | None = None
+    """What the rank needed in its last step: the peak on its GPU, or what is resident on a CPU; None before that."""
 
     @property
     def place(self) -> str:
@@ -136,6 +138,10 @@ class Heartbeat:
         self._beat = replace(self._beat, phase=phase, step=step, since_s=time.time())
         self._changed.set()
         fault_point(phase, self._beat.rank, step)
+
+    def note_memory(self, memory_bytes: int) -> None:
+        """What this rank's last step needed; goes with the next beat."""
+        self._beat = replace(self._beat, memory_bytes=memory_bytes)
 
     def missing(self) -> str:
         """Names the ranks that the others have lost or wait for; empty where the heartbeats do not tell.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.config.rules import DROPOUT_KEYS, LAYOUT_DEPENDENT_KEYS
-from mtrain.runs.folder import Change
+from mtrain.runs.changes import Change
 
 FULL_RTOL = 1e-5
 """Of float32, and of learning rates, which are float64 in every precision."""

@@ -17,7 +17,7 @@ from mtrain.compare.page import comparison_page
 from mtrain.compare.runs import Comparison, Quantity, compare_runs
 from mtrain.metrics.colours import curve_colour
 from mtrain.metrics.plot import draw_curve, finish_axes
-from mtrain.runs.folder import Change
+from mtrain.runs.changes import Change
 
 _PLAIN_WIDTH = 160
 """Characters of a line where the output is no terminal, so that no row is broken in two."""

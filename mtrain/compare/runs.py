@@ -13,7 +13,8 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.compare.expectations import Allowed, allowed, expected_difference
 from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import MAIN_TERM, StepRecord
-from mtrain.runs.folder import Change, RunFolder, changes, flat_keys
+from mtrain.runs.changes import Change, changes, flat_keys
+from mtrain.runs.folder import RunFolder
 
 Kind = Literal["denominator", "loss", "grad_norm", "lr"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from mtrain.metrics.record import MAIN_TERM, ChangeRecord, Record, StepRecord, ValidRecord
+from mtrain.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord
+from mtrain.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
 
 ETA_WINDOW_STEPS = 50
 """The remaining time follows from the pace of so many steps, validation and saving between them included."""
-
-_LAYOUT_DEPENDENT = "(of this layout only)"
 
 
 class ConsoleSink:
@@ -55,8 +54,9 @@ class ConsoleSink:
             case ValidRecord():
                 parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
                 parts += [f"{name} {each.loss:.4f}" for name, each in record.valid_sets.items()]
-                parts += [*_side_terms(record), f"samples {record.samples}", f"{record.seconds:.1f} s"]
-                self._print("  ".join(parts + [_LAYOUT_DEPENDENT] * record.layout_dependent))
+                shown = as_line(side_terms(record) | {"samples": str(record.samples)})
+                parts += [shown, f"{record.seconds:.1f} s", *[LAYOUT_DEPENDENT] * record.layout_dependent]
+                self._print("  ".join(parts))
             case ChangeRecord():
                 self._print(f"step {record.step}/{self._num_steps}  from here on {record}")
 
@@ -77,7 +77,10 @@ class ConsoleSink:
         self._bar.start()
 
     def _show_step(self, record: StepRecord, eta: str) -> None:
-        text = f"{_numbers(record)}  eta {eta}"
+        remarks = ["empty batch"] * record.empty
+        remarks += [] if record.skipped is None else [f"skipped: {record.skipped}"]
+        remarks += [LAYOUT_DEPENDENT] * record.layout_dependent
+        text = "  ".join([as_line(step_numbers(record)), *remarks, f"eta {eta}"])
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, description=text)
         elif record.step % self._interval_steps == 0 or record.step == self._num_steps:
@@ -105,43 +108,3 @@ class Pace:
         if last_step == first_step:
             return None
         return (last_time - first_time) / (last_step - first_step) * (num_steps - last_step)
-
-
-def as_duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, as 1:02:03."""
-    if seconds is None:
-        return "-:--:--"
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
-
-
-def _numbers(record: StepRecord) -> str:
-    parts = [
-        "loss -" if record.empty else f"loss {record.loss:.4f}",
-        *_side_terms(record),
-        f"grad_norm {record.grad_norm:.3f}",
-        f"lr {record.lr:.2e}",
-        f"{record.tokens_per_second:,.0f} tokens/s",
-    ]
-    if record.loss_tokens is not None and record.loss_tokens != record.tokens and record.tokens:
-        parts.append(f"in the loss {record.loss_tokens / record.tokens:.1%}")
-    if record.padding_tokens:
-        parts.append(f"padding {record.padding_tokens / (record.tokens + record.padding_tokens):.1%}")
-    if record.mfu is not None:
-        parts.append(f"mfu {record.mfu:.1%}")
-    if record.empty:
-        parts.append("empty batch")
-    if record.skipped is not None:
-        parts.append(f"skipped: {record.skipped}")
-    if record.layout_dependent:
-        parts.append(_LAYOUT_DEPENDENT)
-    return "  ".join(parts)
-
-
-def _side_terms(record: StepRecord | ValidRecord) -> list[str]:
-    """The means of all terms but the main one, without coefficients."""
-    return [
-        f"{name} {term.loss:.4g}" if term.denominator else f"{name} -"
-        for name, term in record.terms.items()
-        if name != MAIN_TERM
-    ]

@@ -1,5 +1,7 @@
 """metrics.jsonl: the truth about a run, from which every other view can be drawn again."""
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,22 @@ def read_records(path: Path) -> Iterator[Record]:
         DataError: a line is damaged; names it.
     """
     return (record for _, record in _whole_lines(path))
+
+
+def last_step(path: Path) -> int:
+    """Steps that the file tells of; 0 where there is no file, or none that can be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * _LONGEST_LINE))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(DataError, UnicodeDecodeError):
+            record = from_json_line(line.decode())
+            if isinstance(record, StepRecord):
+                return record.step
+    return 0
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:

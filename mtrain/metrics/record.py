@@ -16,6 +16,9 @@ from mtrain.base.errors import DataError
 MAIN_TERM = "main"
 """The term whose mean is `loss`; all others are beside it."""
 
+OF_THE_MACHINE = ("seconds", "tokens_per_second", "mfu", "memory_bytes", "time_s")
+"""Fields that tell how fast and where a step was made; all others are the same for every repetition of a run."""
+
 _LARGEST_INTEGER = 2**63 - 1
 
 Json = Any
@@ -73,6 +76,10 @@ class StepRecord:
     """Model FLOPs utilisation, 0 to 1, where the device's peak is known."""
     layout_dependent: bool = False
     """The run uses something that changes with the layout by definition: its numbers are those of its layout only."""
+    memory_bytes: int | None = None
+    """What the first rank needed: the peak on its GPU, or what is resident on a CPU; None where it was not recorded."""
+    time_s: float | None = None
+    """Unix time at which the step ended; None where it was not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

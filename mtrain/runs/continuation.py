@@ -18,7 +18,7 @@ from mtrain.config.messages import sections_at
 from mtrain.config.schema.data import SourceSection
 from mtrain.config.schema.train import AnyOptimizer
 from mtrain.plan.lr import decay_steps, learning_rate
-from mtrain.runs.folder import Change, changes, flat_keys
+from mtrain.runs.changes import Change, changes, flat_keys
 
 
 @dataclass(frozen=True)

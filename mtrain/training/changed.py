@@ -16,8 +16,8 @@ from mtrain.config.consent import is_permitted
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.loader import StepLoader
 from mtrain.metrics.record import ChangeRecord
+from mtrain.runs.changes import Change
 from mtrain.runs.continuation import allowed_changes
-from mtrain.runs.folder import Change
 
 DATA = "data.train"
 """The key under which training data with another fingerprint are recorded."""

@@ -19,28 +19,23 @@ from mtrain.checkpoint.store.directory import load_entry, published_steps, step_
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.ledger import rewind_ledger
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
-from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import any_rank, init_distributed, naming_lost_ranks, on_first_rank
-from mtrain.mcore.engine.loss_reduction import StepTotals
-from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
-from mtrain.metrics.record import ChangeRecord, StepRecord
-from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
-from mtrain.plan import Work, flops_of_step, mfu, peak_flops
+from mtrain.metrics.sinks import Sinks
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
-from mtrain.training.changed import note_on_order
 from mtrain.training.checkpoint_self_test import run_self_test
-from mtrain.training.data_ledger import LedgerSink
-from mtrain.training.evaluate import evaluate_all, term_records
+from mtrain.training.evaluate import evaluate_all
 from mtrain.training.export import Exporter
+from mtrain.training.recording.life import Life
+from mtrain.training.recording.sinks import open_sinks
+from mtrain.training.recording.step_record import step_record
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
 
@@ -90,24 +85,26 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     folder = RunFolder(Path(config.run.dir))
     with contextlib.ExitStack() as held:
         environment = _environment(groups.device, groups.layout)
-        lock, config = on_first_rank(lambda: _enter(folder, config, environment, held))
+        life = Life(folder, groups.rank)
+        lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
+        held.enter_context(life)
         size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
         heartbeat = held.enter_context(Heartbeat(folder.heartbeats, groups.rank, size, timeout_s))
         held.enter_context(naming_lost_ranks(heartbeat.missing))
         # agreed by all ranks: one that left alone would let the others wait in the next collective
         if any_rank(signal.received is not None, groups.device):
-            return on_first_rank(lambda: folder.set_requeue("stopped by a signal before the model was built"))
+            return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
         heartbeat.enter(Phase.BUILD, 0)
         run = build(config, groups, folder)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
-            return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal before step {run.start_step + 1}"))
+            return on_first_rank(lambda: life.stopped(f"stopped by a signal before step {run.start_step + 1}"))
         if run.start_step >= config.train.num_steps and groups.rank == 0:
             say(_finished(run, folder))
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
-        sinks = held.enter_context(_open_sinks(run, folder))
-        known = (config, _origin(run), lock.check, run.start_step, folder.note_save)
+        sinks = held.enter_context(open_sinks(run, folder, life, heartbeat))
+        known = (config, _origin(run), lock.check, run.start_step, life.saved)
         saver = Saver(folder.checkpoints, run.groups, *known)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
         exporter = Exporter(folder, every, lock.check)
@@ -119,10 +116,10 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         except NumericError as error:  # on all ranks
             raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
-            return on_first_rank(lambda: folder.set_requeue(f"stopped by a signal after step {stopped_after}"))
+            return on_first_rank(lambda: life.stopped(f"stopped by a signal after step {stopped_after}"))
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
         if exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
-            folder.set_requeue("stopped by a signal before all checkpoints were exported")
+            life.stopped("stopped by a signal before all checkpoints were exported")
 
 
 def _finished(run: Run, folder: RunFolder) -> str:
@@ -148,11 +145,14 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
     return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
 
 
-def _enter(folder: RunFolder, config: Config, environment: Mapping[str, str], held: contextlib.ExitStack) -> Claimed:
+def _enter(
+    folder: RunFolder, config: Config, environment: Mapping[str, str], life: Life, held: contextlib.ExitStack
+) -> Claimed:
     """Takes the run folder for this run and writes the resolved configuration and environment. On rank 0."""
     claimed = claim(folder, config, held)
     folder.write_environment(environment)
     folder.clear_requeue()
+    life.started(claimed.config, environment)
     return claimed
 
 
@@ -162,35 +162,6 @@ def _write_first_samples(run: Run, folder: RunFolder) -> None:
         text = as_text(run.loader.shown(run.start_step + 1, _NUM_FIRST_SAMPLES))
         with contextlib.suppress(OSError):  # for people alone: a full disk is noticed where it matters
             write_atomically(folder.first_samples, text)
-
-
-def _open_sinks(run: Run, folder: RunFolder) -> Sinks:
-    metrics, start = run.config.metrics, run.start_step
-    ledger = _ledger(run, folder)
-    if run.groups.rank != 0:
-        return Sinks(*ledger)
-    console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
-    tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
-    sinks = Sinks(JsonlSink(folder.metrics, start), console, *tensorboard, *ledger)
-    if start < run.config.train.num_steps:
-        new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
-        for change in new:
-            sinks.write(change)
-        if (note := note_on_order(new, run.config)) is not None:
-            say(note)
-    return sinks
-
-
-def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
-    """One on each rank that reads for a replica of the data. Collective over the world."""
-    start, loader = run.start_step, run.loader
-    if not run.config.metrics.data_ledger or start >= run.config.train.num_steps:
-        return []
-    # files of ranks that are no longer there, too, and all before one is opened
-    on_first_rank(lambda: rewind_ledger(folder.ledger, start))
-    if loader is None or not run.groups.counts_plan:
-        return []
-    return [LedgerSink(folder.ledger, run.groups.dp_rank, loader, loader.start_entry(start))]
 
 
 def _loop(
@@ -216,7 +187,7 @@ def _loop(
             if update is not None and not update.overflowed:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
             spoil_point(run.chunks, run.optimizer, run.groups, done)
-            record = _record(run, done, totals, update, lr, time.perf_counter() - began)
+            record = step_record(run, done, totals, update, lr, time.perf_counter() - began)
             tokens += record.tokens
             sinks.write(record)
             # on every rank at the same place: while a save is in flight this is a collective
@@ -285,39 +256,3 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
         record = evaluate_all(*model, run.validation, step, run.teacher)
     sinks.write(record)
     return record.valid_loss
-
-
-def _record(run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float) -> StepRecord:
-    train = run.config.train
-    counts, tokens = totals.tokens, totals.num_text_tokens
-    work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)
-    flops = flops_of_step(run.config.model, work, run.config.adapter)
-    is_half = train.precision == "fp16"
-    return StepRecord(
-        step=done,
-        loss=totals.loss,
-        objective=totals.objective,
-        denominator=totals.terms[MAIN_TERM].denominator,
-        grad_norm=0.0 if update is None else update.grad_norm,
-        lr=lr,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        padding_tokens=counts.padding,
-        loss_tokens=counts.loss,
-        flops=flops,
-        terms=term_records(totals.terms),
-        empty=totals.is_empty,
-        skipped="fp16 overflow" if update is not None and update.overflowed else None,
-        loss_scale=run.optimizer.loss_scale() if is_half else None,
-        mfu=_mfu(run, flops, seconds),
-        layout_dependent=run.config.is_layout_dependent,
-    )
-
-
-def _mfu(run: Run, flops: float, seconds: float) -> float | None:
-    """Model FLOPs utilisation of each GPU; None on CPUs and on GPUs of unknown peak."""
-    if run.groups.device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(run.groups.device), run.config.train.precision)
-    return None if peak is None else mfu(flops, seconds, peak * run.groups.layout.world_size)

@@ -18,7 +18,8 @@ from mtrain.compare.page import comparison_page
 from mtrain.compare.report import comparison_picture
 from mtrain.compare.runs import Comparison, compare_runs, relative_difference
 from mtrain.metrics.record import StepRecord, TermRecord
-from mtrain.runs.folder import Change, RunFolder
+from mtrain.runs.changes import Change
+from mtrain.runs.folder import RunFolder
 from tests.browser import Browser
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.metrics.records import step_record, valid_record

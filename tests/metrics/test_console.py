@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mtrain.metrics.console import ConsoleSink, as_duration
+from mtrain.metrics.console import ConsoleSink
 from mtrain.metrics.record import Record, StepRecord, TermRecord, ValidRecord
+from mtrain.metrics.shown import as_duration, as_size
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
@@ -107,3 +108,16 @@ def test_a_terminal_gets_a_bar() -> None:
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert as_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB"), (1 << 60, "1048576.0 TiB")],
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert as_size(num_bytes) == text
+
+
+def test_memory_is_shown_where_it_was_recorded() -> None:
+    text = shown({1.0: replace(step_record(1), memory_bytes=3 << 29)}, num_steps=1)
+    assert "2,048 tokens/s  memory 1.5 GiB  eta" in text

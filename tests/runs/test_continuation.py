@@ -11,8 +11,8 @@ from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import SftSection
 from mtrain.plan.lr import learning_rate
+from mtrain.runs.changes import Change
 from mtrain.runs.continuation import allowed_changes, continued, kept_lines
-from mtrain.runs.folder import Change
 from tests.config.samples import config
 from tests.fault_table import Notice
 

@@ -15,7 +15,8 @@ import pytest
 from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.config.consent import NEUTRAL_KEYS
 from mtrain.config.messages import sections_at
-from mtrain.runs.folder import Change, RunFolder, changes
+from mtrain.runs.changes import Change, changes
+from mtrain.runs.folder import RunFolder
 from tests.base.crash import killed_at_every_file_operation
 
 HOLD_LOCK = """

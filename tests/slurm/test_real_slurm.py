@@ -16,6 +16,7 @@ import pytest
 
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
+from mtrain.metrics.record import OF_THE_MACHINE
 from tests.paths import ROOT
 from tests.slurm.cluster import Cluster
 
@@ -72,11 +73,7 @@ def environment_lines(more: Mapping[str, str]) -> str:
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """What each step has left, without what a clock says."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if not _is_of_a_clock(key)} for record in records]
-
-
-def _is_of_a_clock(key: str) -> bool:
-    return "seconds" in key or "per_second" in key or key in ("mfu", "time")
+    return [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in records]
 
 
 def output(run_dir: Path) -> str:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mtrain.base.heartbeat import read_beat
+from mtrain.runs.events import read_events
 from tests.fault_table import Notice
 from tests.pool import Pool
 from tests.warm import Command, program_environment
@@ -133,6 +134,20 @@ def test_a_stopped_run_goes_on_bit_for_bit(command: Any, start: Any, tmp_path: P
     assert not (tmp_path / "run" / "REQUEUE").exists()
     assert numbers(tmp_path / "run") == numbers(tmp_path / "straight")
     assert len(numbers(tmp_path / "run")) == 60
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [(each.kind, each.step) for each in events] == [
+        ("start", 0),
+        ("resume", 0),
+        ("save", stopped_at),
+        ("stop", stopped_at),
+        ("start", 0),
+        ("resume", stopped_at),
+        ("save", 60),
+        ("finish", 60),
+    ]
+    assert events[3].text == f"stopped by a signal after step {stopped_at}"
+    assert events[4].facts["num_steps"] == 60
+    assert events[5].facts["reached"] == stopped_at
 
 
 @pytest.mark.fault(
@@ -221,11 +236,14 @@ def test_faults_have_one_message_and_their_exit_code(
     assert all(word in errors for word in words), errors
 
 
-def test_a_fault_on_all_ranks_is_told_once(command: Any, start: Any) -> None:
+def test_a_fault_on_all_ranks_is_told_once(command: Any, start: Any, tmp_path: Path) -> None:
     code, output, errors = finished(start(command("loss.function=my_losses:not_a_number", "layout.cp=2", ranks=2)))
     assert code == 4
     assert (output + errors).count("error:") == 1
     assert "Traceback" not in output + errors
+    (failure,) = (event for event in read_events(tmp_path / "run" / "events.jsonl") if event.kind == "failure")
+    assert failure.text.removeprefix("NumericError: ") in errors
+    assert failure.facts["exit_code"] == 4
 
 
 @pytest.mark.fault(
@@ -281,3 +299,6 @@ def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_
     assert re.search(r"rank 0 lost the connection to another rank; rank 1: silent for .* of step \d+ ", errors), errors
     assert "Traceback" not in output + errors
     assert not any(child.is_running() for child in ranks)
+    last = read_events(tmp_path / "run" / "events.jsonl")[-1]
+    assert (last.kind, last.rank) == ("failure", 0)
+    assert last.text.startswith("RankLostError: rank 0 lost the connection to another rank; rank 1: silent for ")

@@ -13,6 +13,12 @@ class RunSection(Section):
 
     dir: Annotated[str, bounds.PATH] = Field(min_length=1)
     """Holds config.yaml, metrics.jsonl, checkpoints/ and logs/."""
+    name: str | None = Field(None, min_length=1, max_length=120)
+    """What people call the run, in tables, on pages and in trackers; the folder's name where it is left out."""
+    notes: str = Field("", max_length=10_000)
+    """Why it was started, for people."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field((), max_length=50)
+    """Words by which trackers find it."""
 
 
 class CheckpointSection(Section):

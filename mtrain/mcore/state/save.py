@@ -96,7 +96,7 @@ class Saver:
         origin: Provenance = Provenance(),  # noqa: B008
         check: Callable[[], None] = lambda: None,
         start_step: int = 0,
-        on_saved: Callable[[float], None] = lambda seconds: None,
+        on_saved: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
         """
         Args:
@@ -107,7 +107,7 @@ class Saver:
             check: Called on the first rank before anything becomes visible or is deleted; raises where another run has
                 taken the folder over.
             start_step: Updates completed when the run began or went on.
-            on_saved: Called on the first rank when a checkpoint is on disk, with the seconds that it took.
+            on_saved: Called on the first rank when a checkpoint is on disk, with its step and the seconds that it took.
         """
         self._folder, self._groups, self._config = folder, groups, config
         self._origin, self._check, self._on_saved = origin, check, on_saved
@@ -349,7 +349,7 @@ class Saver:
                 f"{1000 * waited_s:.0f} ms",
                 flush=True,
             )
-            self._on_saved(seconds)
+            self._on_saved(flight.facts.step, seconds)
 
     def _fail(self, flight: _PendingSave, fault: MtrainError) -> None:
         """The same on all ranks."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from mtrain.config import Config
 from mtrain.metrics.jsonl import read_records
-from mtrain.metrics.record import StepRecord, to_json_line
+from mtrain.metrics.record import OF_THE_MACHINE, StepRecord, to_json_line
 from mtrain.verify.core.compare import StepComparison, relative
 from mtrain.verify.core.exact import Exact
 from mtrain.verify.core.result import Deviation, StepValues, Tolerance
@@ -24,7 +24,6 @@ from mtrain.verify.resume.worker import Print, SegmentResult, State
 
 _LEAST = float(np.finfo(np.float32).tiny)
 """Told where bits differ, but none of the elements that were kept, or none as a number."""
-_OF_THE_MACHINE = ("seconds", "tokens_per_second", "mfu")
 _COMPARED_BY_KIND = ("lr", "denominator", "loss", "grad_norm", "terms", "kind", "step")
 
 
@@ -224,7 +223,7 @@ def _numbers(own: StepRecord, other: StepRecord) -> Iterator[tuple[str, str, flo
 def _fields(record: StepRecord) -> Mapping[str, Any]:
     """What a record says beside the quantities that have kinds of their own and what the machine decides."""
     content = json.loads(to_json_line(record))
-    return {name: value for name, value in content.items() if name not in (*_COMPARED_BY_KIND, *_OF_THE_MACHINE)}
+    return {name: value for name, value in content.items() if name not in (*_COMPARED_BY_KIND, *OF_THE_MACHINE)}
 
 
 def _exact(kind: str, name: str, step: int, found: float, expected: float) -> Deviation:

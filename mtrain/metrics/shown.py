@@ -1,0 +1,60 @@
+"""The numbers of a record as people see them: console, `mtrain status` and pages take names and digits from here."""
+
+from __future__ import annotations
+
+from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
+
+LAYOUT_DEPENDENT = "(of this layout only)"
+_UNIT_NAMES = frozenset({"tokens/s"})
+"""Stand behind their number."""
+
+
+def step_numbers(record: StepRecord) -> dict[str, str]:
+    """Name -> number of a step, in the order in which they are shown."""
+    numbers = {
+        "loss": "-" if record.empty else f"{record.loss:.4f}",
+        **side_terms(record),
+        "grad_norm": f"{record.grad_norm:.3f}",
+        "lr": f"{record.lr:.2e}",
+        "tokens/s": f"{record.tokens_per_second:,.0f}",
+    }
+    if record.loss_tokens is not None and record.loss_tokens != record.tokens and record.tokens:
+        numbers["in the loss"] = f"{record.loss_tokens / record.tokens:.1%}"
+    if record.padding_tokens:
+        numbers["padding"] = f"{record.padding_tokens / (record.tokens + record.padding_tokens):.1%}"
+    if record.mfu is not None:
+        numbers["mfu"] = f"{record.mfu:.1%}"
+    if record.memory_bytes is not None:
+        numbers["memory"] = as_size(record.memory_bytes)
+    return numbers
+
+
+def as_line(numbers: dict[str, str]) -> str:
+    """All on one line."""
+    return "  ".join(f"{text} {name}" if name in _UNIT_NAMES else f"{name} {text}" for name, text in numbers.items())
+
+
+def side_terms(record: StepRecord | ValidRecord) -> dict[str, str]:
+    """The means of all terms but the main one, without coefficients."""
+    return {
+        name: f"{term.loss:.4g}" if term.denominator else "-"
+        for name, term in record.terms.items()
+        if name != MAIN_TERM
+    }
+
+
+def as_duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, as 1:02:03."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def as_size(num_bytes: int) -> str:
+    """In the unit that fits, as 3.2 GiB."""
+    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

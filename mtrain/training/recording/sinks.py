@@ -1,0 +1,71 @@
+"""Where the records of a run go."""
+
+from __future__ import annotations
+
+from mtrain.base.heartbeat import Heartbeat
+from mtrain.data.ledger import rewind_ledger
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.metrics.jsonl import last_step
+from mtrain.metrics.record import ChangeRecord, Record, StepRecord
+from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import Run
+from mtrain.training.changed import note_on_order
+from mtrain.training.data_ledger import LedgerSink
+from mtrain.training.recording.life import Life
+from mtrain.training.resume import say
+
+
+class SignsOfLife:
+    """Passes on where this rank is, to the heartbeat and to the events."""
+
+    def __init__(self, life: Life, heartbeat: Heartbeat) -> None:
+        """Of this start, and of this rank."""
+        self._life, self._heartbeat = life, heartbeat
+
+    def write(self, record: Record) -> None:
+        """A step is done."""
+        if isinstance(record, StepRecord):
+            self._life.stepped(record.step)
+            if record.memory_bytes is not None:
+                self._heartbeat.note_memory(record.memory_bytes)
+
+    def close(self) -> None:
+        """Both end by themselves."""
+
+
+def open_sinks(run: Run, folder: RunFolder, life: Life, heartbeat: Heartbeat) -> Sinks:
+    """The sinks of this rank; what an earlier start wrote beyond the start step is taken back. Collective.
+
+    Raises:
+        DataError: What an earlier start wrote is damaged.
+        MachineError: A file cannot be written.
+    """
+    metrics, start = run.config.metrics, run.start_step
+    ledger, signs = _ledger(run, folder), SignsOfLife(life, heartbeat)
+    if run.groups.rank != 0:
+        life.resumed(start, start)
+        return Sinks(*ledger, signs)
+    life.resumed(start, last_step(folder.metrics))
+    console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
+    tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
+    sinks = Sinks(JsonlSink(folder.metrics, start), console, *tensorboard, *ledger, signs)
+    if start < run.config.train.num_steps:
+        new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
+        for change in new:
+            sinks.write(change)
+        if (note := note_on_order(new, run.config)) is not None:
+            say(note)
+    return sinks
+
+
+def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
+    """One on each rank that reads for a replica of the data. Collective over the world."""
+    start, loader = run.start_step, run.loader
+    if not run.config.metrics.data_ledger or start >= run.config.train.num_steps:
+        return []
+    # files of ranks that are no longer there, too, and all before one is opened
+    on_first_rank(lambda: rewind_ledger(folder.ledger, start))
+    if loader is None or not run.groups.counts_plan:
+        return []
+    return [LedgerSink(folder.ledger, run.groups.dp_rank, loader, loader.start_entry(start))]

@@ -1,0 +1,74 @@
+"""The record of a step that was just made."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.mcore.engine.loss_reduction import StepTotals
+from mtrain.mcore.engine.optimizer import Update
+from mtrain.metrics.record import StepRecord
+from mtrain.plan import Work, flops_of_step, mfu, peak_flops
+from mtrain.training.build import Run
+from mtrain.training.evaluate import term_records
+
+
+def step_record(
+    run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float
+) -> StepRecord:
+    """What a step came to.
+
+    Args:
+        run: The run.
+        done: Updates completed, this one included.
+        totals: Of the step.
+        update: None where the batch was empty.
+        lr: Learning rate of the update.
+        seconds: Wall time of the step.
+    """
+    counts, tokens = totals.tokens, totals.num_text_tokens
+    work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)
+    flops = flops_of_step(run.config.model, work, run.config.adapter)
+    is_half = run.config.train.precision == "fp16"
+    return StepRecord(
+        step=done,
+        loss=totals.loss,
+        objective=totals.objective,
+        denominator=totals.terms[MAIN_TERM].denominator,
+        grad_norm=0.0 if update is None else update.grad_norm,
+        lr=lr,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        padding_tokens=counts.padding,
+        loss_tokens=counts.loss,
+        flops=flops,
+        terms=term_records(totals.terms),
+        empty=totals.is_empty,
+        skipped="fp16 overflow" if update is not None and update.overflowed else None,
+        loss_scale=run.optimizer.loss_scale() if is_half else None,
+        mfu=_mfu(run, flops, seconds),
+        layout_dependent=run.config.is_layout_dependent,
+        memory_bytes=_memory_bytes(run.groups.device),
+        time_s=time.time(),
+    )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The peak on a GPU since the last call; on a CPU what is resident now."""
+    if device.type != "cuda":
+        return int(psutil.Process().memory_info().rss)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def _mfu(run: Run, flops: float, seconds: float) -> float | None:
+    """Model FLOPs utilisation of each GPU; None on CPUs and on GPUs of unknown peak."""
+    if run.groups.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(run.groups.device), run.config.train.precision)
+    return None if peak is None else mfu(flops, seconds, peak * run.groups.layout.world_size)
