@@ -226,6 +226,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; give one of the two")
 
 
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Compares a tokenizer with the model that its ids are for.
+
+    Raises:
+        DataError: It has more tokens than the model has embeddings.
+    """
+    # an id beyond the embedding would be an index error on a device, steps later
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} tokens, but model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}, or name the model's own tokenizer"
+        )
+
+
 def _hugging_face_model(path: Path, content: bytes) -> Any:
     from tokenizers import Tokenizer as Model
     from tokenizers.processors import TemplateProcessing

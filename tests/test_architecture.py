@@ -23,7 +23,7 @@ PACKAGES_BY_LAYER: tuple[frozenset[str], ...] = (
     frozenset({"loss"}),
     frozenset({"checkpoint", "data", "hf.io", "metrics"}),  # do not import each other
     frozenset({"mcore"}),  # the only one that imports megatron-core
-    frozenset({"convert", "training"}),
+    frozenset({"convert", "preflight", "training"}),
     frozenset({"compare", "verify"}),
     frozenset({"__main__", "cli", "tools"}),
 )

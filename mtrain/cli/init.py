@@ -27,7 +27,8 @@ def init(
             _copy_into(folder)
     typer.echo(
         f"{folder} holds configs/ and launch/ to start from; they are yours to change. Go there, and then:\n\n"
-        "  mtrain check configs/model/tiny.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml --world-size 2\n"
+        "  mtrain check configs/model/tiny.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml --world-size 2 "
+        "--without-files\n"
         "                                           what a run would be; any of the files can be combined\n"
         "  bash launch/quickstart.sh                pretrains and finetunes a small model here, from nothing\n"
         "  bash launch/torchrun.sh CONFIG...        trains on the GPUs of this machine\n"

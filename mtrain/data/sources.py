@@ -7,7 +7,6 @@ from typing import Literal, Protocol, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
@@ -17,7 +16,7 @@ from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sft_caches import SftCaches
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 Part = Literal["train", "valid", "test"]
 _PARTS: tuple[Part, ...] = ("train", "valid", "test")
@@ -152,8 +151,7 @@ class Sources:
         self.tokenizer: Tokenizer | None = None
         if config.data.tokenizer is not None:
             self.tokenizer = load_tokenizer(config.data.tokenizer)
-            # an id beyond the embedding would be an index error on a device, steps later
-            _check_vocabulary(self.tokenizer, config.model.vocab_size)
+            check_vocabulary(self.tokenizer, config.model.vocab_size)
         # a split uses one file for three parts: opened, checked and hashed once
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._notes: list[str] = []
@@ -243,11 +241,3 @@ def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> di
 def _numbers(data: FilesSection, part: Part, total: int) -> range:
     """The documents or samples of a part, in file order."""
     return range(total) if data.split is None else document_ranges(total, data.split)[_PARTS.index(part)]
-
-
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} tokens, but model.vocab_size is {vocab_size}; "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}, or name the model's own tokenizer"
-        )

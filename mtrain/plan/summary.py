@@ -49,6 +49,7 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         parameters += (
             f"; frozen, beside {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
         )
+    passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
     return {
         "layout": f"{layout} on {layout.world_size} ranks",
         "batch": f"{train.global_batch_size} {'packed rows' if config.steps_count_rows else 'samples'} = "
@@ -58,7 +59,7 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         "parameters": parameters,
         "FLOPs per token": f"{flops:.4e}",
         "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
-    }
+    } | ({"passed to megatron": f"{passed} (each proven by tests/parity; no other field passes)"} if passed else {})
 
 
 def _rows(config: Config, layout: Layout) -> str:

@@ -36,9 +36,12 @@ def test_help_loads_neither_the_schema_nor_torch() -> None:
 
 def test_check_loads_neither_torch_nor_numpy() -> None:
     files = ("configs/model/tiny.yaml", "configs/run/pretrain.yaml")
-    code, *loaded = modules_loaded_by("check", *files, "--world-size", "2").split()
+    code, *loaded = modules_loaded_by("check", *files, "--world-size", "2", "--without-files").split()
     assert code == "0"
     assert {"torch", "megatron", "numpy", "matplotlib", "transformers"}.isdisjoint(loaded)
+    code, *loaded = modules_loaded_by("check", *files, "--world-size", "2").split()
+    assert code == "3", "there is no data/corpus"
+    assert {"torch", "megatron", "matplotlib", "transformers"}.isdisjoint(loaded)
 
 
 MISSING = (

@@ -31,3 +31,10 @@ def test_the_memory_of_wide_rows_is_that_of_their_positions(capsys: pytest.Captu
         return float(capsys.readouterr().out.splitlines()[-1].split()[-3])
 
     assert activations(65536) == pytest.approx(2 * activations(32768), rel=0.01)
+
+
+def test_fields_that_pass_to_megatron_are_named_as_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(config(model__megatron={"deterministic_mode": True}), world_size=1)
+    assert "deterministic_mode=True (each proven by tests/parity; no other field passes)" in capsys.readouterr().out
+    print_plan(config(), world_size=1)
+    assert "passed" not in capsys.readouterr().out

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,45 @@ class Corpus:
                 f"{self.bin_path}: document {document} holds token {wrong[0]}, but model.vocab_size is "
                 f"{self._vocab_size}; tokenise the corpus with the model's tokenizer or raise model.vocab_size"
             )
+
+
+class Pair(NamedTuple):
+    """What is known of a pair without reading its tokens."""
+
+    num_documents: int
+    num_tokens: int
+
+
+def check_pair(prefix: str, vocab_size: int) -> Pair:
+    """Checks a pair as `Corpus` does, and tokens at a few places of it; loads neither megatron-core nor torch.
+
+    Args:
+        prefix: Path of the pair without its endings.
+        vocab_size: Every token must be below it.
+
+    Raises:
+        DataError: A file is missing, damaged, or does not fit the other one or the vocabulary.
+        MachineError: A file cannot be read.
+    """
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    with disk_faults(f"read the corpus {prefix}"):
+        element = _check_header(idx_path, bin_path)
+        with idx_path.open("rb") as file:
+            *_, num_sequences, num_edges = _HEADER.unpack(file.read(_HEADER.size))
+            lengths = np.fromfile(file, np.int32, num_sequences)
+            pointers = np.fromfile(file, np.int64, num_sequences)
+            edges = np.fromfile(file, np.int64, num_edges)
+        _check_lengths(idx_path, bin_path, lengths, pointers, element.itemsize)
+        _check_edges(idx_path, edges, num_sequences)
+        for start, block in _sampled(bin_path, element.itemsize):
+            tokens = np.frombuffer(block, element)
+            wrong = tokens[(tokens.astype(np.int64) < 0) | (tokens.astype(np.int64) >= vocab_size)]
+            if wrong.size:
+                raise DataError(
+                    f"{bin_path}: behind byte {start} stands token {wrong[0]}, but model.vocab_size is {vocab_size}; "
+                    "tokenise the corpus with the model's tokenizer or raise model.vocab_size"
+                )
+    return Pair(num_edges - 1, int(lengths.sum(dtype=np.int64)))
 
 
 class CorpusWriter:
@@ -237,11 +276,19 @@ def _fingerprint(idx_path: Path, bin_path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     tokens = hashlib.sha256()
+    for _, block in _sampled(bin_path, 1):
+        tokens.update(block)
+    return f"{digest.hexdigest()}{_TOKENS}{tokens.hexdigest()[:16]}"
+
+
+def _sampled(bin_path: Path, itemsize: int) -> Iterator[tuple[int, bytes]]:
+    """Blocks at a few places spread over a file, each with its first byte, a multiple of `itemsize`."""
+    last = max(0, bin_path.stat().st_size - _PLACE_BYTES)
     with bin_path.open("rb") as file:
         for place in range(_NUM_PLACES):
-            file.seek(place * max(0, size - _PLACE_BYTES) // (_NUM_PLACES - 1))
-            tokens.update(file.read(_PLACE_BYTES))
-    return f"{digest.hexdigest()}{_TOKENS}{tokens.hexdigest()[:16]}"
+            start = place * last // (_NUM_PLACES - 1) // itemsize * itemsize
+            file.seek(start)
+            yield start, file.read(_PLACE_BYTES)
 
 
 def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:

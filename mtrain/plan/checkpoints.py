@@ -1,0 +1,66 @@
+"""What a run puts on the disk: the size of its checkpoints and exports, and how many there are at one time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain.config import Config
+from mtrain.config.schema.train import MuonSection
+from mtrain.plan.activations import FP32_BYTES, element_bytes
+from mtrain.plan.adapters import num_adapter_parameters
+from mtrain.plan.layout import Layout
+from mtrain.plan.parameters import matrices_on_rank, num_parameters
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Most that lies in a run folder at one time; metrics, logs and ledgers, which are small, are not counted."""
+
+    checkpoint_bytes: int
+    """Of one checkpoint."""
+    num_checkpoints: int
+    """Kept ones, and one that is being written while none has been deleted for it yet."""
+    export_bytes: int
+    """Of one export."""
+    num_exports: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Checkpoints and exports together."""
+        return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes * self.num_exports
+
+
+def disk_need(config: Config) -> DiskNeed:
+    """What a whole run of `config` needs, whatever its layout."""
+    return DiskNeed(checkpoint_bytes(config), _most_checkpoints(config), export_bytes(config), _num_exports(config))
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Weights in the run's precision, and the optimizer's numbers in fp32; of an adapter's run the adapters alone.
+
+    Replicas are written once, and padding of the vocabulary not at all, so no layout plays a part.
+    """
+    model = config.model
+    trained = num_parameters(model) if config.adapter is None else num_adapter_parameters(model, config.adapter)
+    kept = 3 * trained  # main weights, in fp32 the weights once more, and both moments
+    if isinstance(config.optimizer, MuonSection):  # a momentum in the place of two moments
+        kept -= matrices_on_rank(model, Layout(), 0).total
+    return trained * element_bytes(config) + kept * FP32_BYTES
+
+
+def export_bytes(config: Config) -> int:
+    """A folder of Hugging Face: the weights alone."""
+    return num_parameters(config.model) * element_bytes(config)
+
+
+def _most_checkpoints(config: Config) -> int:
+    section, num_steps = config.checkpoint, config.train.num_steps
+    saves = num_steps // section.interval_steps if section.interval_steps else 0
+    saves += 0 if section.interval_steps and num_steps % section.interval_steps == 0 else section.at_end
+    forever = 0 if section.keep_every_steps is None else num_steps // section.keep_every_steps
+    return min(saves, section.keep_last + section.keep_best + forever + 1)
+
+
+def _num_exports(config: Config) -> int:
+    every = config.checkpoint.export_hf_every_steps
+    return config.train.num_steps // every if every else 0

@@ -1,0 +1,148 @@
+"""The files that a configuration names: whether they are there, whole, and fit the model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import assert_never
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.directory import checkpoint_at, newest_good
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
+from mtrain.config import Config
+from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
+from mtrain.data.formats.megatron_indexed import check_pair
+from mtrain.hf.schema.files import INDEX_NAME, SINGLE_NAME, inside, places
+from mtrain.hf.schema.header import read_header
+from mtrain.hf.schema.peft import CONFIG_NAME, TENSORS_NAME
+from mtrain.plan.parameters import padded_vocab_size
+from mtrain.preflight.findings import Findings
+from mtrain.runs.folder import RunFolder
+from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+
+def look_at_files(config: Config, findings: Findings) -> None:
+    """Opens everything that a run would open, as far as that goes without torch.
+
+    Of an indexed corpus the whole index is read and tokens at a few places; of records the first one of each file is
+    made into a sample, under the run's chat template.
+
+    Args:
+        config: Of the run.
+        findings: Takes what is found.
+    """
+    tokenizer = None
+    if config.data.tokenizer is not None:
+        with findings.looking():
+            tokenizer = load_tokenizer(config.data.tokenizer)
+            check_vocabulary(tokenizer, config.model.vocab_size)
+            findings.fact("tokenizer", _vocabulary(config, tokenizer))
+    match config.data:
+        case MockSection():
+            pass
+        case IndexedSection():
+            for path in _paths(config.data):
+                with findings.looking():
+                    pair = check_pair(path, config.model.vocab_size)
+                    findings.fact("corpus", f"{path}: {pair.num_documents:,} documents, {pair.num_tokens:,} tokens")
+        case SftSection():
+            if tokenizer is not None:
+                _look_at_records(config.data, tokenizer, config.model.vocab_size, findings)
+        case _:
+            assert_never(config.data)
+    with findings.looking():
+        _look_at_start(config, findings)
+
+
+def _vocabulary(config: Config, tokenizer: Tokenizer) -> str:
+    model, tp = config.model, config.layout.tp
+    rows = f"{padded_vocab_size(model, tp):,} rows with padding for tp {tp}"
+    return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
+
+
+def _paths(data: FilesSection) -> list[str]:
+    """Of all sources, each once."""
+    held_out = [each for sections in data.valid_sets.values() for each in sections]
+    return list(dict.fromkeys(each.path for each in (*data.train, *held_out, *data.test)))
+
+
+def _look_at_records(data: SftSection, tokenizer: Tokenizer, vocab_size: int, findings: Findings) -> None:
+    from mtrain.data.encoding.encoder import (
+        encoder_of,
+    )  # jinja2 and its limited process, which pretraining does without
+    from mtrain.data.formats.record_files import RecordFile, record_files
+    from mtrain.data.formats.records import chunks
+
+    encoder = None
+    with findings.looking():
+        encoder = encoder_of(data, tokenizer)
+    if encoder is None:
+        return
+
+    def look(path: str, file: RecordFile) -> None:
+        chunk = next(chunks([file]), None)
+        if chunk is None:
+            raise DataError(f"{file.path} holds no records; leave it out of {path}")
+        try:
+            sample = encoder.encode(chunk.record(0))
+        except DataError as fault:
+            if data.on_bad == "refuse":
+                raise DataError(f"{file.place(1)}: {fault}") from None
+            findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
+            return
+        highest = int(sample.ids.max())
+        if highest >= vocab_size:
+            raise DataError(
+                f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's own "
+                "tokenizer or raise model.vocab_size"
+            )
+
+    for path in _paths(data):
+        with findings.looking():
+            files = record_files(path)
+            for file in files:
+                look(path, file)
+            template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
+            findings.fact("records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}")
+
+
+def _look_at_start(config: Config, findings: Findings) -> None:
+    """Where the weights come from; a run that goes on has its own, and needs no others but those beside it."""
+    given, own = config.checkpoint.initialize_from, newest_good(RunFolder(Path(config.run.dir)).checkpoints).entry
+    if own is not None:
+        findings.fact("goes on", f"from {own.path}")
+    elif given is not None:
+        start = Path(given)
+        found = megatron_folder(start)
+        findings.fact("weights", str(_entry_path(start) if found is None else found))
+    elif config.model.hf is not None:
+        folder = Path(config.model.hf)
+        findings.fact("weights", f"{folder}: {_safetensors(folder)} file(s) of safetensors")
+    if config.loss.teacher is not None:
+        findings.fact("teacher", str(_entry_path(Path(config.loss.teacher.checkpoint))))
+    if config.adapter is not None and config.adapter.path is not None and own is None:
+        folder = Path(config.adapter.path)
+        for name in (CONFIG_NAME, TENSORS_NAME):
+            inside(folder, name)
+        findings.fact("adapter", str(folder))
+
+
+def _entry_path(start: Path) -> Path:
+    entry = checkpoint_at(start).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    return entry.path
+
+
+def _safetensors(folder: Path) -> int:
+    """How many files hold the weights; each is there and as long as its header says.
+
+    Raises:
+        DataError: One is missing or cut off.
+    """
+    names = sorted(set(places(folder).values())) if (folder / INDEX_NAME).exists() else [SINGLE_NAME]
+    for path in map(partial(inside, folder), names):
+        header = read_header(path)
+        ends = [each["data_offsets"][1] for each in header.tensors.values()]
+        if header.end + max(ends, default=0) != header.size_bytes:
+            raise DataError(f"{path} has {header.size_bytes:,} bytes, which its header does not fit; download it again")
+    return len(names)

@@ -1,0 +1,35 @@
+"""What was found before a start: facts for the user, and faults that would end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from mtrain.base.errors import MtrainError
+
+
+@dataclass
+class Findings:
+    """Facts and faults, in the order in which they were found."""
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    """What was looked at, and what is there."""
+    faults: list[MtrainError] = field(default_factory=list)
+
+    def fact(self, name: str, value: str) -> None:
+        """Notes that something is as it should be."""
+        self.facts.append((name, value))
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Notes the fault that ends the block, if one does, so that all are found at once."""
+        try:
+            yield
+        except MtrainError as fault:
+            self.faults.append(fault)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the first kind that a start would meet: configuration, data, machine; 0 where there is no fault."""
+        return min((fault.exit_code for fault in self.faults), default=0)
