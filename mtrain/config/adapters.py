@@ -64,6 +64,11 @@ def _run(config: Config, adapter: AdapterSection) -> Iterator[str]:
             "adapter with optimizer.kind=muon would orthogonalize A and B apart, and not what they make together; use "
             "optimizer.kind=adamw"
         )
+    if adapter.base_dtype is not None and config.train.precision == "fp16":
+        yield (
+            f"adapter.base_dtype={adapter.base_dtype} holds the frozen model below a run in fp32 or bf16, not "
+            "train.precision=fp16; remove it, or set train.precision=bf16"
+        )
     if model.backend == "te":
         yield (
             "adapter needs the inputs of projections, which model.backend=te fuses with the norms before them; use "

@@ -41,8 +41,7 @@ class MergedTensors:
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
         self._base = _opened(saved.config)
-        held = DTYPES[saved.config.train.precision]
-        self._held, out = held, torch.float32 if saved.main else held
+        out = torch.float32 if saved.main else DTYPES[saved.config.train.precision]
         self._vocab_size = saved.config.model.vocab_size
         self.tensors = {key: GlobalTensorInfo(self._dtype(key, out), shape) for key, shape in table.shapes.items()}
         """Key -> facts, of the merged model."""
@@ -105,7 +104,10 @@ class MergedTensors:
         shape = self.tensors[key].shape[len(place) :]
         wanted = TensorSlice((*place, *[0] * len(shape)), (*[1] * len(place), *shape))
         source = _MAIN + key if _MAIN + key in self._base.tensors else key
-        return self._base.read(source, wanted).reshape(shape).to(self._dtype(key, self._held))
+        run = self._config.train.precision
+        is_narrow = plan.is_held_narrow(key, len(shape), run, self._saved.adapter)
+        held = self._dtype(key, torch.bfloat16 if is_narrow else DTYPES[run])
+        return self._base.read(source, wanted).reshape(shape).to(held)
 
     @staticmethod
     def _dtype(key: str, wanted: torch.dtype) -> torch.dtype:

@@ -83,6 +83,20 @@ def adapter_parameters_on_rank(
     return sum((each.parameters(adapter) for each in held), start=Parameters()).on_rank(layout)
 
 
+def is_held_narrow(name: str, num_axes: int, precision: str, adapter: AdapterSection | None) -> bool:
+    """Whether a tensor of the frozen model has less precision than the run: a matrix of a projection, or a table.
+
+    Args:
+        name: Global name.
+        num_axes: Of the tensor, without axes that number layers and experts.
+        precision: train.precision.
+        adapter: Of the run.
+    """
+    if adapter is None or adapter.base_dtype is None or precision != "fp32":
+        return False
+    return num_axes > 1 and ".router." not in name
+
+
 def fused_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
     """Parts of a linear module of a layer, in the order of its outputs inside of each query group."""
     if linear.endswith("linear_qkv"):

@@ -57,6 +57,10 @@ class AdapterSection(Section):
     targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
     """What is adapted: docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
 
+    base_dtype: Literal["bf16"] | None = None
+    """bf16: the frozen projections and tables are held in bfloat16 below a run in float32, half of their bytes, and
+    widened where something is multiplied by them. None: as train.precision says."""
+
     path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """A folder of PEFT (adapter_config.json and adapter_model.safetensors) whose values the run starts from."""
 

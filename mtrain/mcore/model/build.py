@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, assert_never
 
@@ -17,6 +18,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.attach import attach
+from mtrain.mcore.model.adapters.narrow import built_narrow, holds_narrow, widen_all_but_matrices
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
 from mtrain.mcore.model.mtp import depths_spec, drop_unused_table
@@ -149,20 +151,22 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
     backend = chosen_backend(config, groups.device)
     is_last = stage == layout.num_stages - 1
-    model = LanguageModel(
-        config=translated,
-        transformer_layer_spec=block_spec(config.model, backend, layers),
-        vocab_size=padded_vocab_size(config.model, layout.tp),
-        max_sequence_length=config.data.seq_length,
-        pre_process=stage == 0,
-        post_process=is_last,
-        parallel_output=True,  # else logits would be gathered: vocab numbers a token on every rank of TP
-        share_embeddings_and_output_weights=config.model.tied_embeddings,
-        position_embedding_type="rope",  # makes GPTModel ask `rotary_pos_emb`, which is replaced below
-        mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
-        pg_collection=groups.collection,
-        vp_stage=vp_stage,
-    )
+    is_narrow = holds_narrow(config)
+    with built_narrow(translated) if is_narrow else contextlib.nullcontext():
+        model = LanguageModel(
+            config=translated,
+            transformer_layer_spec=block_spec(config.model, backend, layers),
+            vocab_size=padded_vocab_size(config.model, layout.tp),
+            max_sequence_length=config.data.seq_length,
+            pre_process=stage == 0,
+            post_process=is_last,
+            parallel_output=True,  # else logits would be gathered: vocab numbers a token on every rank of TP
+            share_embeddings_and_output_weights=config.model.tied_embeddings,
+            position_embedding_type="rope",  # makes GPTModel ask `rotary_pos_emb`, which is replaced below
+            mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
+            pg_collection=groups.collection,
+            vp_stage=vp_stage,
+        )
     # Before anything lists parameters: buckets, optimizer and checkpoints must not know it.
     drop_unused_table(model)
     if is_last:
@@ -173,6 +177,8 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     # The last stage embeds as well where it predicts ahead. A hook, so that checkpoints keep plain tables.
     if config.model.scale_embeddings and (model.pre_process or model.mtp_process):
         model.embedding.register_forward_hook(_scale_embeddings)
+    if is_narrow:
+        widen_all_but_matrices(model)
     if config.adapter is not None:
         attach(model, config.model, config.adapter, groups.collection)
     return model.to(groups.device)

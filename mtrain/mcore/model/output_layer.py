@@ -44,7 +44,8 @@ class OutputLayer(ColumnParallelLinear):
         if not as_operands:
             output: tuple[Tensor, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
             return output
-        table = self.weight if weight is None else weight
+        # a table held in less precision is widened once, for all chunks of the tokens
+        table = (self.weight if weight is None else weight).to(input_.dtype)
         if self.sequence_parallel:
             # its own default divides the gradient among the ranks; here each has a part of the sum
             return Operands(

@@ -20,7 +20,7 @@ from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.weights import TABLES, Arrays, drawn
-from mtrain.verify.reference.model.adapters import all_shapes
+from mtrain.verify.reference.model.adapters import all_shapes, as_held
 from mtrain.verify.reference.model.transformer import Transformer
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
 from mtrain.verify.reference.optimizer import exact_optimizer
@@ -88,7 +88,10 @@ def exact_run(groups: Groups, job: ExactJob) -> tuple[list[StepValues], list[str
 
 def initial_weights(config: Config, model: str = "trained") -> Arrays:
     """What every layout starts from, in the order of the forward pass, without padding of the vocabulary."""
-    return {name: drawn(name, shape, config, model).numpy() for name, shape in all_shapes(config).items()}
+    return {
+        name: as_held(name, drawn(name, shape, config, model), config).numpy()
+        for name, shape in all_shapes(config).items()
+    }
 
 
 class _Evaluator:

@@ -106,7 +106,9 @@ def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]],
 
 def gathered(shards: Sequence[Shard]) -> Whole | None:
     """Whole tensors on rank 0, None elsewhere. One gather of objects to rank 0 over the world."""
-    own = [shard._replace(data=shard.data.numpy()) for shard in shards]  # type: ignore[arg-type]
+    # numpy has no bfloat16, which float32 holds exactly
+    widened = (shard.data.float() if shard.data.dtype == torch.bfloat16 else shard.data for shard in shards)
+    own = [shard._replace(data=values.numpy()) for shard, values in zip(shards, widened, strict=True)]  # type: ignore[arg-type]
     everyone: list[Any] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather_object(own, everyone)
     return None if everyone is None else assembled(shard for rank in everyone for shard in rank)

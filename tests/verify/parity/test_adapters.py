@@ -70,6 +70,21 @@ def test_adapters_of_experts_are_exact(pool: Pool) -> None:
     assert_passes(check(pool, user, "ep2dp2mbs4,tp2spep2mbs4,tp2sppp2mbs4", num_steps=2))
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -> None:
+    """Compared with float64 at the rounded weights, so widening has to happen at every product."""
+    held = LORA | {"base_dtype": "bf16"}
+    if kind == "dense":
+        targets = {"targets": ["qkv", "fc2", "embedding", "output"]}
+        user = adapted(held | targets, model__tied_embeddings=False, train__recompute="full")
+        assert_passes(check(pool, user, "tp2spmbs16,pp2cp2mbs4", num_steps=2))
+        return
+    mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+    changes = {"model__mla": mla, "model__num_query_groups": None, "model__mtp_depths": 0, "layout__etp": 1}
+    user = expert_config(adapter=held | {"targets": ["proj", "experts"]}, model__experts__bias_update_rate=0.0, **changes)
+    assert_passes(check(pool, user, "tp2spep2mbs4", num_steps=2))
+
+
 EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "adapter-gradient-times-tp": (LORA, "tp2mbs16", "tp", "gradient"),
     "adapter-gradient-not-reduced": (LORA, "tp2mbs16,tp2spmbs16", "sp", "gradient"),

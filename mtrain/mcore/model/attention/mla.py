@@ -24,13 +24,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import RopeSection
 from mtrain.mcore.model.attention.context_parallel import RowAttention
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
+from mtrain.mcore.model.widened import widened_linear
 
 
 class LatentAttention(MegatronModule):
@@ -257,7 +257,7 @@ class LatentCore(RowAttention):
         """
         sizes, shape = self.latent, (*rows.shape[:2], len(weight))
         latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
-        expanded = functional.linear(latent, weight.flatten(0, 1)).view(*shape, -1)
+        expanded = widened_linear(latent, weight.flatten(0, 1)).view(*shape, -1)
         nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
         # A view for all heads; its gradient is their sum.
         shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
@@ -281,4 +281,4 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., columns] -> [..., rows]."""
-        return functional.linear(hidden, self.weight)
+        return widened_linear(hidden, self.weight)

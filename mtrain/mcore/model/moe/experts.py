@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from mtrain.mcore.model.moe.grouped_gemm import Product, chosen_product
+from mtrain.mcore.model.moe.grouped_gemm import Product, chosen_product, sequential
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
 """Axis of one expert's weight that is divided over expert tensor parallelism."""
@@ -47,7 +47,9 @@ class Stack(nn.Module):
 
         A module's own call is what overlapped gathering of parameters waits in.
         """
-        return product(tokens, self.weight, counts)
+        # grouped products take operands of one precision
+        is_narrow = self.weight.dtype != tokens.dtype
+        return (sequential if is_narrow else product)(tokens, self.weight, counts)
 
     def biases(self, counts: Tensor) -> Tensor | None:
         """Each token's bias: [count, rows]; none where there is none."""

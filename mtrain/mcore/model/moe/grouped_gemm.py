@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain.base.errors import ConfigError
+from mtrain.mcore.model.widened import widened_linear
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64 on the CPU) -> [count, out]."""
@@ -23,7 +24,7 @@ _ALIGNMENT_BYTES = 16
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """One product an expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
     parts = torch.split(tokens, counts.tolist())  # counts are on the CPU: no wait
-    return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
+    return torch.cat([widened_linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -56,6 +56,17 @@ def is_trained(name: str, config: Config) -> bool:
     return config.adapter is None or "_adapter." in name
 
 
+def as_held(name: str, values: Tensor, config: Config) -> Tensor:
+    """Values as a run holds them: frozen projections and tables rounded to bfloat16 where `adapter.base_dtype` says so.
+
+    Routers, norms and biases are not.
+    """
+    if config.adapter is None or config.adapter.base_dtype != "bf16" or is_trained(name, config):
+        return values
+    is_matrix = values.dim() == 2 and ".router." not in name
+    return values.to(torch.bfloat16).to(values.dtype) if is_matrix else values
+
+
 def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model without adapters that computes the same; with the graph to what they are made from."""
     found = dict(tensors)

@@ -1,0 +1,92 @@
+"""A frozen base in bfloat16 below a run in float32.
+
+Matrices of projections and tables are held narrow and widened where something is multiplied by them; norms, biases,
+routers and sinks, which are few numbers, stay in float32. So the run computes exactly what it would with a float32 base
+of the same, rounded values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from mtrain.config import Config
+from mtrain.mcore.model.attention.mla import ReplicatedLinear
+from mtrain.mcore.model.moe.experts import Stack
+from mtrain.mcore.model.widened import widened_linear
+
+
+def holds_narrow(config: Config) -> bool:
+    """Whether the frozen matrices of a run have less precision than its activations."""
+    return config.adapter is not None and config.adapter.base_dtype is not None and config.train.precision == "fp32"
+
+
+@contextlib.contextmanager
+def built_narrow(translated: TransformerConfig) -> Iterator[None]:
+    """Modules that are built inside the `with` block have parameters in bfloat16: a base that fits in memory only so
+    must never be there in float32."""
+    before = translated.params_dtype
+    translated.params_dtype = torch.bfloat16
+    try:
+        yield
+    finally:
+        translated.params_dtype = before
+
+
+def widen_all_but_matrices(model: nn.Module) -> None:
+    """What is no matrix becomes float32, and matrices are widened by who multiplies.
+
+    Args:
+        model: One stage, built inside of `built_narrow`, without adapters.
+    """
+    for module in model.modules():
+        is_matrix = False
+        match module:
+            case ColumnParallelLinear() | RowParallelLinear():
+                linear: Any = module
+                linear._forward_impl = _frozen_linear
+                is_matrix = True
+            case VocabParallelEmbedding():
+                # in front of other hooks, which add or multiply in float32
+                module.register_forward_hook(_widened, prepend=True)
+                is_matrix = True
+            case Stack() | ReplicatedLinear():
+                is_matrix = True
+        for name, parameter in module.named_parameters(recurse=False):
+            if not (is_matrix and name == "weight"):
+                parameter.data = parameter.data.float()
+
+
+def _widened(table: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    # behind the sum over TP, which is exact: one rank has the row, the others zeros
+    return output.float()
+
+
+def _frozen_linear(
+    input: Tensor,  # noqa: A002  # by this name megatron-core gives it
+    weight: Tensor,
+    bias: Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+    **_: object,
+) -> Tensor:
+    """In the place of megatron-core's `linear_with_frozen_weight`, whose operands have one precision; the same
+    collectives."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)  # noqa: A001
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # noqa: A001
+    output = widened_linear(input, weight)
+    return output if bias is None else output + bias

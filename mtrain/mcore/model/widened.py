@@ -1,0 +1,37 @@
+"""Products with frozen matrices that are held in less precision than what they multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, autograd
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
+    """[..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
+
+    A weight in less precision has to be frozen. It is widened for the product and again in backward, which keeps it as
+    it is held and nothing of the inputs; where both have one precision this is torch's own product.
+    """
+    if inputs.dtype == weight.dtype:
+        return functional.linear(inputs, weight)
+    assert not weight.requires_grad, "its gradient would be lost"
+    result: Tensor = _WidenedLinear.apply(inputs, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WidenedLinear(autograd.Function):
+    """Without it the graph would hold every matrix in the precision of the inputs until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return functional.linear(inputs, weight.to(inputs.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient.matmul(weight.to(gradient.dtype)), None
