@@ -105,7 +105,7 @@ class MergedTensors:
         wanted = TensorSlice((*place, *[0] * len(shape)), (*[1] * len(place), *shape))
         source = _MAIN + key if _MAIN + key in self._base.tensors else key
         run = self._config.train.precision
-        is_narrow = plan.is_held_narrow(key, len(shape), run, self._saved.adapter)
+        is_narrow = plan.holds_narrow(self._config) and plan.is_matrix(key, len(shape))
         held = self._dtype(key, torch.bfloat16 if is_narrow else DTYPES[run])
         return self._base.read(source, wanted).reshape(shape).to(held)
 

@@ -16,12 +16,12 @@ from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.logits import tokens_at_once
 from mtrain.plan.parameters import padded_vocab_size
 
-FP32_BYTES = 4
+FP32_BYTES, BF16_BYTES = 4, 2
 
 
 def element_bytes(config: Config) -> int:
     """Of weights and activations."""
-    return FP32_BYTES if config.train.precision == "fp32" else 2
+    return FP32_BYTES if config.train.precision == "fp32" else BF16_BYTES
 
 
 def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:

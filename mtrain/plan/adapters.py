@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters, RankParameters
@@ -83,17 +84,18 @@ def adapter_parameters_on_rank(
     return sum((each.parameters(adapter) for each in held), start=Parameters()).on_rank(layout)
 
 
-def is_held_narrow(name: str, num_axes: int, precision: str, adapter: AdapterSection | None) -> bool:
-    """Whether a tensor of the frozen model has less precision than the run: a matrix of a projection, or a table.
+def holds_narrow(config: Config) -> bool:
+    """Whether matrices and tables of the frozen model have less precision than the run."""
+    return config.adapter is not None and config.adapter.base_dtype is not None and config.train.precision == "fp32"
+
+
+def is_matrix(name: str, num_axes: int) -> bool:
+    """Whether a tensor of the model is the matrix of a projection, or a table.
 
     Args:
         name: Global name.
         num_axes: Of the tensor, without axes that number layers and experts.
-        precision: train.precision.
-        adapter: Of the run.
     """
-    if adapter is None or adapter.base_dtype is None or precision != "fp32":
-        return False
     return num_axes > 1 and ".router." not in name
 
 

@@ -7,11 +7,16 @@ from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
-from mtrain.plan.activations import FP32_BYTES, activation_bytes, element_bytes
-from mtrain.plan.adapters import adapter_parameters_on_rank
+from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, activation_bytes, element_bytes
+from mtrain.plan.adapters import adapter_parameters_on_rank, holds_narrow
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import matrices_on_rank, padded_vocab_size, parameters_on_rank
+from mtrain.plan.parameters import (
+    matrices_on_rank,
+    padded_vocab_size,
+    parameters_on_rank,
+    table_elements_on_rank,
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,10 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     """
     whole = parameters_on_rank(config.model, layout, pp_rank)
     held = _trained(config, layout, pp_rank, whole)
-    frozen = 0 if config.adapter is None else whole.total
     kept = _kept_numbers(config, layout, pp_rank, held)
     largest = padded_vocab_size(config.model, layout.tp) // layout.tp * config.model.hidden_size
     return MemoryEstimate(
-        weights_bytes=(held.total + frozen) * element_bytes(config),
+        weights_bytes=held.total * element_bytes(config) + _frozen_bytes(config, layout, pp_rank, whole),
         gradients_bytes=held.total * FP32_BYTES,
         optimizer_bytes=FP32_BYTES * _own_share(config, layout, kept),
         activations_bytes=activation_bytes(config, layout, pp_rank),
@@ -59,6 +63,17 @@ def _trained(config: Config, layout: Layout, pp_rank: int, whole: RankParameters
     if config.adapter is None:
         return whole
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
+
+
+def _frozen_bytes(config: Config, layout: Layout, pp_rank: int, whole: RankParameters) -> int:
+    """Of weights that have neither gradient nor state."""
+    if config.adapter is None:
+        return 0
+    narrow = 0
+    if holds_narrow(config):
+        narrow = matrices_on_rank(config.model, layout, pp_rank).total
+        narrow += table_elements_on_rank(config.model, layout, pp_rank)
+    return whole.total * element_bytes(config) - narrow * (element_bytes(config) - BF16_BYTES)
 
 
 def _own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:

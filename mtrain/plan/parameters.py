@@ -75,14 +75,24 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     embeddings where tokens are predicted ahead.
     """
     held = sum((layer_parameters(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
-    tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         held += Parameters(replicated=norm_elements(model, model.hidden_size))
         held = sum([multi_token_layer(model)] * model.mtp_depths, start=held)
+    return (held + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
+
+
+def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> int:
+    """Of `parameters_on_rank`, those of tables of the vocabulary."""
+    return _table_elements(model, layout, pp_rank) // layout.tp
+
+
+def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
+    """Of the tables that a stage has, over all its ranks of TP."""
+    tables = {"embedding"} if pp_rank == 0 else set()
+    if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.mtp_depths else set()
         tables |= {"embedding" if model.tied_embeddings else "output"}
-    rows = padded_vocab_size(model, layout.tp)
-    return (held + Parameters(divided=len(tables) * rows * model.hidden_size)).on_rank(layout)
+    return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:

@@ -18,7 +18,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.attach import attach
-from mtrain.mcore.model.adapters.narrow import built_narrow, holds_narrow, widen_all_but_matrices
+from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
 from mtrain.mcore.model.mtp import depths_spec, drop_unused_table
@@ -28,6 +28,7 @@ from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.model.rotary.positions import Rotary
 from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
 from mtrain.plan import padded_vocab_size
+from mtrain.plan.adapters import holds_narrow
 from mtrain.plan.layout import Layout
 
 

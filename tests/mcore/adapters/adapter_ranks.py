@@ -93,3 +93,19 @@ def _logits(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) ->
 
     run_forward(chunks, [batch], take, config)
     return found[0]
+
+
+def parameters(groups: Groups, config: Config) -> dict[str, Tensor]:
+    """This rank's own, by name in the first chunk."""
+    (chunk,) = build_model(config, groups)
+    return {name: each.detach().clone() for name, each in unwrap(chunk).named_parameters()}
+
+
+def main_weights(groups: Groups, config: Config) -> list[tuple[int, torch.dtype]]:
+    """Sizes and precisions of what the optimizer updates; of adapters alone, as everything else is frozen."""
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    held = [each for group in optimizer.inner.param_groups for each in group["params"]]
+    trained = sum(each.numel() for chunk in chunks for each in chunk.parameters() if each.requires_grad)
+    assert sum(each.numel() for each in held) <= trained
+    return [(each.numel(), each.dtype) for each in held]

@@ -21,15 +21,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mtrain.config import Config
 from mtrain.mcore.model.attention.mla import ReplicatedLinear
 from mtrain.mcore.model.moe.experts import Stack
 from mtrain.mcore.model.widened import widened_linear
-
-
-def holds_narrow(config: Config) -> bool:
-    """Whether the frozen matrices of a run have less precision than its activations."""
-    return config.adapter is not None and config.adapter.base_dtype is not None and config.train.precision == "fp32"
 
 
 @contextlib.contextmanager
