@@ -10,6 +10,8 @@ from typing import NamedTuple, assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
+from mtrain.plan import adapter_activations as adapted
+from mtrain.plan.adapters import holds_narrow
 from mtrain.plan.features import LAYER_PARTS
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
@@ -99,20 +101,35 @@ class _Rank:
 
     def passing_bytes(self) -> int:
         """Gradients between the projections of a feed-forward part, and of its weight before it is added in float32."""
-        model = self.config.model
+        model, adapter = self.config.model, self.config.adapter
         wide = max(_feed_forward_width(model, self.layout, layer) for layer in range(model.num_layers))
-        elements = self.tokens * (wide + 2 * hidden_local(model, self.layout)) + wide * model.hidden_size
-        return elements * element_bytes(self.config)
+        beside = 2 * hidden_local(model, self.layout)
+        if adapter is None:
+            return (self.tokens * (wide + beside) + wide * model.hidden_size) * element_bytes(self.config)
+        # what enters fc2 is freed before its gradient has come to the gate only where an adapter has kept it
+        widths = 2 if "fc2" in adapter.parts else 3
+        gradients = self.tokens * (widths * wide + beside) * element_bytes(self.config)
+        return max(gradients, self._matrix_bytes(wide))
+
+    def _matrix_bytes(self, wide: int) -> int:
+        """Of the first projection beside frozen weights: widened, or summed with its pair for the lengths of its rows
+        (DoRA), when nothing behind it is there; so much more than that is."""
+        config, model = self.config, self.config.model
+        assert config.adapter is not None, "asked only where weights are frozen"
+        copies = int(holds_narrow(config)) + (2 if config.adapter.has_magnitudes else 0)
+        rows = (2 if model.is_gated else 1) * wide
+        return copies * rows * model.hidden_size * FP32_BYTES - 2 * self.tokens * wide * element_bytes(config)
 
     def logits_bytes(self) -> int:
         """Logits in the precision and in float32, then their gradient beside that of the table."""
         model, size = self.config.model, element_bytes(self.config)
         vocab_local = padded_vocab_size(model, self.layout.tp) // self.layout.tp
-        at_once = tokens_at_once(self.config, self.tokens, vocab_local)
+        table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
+        learned, copied = (1, 0) if self.config.adapter is None else _frozen_table(self.config)
         if at_once < self.tokens:
-            return self._chunk_bytes(at_once * vocab_local) + vocab_local * model.hidden_size * FP32_BYTES
+            return self._chunk_bytes(at_once * vocab_local) + (learned + copied) * table * FP32_BYTES
         count = (1 + model.mtp_depths) * self.tokens * vocab_local
-        return count * size + max(count * FP32_BYTES, vocab_local * model.hidden_size * size)
+        return count * size + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
     def _chunk_bytes(self, num_logits: int) -> int:
         """Logits of a chunk in the precision and in float32 beside their gradient, and hidden states of all tokens:
@@ -127,8 +144,12 @@ class _Rank:
     def _layer_bytes(self, layer: int, recompute: str) -> int:
         """What backward needs of a whole layer, but for modules that are recomputed."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        adapter = self.config.adapter
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         elements = sum(part.kept_elements(model, layout) for part in parts)
+        if adapter is not None:
+            elements += adapted.kept_in_attention(model, adapter, layout, layer) + self._changed_mlp(layer)
+            elements -= adapted.spared_in_norms(model, adapter, layout)
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
         skipped = modules.keys() & set(_recomputed_modules(self.config)) if recompute == "selective" else set()
@@ -145,7 +166,17 @@ class _Rank:
         for part in parts:
             for name, elements in part.module_elements(model, layout).items():
                 found[name] = self.tokens * elements * size
+        if "mlp" in found:
+            found["mlp"] += self.tokens * self._changed_mlp(layer) * size
         return found
+
+    def _changed_mlp(self, layer: int) -> int:
+        """Elements a token that a feed-forward part keeps for adapters, less those that frozen weights do not need."""
+        model, adapter, layout = self.config.model, self.config.adapter, self.layout
+        if adapter is None:
+            return 0
+        kept = adapted.kept_in_feed_forward(model, adapter, layout, layer)
+        return kept - adapted.spared_in_feed_forward(model, adapter, layout, layer)
 
     def _mask_bytes(self) -> int:
         """On a CPU a mask of pairs stands for the place of a rank's queries in the row; GPUs' kernels know it."""
@@ -160,12 +191,21 @@ class _Rank:
         return 2 * self._input_bytes() + self._unfused_norm_bytes()
 
     def _unfused_norm_bytes(self) -> int:
-        """Beside input and output: an input and a normalised one in float32, where torch has no kernel of one piece."""
+        """Beside input and output: an input and a normalised one in float32, where torch has no kernel of one piece; a
+        frozen weight does not need the latter."""
         model = self.config.model
         if model.norm == "layernorm" or not (self.is_on_cpu or model.zero_centered_norm):
             return 0
-        each = FP32_BYTES + FP32_BYTES - element_bytes(self.config)
+        normalised = FP32_BYTES if self.config.adapter is None else 0
+        each = FP32_BYTES + normalised - element_bytes(self.config)
         return self.tokens * hidden_local(model, self.layout) * each
+
+
+def _frozen_table(config: Config) -> tuple[int, int]:
+    """(gradients, copies) of the output layer's table in a microbatch, of which a pair beside it makes one each."""
+    assert config.adapter is not None, "asked only where weights are frozen"
+    pairs = int("output" in config.adapter.parts)
+    return pairs, pairs + int(holds_narrow(config))
 
 
 def _recomputed_modules(config: Config) -> tuple[str, ...]:

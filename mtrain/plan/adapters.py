@@ -10,6 +10,7 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.layout import Layout
+from mtrain.plan.parameters import padded_vocab_size
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
@@ -76,11 +77,12 @@ def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
 def adapter_parameters_on_rank(
     model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
 ) -> RankParameters:
-    """What a rank of pipeline rank `pp_rank` holds."""
+    """What a rank of pipeline rank `pp_rank` holds, vocabulary padded."""
     layers = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
     held = [each for layer in layers for each in in_layer(model, adapter, layer)]
     ends = {EMBEDDING: 0, OUTPUT: layout.pp - 1}
-    held += [each for each in tables(model, adapter) if ends[each.linear] == pp_rank]
+    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, layout.tp)})
+    held += [each for each in tables(padded, adapter) if ends[each.linear] == pp_rank]
     return sum((each.parameters(adapter) for each in held), start=Parameters()).on_rank(layout)
 
 

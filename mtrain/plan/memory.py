@@ -8,7 +8,7 @@ from typing import assert_never
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, activation_bytes, element_bytes
-from mtrain.plan.adapters import adapter_parameters_on_rank, holds_narrow
+from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds_narrow
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import (
@@ -48,7 +48,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     whole = parameters_on_rank(config.model, layout, pp_rank)
     held = _trained(config, layout, pp_rank, whole)
     kept = _kept_numbers(config, layout, pp_rank, held)
-    largest = padded_vocab_size(config.model, layout.tp) // layout.tp * config.model.hidden_size
+    largest = _largest_trained(config, layout)
     return MemoryEstimate(
         weights_bytes=held.total * element_bytes(config) + _frozen_bytes(config, layout, pp_rank, whole),
         gradients_bytes=held.total * FP32_BYTES,
@@ -74,6 +74,15 @@ def _frozen_bytes(config: Config, layout: Layout, pp_rank: int, whole: RankParam
         narrow = matrices_on_rank(config.model, layout, pp_rank).total
         narrow += table_elements_on_rank(config.model, layout, pp_rank)
     return whole.total * element_bytes(config) - narrow * (element_bytes(config) - BF16_BYTES)
+
+
+def _largest_trained(config: Config, layout: Layout) -> int:
+    """Elements on a rank of the largest parameter that learns."""
+    model, adapter = config.model, config.adapter
+    if adapter is None:
+        return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
+    widths = (max(each.rows, each.columns) for each in all_matrices(model, adapter))
+    return adapter.rank * max(widths, default=0)
 
 
 def _own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:

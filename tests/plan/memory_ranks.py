@@ -67,6 +67,7 @@ def _gradients(built: Built) -> dict[str, str]:
         name: hashlib.sha256(parameter.main_grad.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for chunk in built.chunks
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
 
 

@@ -81,7 +81,9 @@ def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -
         return
     mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
     changes = {"model__mla": mla, "model__num_query_groups": None, "model__mtp_depths": 0, "layout__etp": 1}
-    user = expert_config(adapter=held | {"targets": ["proj", "experts"]}, model__experts__bias_update_rate=0.0, **changes)
+    user = expert_config(
+        adapter=held | {"targets": ["proj", "experts"]}, model__experts__bias_update_rate=0.0, **changes
+    )
     assert_passes(check(pool, user, "tp2spep2mbs4", num_steps=2))
 
 

@@ -1,0 +1,63 @@
+"""What backward needs of a layer whose weights are frozen: less than of one that learns, and what adapters add.
+
+The input of a projection is kept for the gradient of its weight alone, so a frozen one keeps none; an adapter beside it
+reads the same input, which is then kept for the gradient of A.
+"""
+
+from __future__ import annotations
+
+from mtrain.config.schema.adapter import GROUPS, AdapterSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.plan.adapters import EMBEDDING, AdaptedMatrix, in_layer
+from mtrain.plan.features.feature import hidden_local
+from mtrain.plan.layout import Layout
+
+
+def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
+    """Elements a token of a layer: outputs of norms that nobody but frozen weights would have read."""
+    if model.post_norm:
+        return 0
+    read = [bool(adapter.parts.intersection(names)) for names in (GROUPS["qkv"], (*GROUPS["fc1"], "experts"))]
+    return read.count(False) * hidden_local(model, layout)
+
+
+def spared_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
+    """Elements a token of a dense layer: what enters a second projection that is frozen alone."""
+    if model.has_experts(layer) or "fc2" in adapter.parts:
+        return 0
+    return model.ffn_hidden_size // layout.tp
+
+
+def kept_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
+    """Elements a token that adapters of attention keep."""
+    own = [each for each in in_layer(model, adapter, layer) if "self_attention" in each.linear]
+    return _kept(model, adapter, layout, own)
+
+
+def kept_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
+    """Elements a token that adapters of the feed-forward part keep."""
+    own = [each for each in in_layer(model, adapter, layer) if "self_attention" not in each.linear]
+    return _kept(model, adapter, layout, own)
+
+
+def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices: list[AdaptedMatrix]) -> int:
+    """A x of each pair; of DoRA both summands of every adapted module's output, for the gradient of its magnitudes."""
+    found = 0
+    for each in matrices:
+        assert each.linear != EMBEDDING, "no part of a layer"
+        copies = model.experts.top_k if each.num_experts and model.experts is not None else 1
+        is_local = layout.sp and (each.is_row_parallel or bool(each.num_experts))
+        found += copies * adapter.rank // (layout.tp if is_local else 1)
+    if adapter.has_magnitudes:
+        outputs = {each.linear: _outputs(model, layout, each) for each in matrices}
+        found += 2 * sum(outputs.values())
+    return found
+
+
+def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
+    """Of the whole module, of which a part may have no adapter."""
+    if matrix.is_row_parallel:
+        return hidden_local(model, layout)
+    if matrix.part in GROUPS["qkv"]:
+        return (model.num_attention_heads + 2 * model.query_groups) * model.head_size // layout.tp
+    return (2 if model.is_gated else 1) * matrix.rows // layout.tp
