@@ -54,7 +54,9 @@ def test_adapters_of_a_run_in_bf16_are_near_the_oracle_and_learn_in_float32(pool
     plan = SamplePlan(0, 1)
     ranks = pool.run(run_layout, layout, Job(user, plan))
     (step,), initial = ranks[0].steps, ranks[0].initial
-    assert initial is not None and step.gradients is not None and step.weights is not None
+    assert initial is not None
+    assert step.gradients is not None
+    assert step.weights is not None
     job = ExactJob(user, texts_of(user, plan).steps)
     exact = pool.run(exact_steps, Layout(), job, [initial.tensors])[0][0]
     unit = ROUNDING["bf16"]

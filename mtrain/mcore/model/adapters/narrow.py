@@ -68,7 +68,7 @@ def _widened(table: nn.Module, inputs: object, output: Tensor) -> Tensor:
 
 
 def _frozen_linear(
-    input: Tensor,  # noqa: A002  # by this name megatron-core gives it
+    input: Tensor,  # by this name megatron-core gives it
     weight: Tensor,
     bias: Tensor | None,
     allreduce_dgrad: bool,
@@ -79,8 +79,8 @@ def _frozen_linear(
     """In the place of megatron-core's `linear_with_frozen_weight`, whose operands have one precision; the same
     collectives."""
     if sequence_parallel:
-        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)  # noqa: A001
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # noqa: A001
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
     output = widened_linear(input, weight)
     return output if bias is None else output + bias
