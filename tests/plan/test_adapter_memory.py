@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -40,9 +42,9 @@ def test_the_estimate_beside_a_frozen_model_is_what_ranks_allocate(
     layout: Layout, changes: list[tuple[str, ...]], pool: Pool
 ) -> None:
     """What a frozen weight does not need is not counted, and what adapters keep is: within 10 %."""
-    small = ("data.seq_length=768", "model.vocab_size=1000", "layout.cp=1")
-    keys = (*small, f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}")
-    configs = [long_rows(*keys, *each) for each in changes]
+    small: tuple[str, ...] = ("data.seq_length=768", "model.vocab_size=1000", "layout.cp=1")
+    small += (f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}")
+    configs = [long_rows(*small, *each) for each in changes]
     ranks = pool.run(measured, layout, configs)
     for number, config in enumerate(configs):
         found, estimate = [rank[number] for rank in ranks], plan.memory_per_rank(config, layout, 0)
@@ -58,7 +60,7 @@ REPLICATED += ("up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
 """In names of what every rank of TP holds whole: A of what is cut by rows, B of what is cut by columns."""
 
 
-def on_meta() -> torch.nn.Module:
+def on_meta() -> Any:
     """Llama 3 70B in transformers with adapters of PEFT, without a single number."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     architecture = transformers.LlamaConfig(
