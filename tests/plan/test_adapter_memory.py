@@ -55,8 +55,12 @@ def test_the_estimate_beside_a_frozen_model_is_what_ranks_allocate(
         assert estimate.total_bytes == pytest.approx(sum(states) + worst, rel=0.1)
 
 
-REPLICATED = ("norm.weight", "layernorm.weight", "q_proj.lora_A", "k_proj.lora_A", "v_proj.lora_A", "gate_proj.lora_A")
-REPLICATED += ("up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
+REPLICATED = (
+    "norm.weight",
+    "layernorm.weight",
+    *(f"{name}_proj.lora_A" for name in ("q", "k", "v", "gate", "up")),
+    *(f"{name}_proj.lora_B" for name in ("o", "down")),
+)
 """In names of what every rank of TP holds whole: A of what is cut by rows, B of what is cut by columns."""
 
 
