@@ -19,8 +19,10 @@ import numpy as np
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, replacing
+from mtrain.data.curriculum import fingerprint_until
 from mtrain.data.order import SamplePosition
 from mtrain.data.samples.sample import Sample
+from mtrain.plan.phases import DataPhase
 
 _DIGESTS = 1 << 64
 
@@ -78,6 +80,8 @@ class StartEntry:
     """As data.train names them."""
     sizes: tuple[int | None, ...]
     """Samples of an epoch of each source; None where it has no end."""
+    phases: tuple[DataPhase, ...] = ()
+    """Of a curriculum, which begin at steps of their own; none where there is none."""
 
 
 class NotedSlots:
@@ -175,7 +179,9 @@ def from_line(line: bytes) -> StartEntry | StepEntry:
     """What `to_line` has written; ValueError, TypeError or KeyError where it has not."""
     content: Any = json.loads(line)
     if "start" in content:
-        return StartEntry(**{**content, "sources": tuple(content["sources"]), "sizes": tuple(content["sizes"])})
+        phases = tuple(DataPhase(**each) for each in content.get("phases", ()))
+        lists = {"sources": tuple(content["sources"]), "sizes": tuple(content["sizes"]), "phases": phases}
+        return StartEntry(**{**content, **lists})
     sources = tuple(SourceEntry(**{**each, "ids": _ids(each["ids"])}) for each in content["sources"])
     return StepEntry(content["step"], content["num_samples"], int(content["digest"], 16), sources)
 
@@ -224,6 +230,17 @@ class EpochTotals:
     """Samples that were read more than once."""
     lost: int
     """Samples that an epoch lacks after which the next one has begun."""
+
+
+@dataclass(frozen=True)
+class PhaseTotals:
+    """One blend of a curriculum as it was trained."""
+
+    phase: DataPhase
+    last_step: int
+    """Of it, so far."""
+    samples: dict[str, int]
+    """By source."""
 
 
 class Ledger:
@@ -289,29 +306,54 @@ class Ledger:
         return found
 
     def epochs(self) -> list[EpochTotals]:
-        """By source and epoch, in the order in which they began; data of another fingerprint are other sources."""
-        parts: dict[tuple[str, int, int], list[SourceEntry]] = {}
-        starts: dict[str, StartEntry] = {}
+        """By source and epoch, in the order in which they began; where a start brought other data, these are other
+        sources."""
+        parts: dict[tuple[int, int, int], list[SourceEntry]] = {}
+        starts: dict[int, StartEntry] = {}
+        began = self._began()
         for step in sorted(self.steps):
             start = self.start_of(step)
-            starts[start.fingerprint] = start
+            starts[began[start.start]] = start
             for part in self.step(step).sources:
-                parts.setdefault((start.fingerprint, part.source, part.epoch), []).append(part)
+                parts.setdefault((began[start.start], part.source, part.epoch), []).append(part)
         return [self._totals(starts[key[0]], key, found, parts.keys()) for key, found in parts.items()]
+
+    def _began(self) -> dict[int, int]:
+        """Start -> the first one with its data; two may differ in blends that neither of them had come to."""
+        found: dict[int, int] = {}
+        for start in sorted(self.starts):
+            own = fingerprint_until(self.starts[start].fingerprint, start)
+            same = [one for one in found if fingerprint_until(self.starts[one].fingerprint, start) == own]
+            found[start] = found[same[-1]] if same else start
+        return found
+
+    def phase_totals(self) -> list[PhaseTotals]:
+        """What the phases of a curriculum were that the run has come to; none where it has none."""
+        last = max(self.steps)
+        phases = [phase for phase in self.start_of(last).phases if phase.from_step < last]
+        ends = [*(phase.from_step for phase in phases[1:]), last]
+        return [self._of_phase(phase, end) for phase, end in zip(phases, ends)]
+
+    def _of_phase(self, phase: DataPhase, last: int) -> PhaseTotals:
+        samples: Counter[str] = Counter()
+        for step in range(phase.from_step + 1, last + 1):
+            for part in self.step(step).sources if step in self.steps else ():
+                samples[self.start_of(step).sources[part.source]] += len(part.ids)
+        return PhaseTotals(phase, last, dict(samples))
 
     def _totals(
         self,
         start: StartEntry,
-        key: tuple[str, int, int],
+        key: tuple[int, int, int],
         parts: list[SourceEntry],
-        known: Collection[tuple[str, int, int]],
+        known: Collection[tuple[int, int, int]],
     ) -> EpochTotals:
-        fingerprint, source, epoch = key
+        began, source, epoch = key
         counts = Counter(index for part in parts for index in part.ids)
         size = start.sizes[source]
         # data that came on the way begin at their place in the order, so what lies before it is not lost
-        is_whole = fingerprint == self.starts[min(self.starts)].fingerprint
-        has_ended = (fingerprint, source, epoch + 1) in known
+        is_whole = began == min(self.starts)
+        has_ended = (began, source, epoch + 1) in known
         return EpochTotals(
             source=start.sources[source],
             epoch=epoch,

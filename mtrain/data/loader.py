@@ -31,6 +31,7 @@ from mtrain.data.samples.sample import Sample
 from mtrain.data.shown import ShownStep, shown_step
 from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
 from mtrain.data.steps import steps_of
+from mtrain.plan.phases import data_phases
 from mtrain.tokenizer import Tokenizer
 
 
@@ -207,7 +208,7 @@ class StepLoader:
     def start_entry(self, step: int) -> StartEntry:
         """What the entries after so many updates have in common."""
         names, sizes = zip(*self._stream.named_sizes)
-        return StartEntry(step, self.fingerprint, names, sizes)
+        return StartEntry(step, self.fingerprint, names, sizes, data_phases(self._config.data))
 
     def samples(self, step: int) -> Slots:
         """The samples of the step after `step` completed updates, by slot."""

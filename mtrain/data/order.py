@@ -5,12 +5,13 @@ whatever the length of the run. Nothing here depends on a library's random gener
 versions.
 """
 
+import bisect
 import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +158,73 @@ class Blend:
         source = self._source[rest].astype(np.int64)
         return source, periods * np.array(self.parts)[source] + self._number[rest]
 
+    def counts(self, n: int) -> list[int]:
+        """Of each source, how many of the first n samples are its."""
+        periods, rest = divmod(n, self.period)
+        begun = np.bincount(self._source[:rest], minlength=len(self.parts)).tolist()
+        return [periods * part + count for part, count in zip(self.parts, begun)]
+
+
+class Dealer(Protocol):
+    """Deals samples out to sources."""
+
+    def locate(self, n: int) -> BlendPosition:
+        """Source of sample n, counted from 0."""
+
+    def locate_all(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[n] and [n]: `locate` of each of the [n] numbers."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A blend that holds from a sample on."""
+
+    first: int
+    """Number of the sample, counted from 0 over the run."""
+    sources: tuple[int, ...]
+    """Numbers of those that take part, each once."""
+    weights: tuple[float, ...]
+    """Of them."""
+
+
+class Phases:
+    """Blends one after the other. A source goes on where the phase before has left it, whatever its share is now, so
+    that each of its epochs is whole across the borders."""
+
+    def __init__(self, phases: Sequence[Phase], num_sources: int) -> None:
+        """
+        Args:
+            phases: Ascending; the first one begins at sample 0.
+            num_sources: Of all phases.
+        """
+        self._firsts = [phase.first for phase in phases]
+        self._blends = [Blend(phase.weights) for phase in phases]
+        self._sources = [np.array(phase.sources) for phase in phases]
+        # how many samples of each source came before a phase: arithmetic, however many they were
+        self._before = [np.zeros(num_sources, np.int64)]
+        for number, size in enumerate(np.diff(self._firsts).tolist()):
+            before = self._before[-1].copy()
+            before[self._sources[number]] += self._blends[number].counts(size)
+            self._before.append(before)
+
+    def locate(self, n: int) -> BlendPosition:
+        """As of `Dealer`; O(log phases)."""
+        phase = bisect.bisect_right(self._firsts, n) - 1
+        place = self._blends[phase].locate(n - self._firsts[phase])
+        source = int(self._sources[phase][place.source])
+        return BlendPosition(source, int(self._before[phase][source]) + place.number)
+
+    def locate_all(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As of `Dealer`."""
+        phases = np.searchsorted(self._firsts, numbers, side="right") - 1
+        sources, counts = np.empty_like(numbers), np.empty_like(numbers)
+        for phase in np.unique(phases).tolist():
+            own = phases == phase
+            turns, dealt = self._blends[phase].locate_all(numbers[own] - self._firsts[phase])
+            sources[own] = self._sources[phase][turns]
+            counts[own] = self._before[phase][sources[own]] + dealt
+        return sources, counts
+
 
 def _one_period(parts: Sequence[int]) -> NDArray[np.int32]:
     """[sum(parts)] int32: the source of each turn."""
@@ -197,21 +265,21 @@ class SamplePosition:
 class SampleOrder:
     """The endless sequence of training samples over weighted sources."""
 
-    def __init__(self, seed: int, weights: Sequence[float], sizes: Sequence[int]) -> None:
+    def __init__(self, seed: int, dealer: Dealer, sizes: Sequence[int]) -> None:
         """
         Args:
             seed: Decides every permutation.
-            weights: Share of each source, relative to the others.
+            dealer: Says whose turn it is.
             sizes: Samples that each source has in an epoch, at least 1.
         """
-        self._seed, self._sizes, self._blend = seed, tuple(sizes), Blend(weights)
+        self._seed, self._sizes, self._dealer = seed, tuple(sizes), dealer
 
     def locate(self, g: int) -> SamplePosition:
         """Place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
 
         Every epoch of a source visits each of its samples once, in an order of its own.
         """
-        source, number = self._blend.locate(g)
+        source, number = self._dealer.locate(g)
         epoch, turn = divmod(number, self._sizes[source])
         # an order of its own for each source and epoch; nothing is drawn, so nothing has to be saved
         key = key_of(self._seed, source, epoch)
@@ -219,7 +287,7 @@ class SampleOrder:
 
     def locate_all(self, numbers: NDArray[np.int64]) -> Iterator["SamplesOfEpoch"]:
         """Places of many samples, a hundred times as fast as one by one; an item for each source and epoch."""
-        sources, counts = self._blend.locate_all(numbers)
+        sources, counts = self._dealer.locate_all(numbers)
         for source in np.unique(sources).tolist():
             positions = np.flatnonzero(sources == source)
             epochs, turns = np.divmod(counts[positions], self._sizes[source])

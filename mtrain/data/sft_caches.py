@@ -17,7 +17,7 @@ from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 _NOT_OF_RECORDS = frozenset(
-    {"train", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
+    {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
     | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check"}
 )
 """Keys that decide neither what the tokens of a record are nor whether it is one; any other key makes an entry of its

@@ -18,6 +18,7 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, SampleStream
 from mtrain.data.steps import steps_of
 from mtrain.loss.aggregation import aggregate
+from mtrain.plan.phases import data_phases, phase_number
 from mtrain.tokenizer import Tokenizer
 
 _WINDOW = 4
@@ -68,6 +69,16 @@ class ShownStep:
     """Of the whole batch."""
     aggregation: str
     samples: tuple[ShownSample, ...]
+    phase: str = ""
+    """Of the curriculum, for people; empty where there is none."""
+
+    @property
+    def headline(self) -> str:
+        """What is known of the step, on one line."""
+        return (
+            f"Step {self.step}{self.phase}: {len(self.samples)} of {self.num_samples} samples, {self.aggregation}, "
+            f"denominator {self.denominator:g}"
+        )
 
 
 def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None, step: int, count: int) -> ShownStep:
@@ -94,7 +105,14 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
         if slot < count:
             tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
             samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens))
-    return ShownStep(step, len(numbers), math.fsum(denominators), config.loss.aggregation, tuple(samples))
+    total = math.fsum(denominators)
+    return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), _phase(config, step))
+
+
+def _phase(config: Config, step: int) -> str:
+    phases = data_phases(config.data)
+    number = phase_number(phases, step)
+    return f" (phase {number} of the curriculum, {phases[number - 1]})" if number else ""
 
 
 def _tokens(sample: Sample, weights: Sequence[float], tokenizer: Tokenizer | None) -> Iterator[ShownToken]:
@@ -136,8 +154,7 @@ def _place(stream: SampleStream, g: int) -> str:
 def as_text(shown: ShownStep) -> str:
     """Plain text for files and logs."""
     lines = [
-        f"Step {shown.step}: {len(shown.samples)} of {shown.num_samples} samples, {shown.aggregation}, denominator "
-        f"{shown.denominator:g}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document.",
+        f"{shown.headline}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document.",
     ]
     for sample in shown.samples:
         lines += ["", headline(sample), "".join(_marked(sample.tokens))]

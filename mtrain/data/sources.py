@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
+from mtrain.data.curriculum import BlendFrom, later_blends, with_later
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
-from mtrain.data.order import SampleOrder, SamplePosition, key_of
+from mtrain.data.order import Blend, Phase, Phases, SampleOrder, SamplePosition, key_of
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
@@ -55,22 +56,29 @@ class Blended:
         sources: Sequence[SampleSource],
         of_0_1_0: Sequence[str | None] = (),
         names: Sequence[str] = (),
+        later: Sequence[BlendFrom] = (),
     ) -> None:
         """
         Args:
             seed: Decides the order.
-            weights: Shares of the sources.
-            sources: As many.
+            weights: Shares of the first sources.
+            sources: As many, and those that only later blends have.
             of_0_1_0: What version 0.1.0 called each source; None where it could not read it.
             names: Of the sources, for people; by default their numbers.
+            later: Blends that take the place of the first one.
         """
-        self.order = SampleOrder(seed, weights, [len(source) for source in sources])
+        first = Phase(0, tuple(range(len(weights))), tuple(weights))
+        phases = [first, *(blend.phase for blend in later)]
+        dealer = Phases(phases, len(sources)) if later else Blend(weights)
+        self.order = SampleOrder(seed, dealer, [len(source) for source in sources])
         self.sources = tuple(sources)
         self._names = tuple(names) if names else tuple(map(str, range(len(sources))))
         # weights too: other shares are another order, and resuming would repeat or leave out samples
-        self.fingerprint = _blend_of([source.fingerprint for source in sources], weights)
-        known = [name for name in of_0_1_0 if name is not None]
-        self.earlier_fingerprints: tuple[str, ...] = (_blend_of(known, weights),) if len(known) == len(sources) else ()
+        own = [source.fingerprint for source in sources]
+        self.fingerprint = with_later(_blend_of(own, weights), later, own)
+        known = [name for name in of_0_1_0[: len(weights)] if name is not None]
+        earlier = [_blend_of(known, weights)] if len(known) == len(weights) else []
+        self.earlier_fingerprints: tuple[str, ...] = tuple(with_later(each, later, own) for each in earlier)
 
     def sample(self, g: int) -> Sample:
         place = self.locate(g)
@@ -171,10 +179,12 @@ class Sources:
             case MockSection():
                 return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
             case IndexedSection() | SftSection():
-                sources = [self._open(data, section, "train", number) for number, section in enumerate(data.train)]
-                names = [section.path for section in data.train]
+                sections, size = data.all_sources, self._config.train.global_batch_size
+                sources = [self._open(data, section, "train", number) for number, section in enumerate(sections)]
+                names = [section.path for section in sections]
                 weights = [section.weight for section in data.train]
-                return Blended(seed, weights, sources, self._of_0_1_0(sources), names)
+                later = later_blends(data, size)
+                return Blended(seed, weights, sources, self._of_0_1_0(sources), names, later)
             case _:
                 assert_never(data)
 
@@ -232,7 +242,7 @@ class Sources:
 
 def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> dict[str, tuple[SourceSection, ...]]:
     if data.split is not None:
-        return {part: data.train} if data.split[_PARTS.index(part)] > 0 else {}
+        return {part: data.all_sources} if data.split[_PARTS.index(part)] > 0 else {}
     if part == "valid":
         return data.valid_sets
     return {part: data.test} if data.test else {}

@@ -9,6 +9,7 @@ from mtrain.config import Config, known_issues
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.plan.layout import Layout, most_microbatches
+from mtrain.plan.phases import data_phases
 
 _GIB = 2**30
 _PLAIN_WIDTH = 160
@@ -59,6 +60,7 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         "parameters": parameters,
         "FLOPs per token": f"{flops:.4e}",
         "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
+        **{f"data, phase {number}": str(each) for number, each in enumerate(data_phases(config.data), start=1)},
     } | ({"passed to megatron": f"{passed} (each proven by tests/parity; no other field passes)"} if passed else {})
 
 

@@ -38,6 +38,8 @@ KEPT = {
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
 """A file that may lie elsewhere: the fingerprint of the data, which a checkpoint holds, has its content in it."""
+_SOURCES = ("data.train", "data.curriculum")
+"""Their paths may be others, as the fingerprint says which source is which."""
 _SOURCE_DEFAULTS = {
     name: field.default for name, field in SourceSection.model_fields.items() if not field.is_required()
 }
@@ -121,17 +123,24 @@ def _is_other_run(change: Change) -> bool:
 
 def _is_only_elsewhere(change: Change) -> bool:
     """Whether the same sources are named by other paths; the fingerprint of the data says whether they are the same."""
-    if change.key != "data.train" or change.old is None or change.new is None:
+    if change.key not in _SOURCES or change.old is None or change.new is None:
         return False
     old, new = (_without_paths(json.loads(text)) for text in (change.old, change.new))
     return bool(old == new)
 
 
 def _without_paths(sources: Any) -> Any:
-    """With every other key at its default where an older version did not have it."""
+    """Of a list of sources, or of blends of them; with every other key at its default where an older version did not
+    have it."""
     if not isinstance(sources, list):
         return sources
-    return [{**_SOURCE_DEFAULTS, **source, "path": None} if isinstance(source, dict) else source for source in sources]
+    return [_without_path(each) if isinstance(each, dict) else each for each in sources]
+
+
+def _without_path(each: dict[str, Any]) -> dict[str, Any]:
+    if "sources" in each:
+        return {**each, "sources": _without_paths(each["sources"])}
+    return {**_SOURCE_DEFAULTS, **each, "path": None}
 
 
 def _default(key: str) -> Any:

@@ -13,6 +13,7 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo
 from mtrain.config import Config
 from mtrain.config.consent import is_permitted
+from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.loader import StepLoader
 from mtrain.metrics.record import ChangeRecord
@@ -21,6 +22,8 @@ from mtrain.runs.continuation import allowed_changes
 
 DATA = "data.train"
 """The key under which training data with another fingerprint are recorded."""
+CURRICULUM = "data.curriculum"
+"""The same, where they differ in steps to come alone."""
 
 
 def changes_since(
@@ -69,6 +72,8 @@ def change_of_data(
     known = (loader.fingerprint, *loader.earlier_fingerprints)
     if saved is None or any(same_fingerprint(saved, each) for each in known):
         return None
+    if has_phases(saved) or has_phases(loader.fingerprint):
+        return _change_of_curriculum(entry, saved, known, config, found)
     is_explained = any(each.key.startswith("data.") for each in found)
     if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {loader.fingerprint}", is_neutral=False)
@@ -78,6 +83,29 @@ def change_of_data(
         f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
         f"checkpoint.allow_changed=[{DATA}]"
     )
+
+
+def _change_of_curriculum(
+    entry: CheckpointEntry, saved: str, known: Sequence[str], config: Config, found: Sequence[Change]
+) -> Change:
+    """Blends that neither this run nor its checkpoint had come to."""
+    past = fingerprint_until(saved, entry.step)
+    if not any(same_fingerprint(past, fingerprint_until(each, entry.step)) for each in known):
+        raise DataError(
+            f"data.train and data.curriculum give steps 1 to {entry.step}, which {entry.path} has behind it, other "
+            f"data than they had (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): no consent "
+            "changes what was trained; restore what holds for these steps, write what is meant to hold from here on as a blend "
+            f"of data.curriculum with from_step={entry.step} or more, or start a new run from these weights with "
+            f"another run.dir and checkpoint.initialize_from={entry.path}"
+        )
+    is_explained = any(each.key.startswith("data.") for each in found)
+    if not is_explained and not is_permitted(CURRICULUM, config.checkpoint.allow_changed):
+        raise DataError(
+            f"the data of data.curriculum that follow step {entry.step} are not those that {entry.path} was to go on "
+            f"with (fingerprint {known[0]}, not {saved}); restore them, or go on with the new ones by "
+            f"checkpoint.allow_changed=[{CURRICULUM}]"
+        )
+    return Change(CURRICULUM, f"fingerprint {saved}", f"fingerprint {known[0]}", is_neutral=False)
 
 
 def checkpoint_config(path: Path) -> str | None:
@@ -104,6 +132,8 @@ def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None
     of_data = [each for each in changes if each.key.startswith("data.")]
     if not of_data:
         return None
+    if any(each.key == CURRICULUM for each in of_data):
+        return "the data of all steps so far are what they were; what was changed holds for steps to come"
     first = of_data[0].step * config.train.global_batch_size
     unit = "row" if config.steps_count_rows else "sample"
     return (

@@ -116,7 +116,7 @@ def test_keys_depend_on_every_word_and_their_order() -> None:
 
 @given(seed=SEEDS, sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3))
 def test_each_epoch_of_each_source_visits_every_sample_once(seed: int, sizes: list[int]) -> None:
-    order = SampleOrder(seed, [1.0] * len(sizes), sizes)
+    order = SampleOrder(seed, Blend([1.0] * len(sizes)), sizes)
     visits: Counter[tuple[int, int, int]] = Counter()
     for g in range(3 * max(sizes) * len(sizes)):
         place = order.locate(g)
@@ -128,7 +128,7 @@ def test_each_epoch_of_each_source_visits_every_sample_once(seed: int, sizes: li
 
 def test_epochs_sources_and_seeds_have_orders_of_their_own() -> None:
     def indices(seed: int, source: int, epoch: int) -> list[int]:
-        order = SampleOrder(seed, [1.0, 1.0], [50, 50])
+        order = SampleOrder(seed, Blend([1.0, 1.0]), [50, 50])
         places = [order.locate(g) for g in range(200)]
         return [place.index for place in places if (place.source, place.epoch) == (source, epoch)]
 
@@ -137,7 +137,7 @@ def test_epochs_sources_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_order_stays_what_it_was_in_the_first_release() -> None:
     """A run that resumes after an update must go on where it was."""
-    order = SampleOrder(1234, [0.7, 0.3], [10, 1000])
+    order = SampleOrder(1234, Blend([0.7, 0.3]), [10, 1000])
     places = [order.locate(g) for g in (0, 1, 2, 50, 10**12)]
     assert [(place.source, place.epoch, place.index) for place in places] == [
         (0, 0, 8),
@@ -164,7 +164,7 @@ def test_the_ranks_slots_make_up_the_global_batch(dp: int, micro: int, count: in
 def test_many_samples_lie_where_each_lies(
     weights: list[float], sizes: list[int], seed: int, numbers: list[int]
 ) -> None:
-    order = SampleOrder(seed, weights, sizes[: len(weights)])
+    order = SampleOrder(seed, Blend(weights), sizes[: len(weights)])
     found: dict[int, SamplePosition] = {}
     for own in order.locate_all(np.array(numbers, np.int64)):
         for position, index in zip(own.positions.tolist(), own.indices.tolist(), strict=True):

@@ -135,9 +135,13 @@ def data(
 
 def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
     from mtrain.data.ledger import ranges
+    from mtrain.plan.phases import phase_number
 
-    entry, names = ledger.step(step), ledger.start_of(step).sources
+    entry, start = ledger.step(step), ledger.start_of(step)
+    names = start.sources
     print(f"step {step}: digest of what was trained {entry.digest:016x}, read by {len(ledger.steps[step])} ranks")
+    if number := phase_number(start.phases, step):
+        print(f"phase {number} of the curriculum, {start.phases[number - 1]}")
     for part in entry.sources:
         if source in (None, names[part.source]):
             counts = f"{len(part.ids)} samples, {part.tokens:,} tokens, {part.loss_tokens:,} in the loss"
@@ -145,7 +149,17 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
     return True
 
 
+def _print_phases(ledger: Ledger) -> None:
+    for number, each in enumerate(ledger.phase_totals(), start=1):
+        total = sum(each.samples.values())
+        print(f"phase {number}, steps {each.phase.from_step + 1} to {each.last_step}: {total:,} samples")
+        for name in sorted(each.phase.shares.keys() | each.samples.keys()):
+            count, wanted = each.samples.get(name, 0), each.phase.shares.get(name, 0.0)
+            print(f"  {name}: {count:,}, {count / max(1, total):.2%} of them, where {wanted:.2%} were asked for")
+
+
 def _print_epochs(ledger: Ledger, source: str | None) -> bool:
+    _print_phases(ledger)
     epochs = [each for each in ledger.epochs() if source in (None, each.source)]
     table = _table("source", "epoch", "samples", "of", "tokens", "in the loss", "repeated", "lost")
     for each in epochs:

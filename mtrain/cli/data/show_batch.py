@@ -51,11 +51,7 @@ def _print(shown: ShownStep) -> None:
         # colours say nothing in a file, so marks stand for them
         print(as_text(shown), end="", flush=True)
         return
-    console.print(
-        f"Step {shown.step}: {len(shown.samples)} of {shown.num_samples} samples, {shown.aggregation}, denominator "
-        f"{shown.denominator:g}",
-        markup=False,
-    )
+    console.print(shown.headline, markup=False)
     styles = styles_of(shown)
     for weight, style in styles.items():
         console.print(f"  weighs {weight:.6g} ", style=style, markup=False)

@@ -21,6 +21,15 @@ class SourceSection(Section):
     """Share of the samples, relative to the other sources."""
 
 
+class BlendSection(Section):
+    """What is trained from a step on, in place of what was trained before."""
+
+    from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
+    """Updates completed before it: its first step is from_step + 1 in metrics.jsonl."""
+    sources: tuple[SourceSection, ...] = Field(min_length=1)
+    """The whole blend. A path that was named before is the same source, and goes on where it was in its epoch."""
+
+
 class PackingSection(Section):
     """Several samples in a row; attention and positions begin again at each, and the loss counts samples, not rows."""
 
@@ -62,6 +71,9 @@ class FilesSection(DataSection):
     """What is read from files: a blend of sources, and what is held out of them."""
 
     train: tuple[SourceSection, ...] = ()
+    """The blend that is trained, from the start."""
+    curriculum: tuple[BlendSection, ...] = ()
+    """Blends that take its place, each from a step on."""
     valid: HeldOutSources = ()
     """A list of sources, or several validation sets as `{name: [sources]}`. Each set has a loss of its own; that of the
     first one is `valid_loss`, by which the best checkpoints are kept."""
@@ -76,6 +88,47 @@ class FilesSection(DataSection):
         if isinstance(self.valid, dict):
             return self.valid
         return {"valid": self.valid} if self.valid else {}
+
+    @property
+    def all_sources(self) -> tuple[SourceSection, ...]:
+        """Those of train, then those that the curriculum brings, each once; a source's number is its place here."""
+        # later blends add behind the others, so that changing them leaves the numbers of all before as they were
+        known = {source.path for source in self.train}
+        new = {each.path: each for blend in self.curriculum for each in blend.sources if each.path not in known}
+        return (*self.train, *new.values())
+
+    @rule
+    def blends_follow_each_other(self) -> str | None:
+        steps = [blend.from_step for blend in self.curriculum]
+        wrong = next((number for number in range(1, len(steps)) if steps[number] <= steps[number - 1]), None)
+        if wrong is None:
+            return None
+        return (
+            f"curriculum[{wrong}].from_step={steps[wrong]} must be above {steps[wrong - 1]}, that of the blend before "
+            "it; put the blends into the order of their steps"
+        )
+
+    @rule
+    def a_curriculum_knows_sources_by_their_paths(self) -> str | None:
+        if not self.curriculum:
+            return None
+        blends = {"train": self.train}
+        blends |= {f"curriculum[{number}].sources": blend.sources for number, blend in enumerate(self.curriculum)}
+        lines = []
+        for name, sources in blends.items():
+            paths = [source.path for source in sources]
+            if twice := next((path for path in paths if paths.count(path) > 1), None):
+                lines.append(f"{name} names {twice} twice; name it once, with the sum of the weights")
+        return "\n".join(lines) or None
+
+    @rule
+    def a_curriculum_counts_samples(self) -> str | None:
+        if not self.curriculum or self.packing is None or self.packing.batch == "sequences":
+            return None
+        return (
+            "curriculum changes blends at a step, but with packing.batch=rows a window of samples that is packed "
+            "together would lie across it; set packing.batch=sequences"
+        )
 
     @rule
     def validation_sets_have_names_and_sources(self) -> str | None:

@@ -109,10 +109,10 @@ def has_files(data: AnyData) -> bool:
         case MockSection():
             return False
         case IndexedSection():
-            paths = [Path(f"{source.path}.idx") for source in data.train]
+            paths = [Path(f"{source.path}.idx") for source in data.all_sources]
         case SftSection():
             # a source may be a pattern
-            paths = [Path(found) for source in data.train for found in glob.glob(source.path) or [source.path]]
+            paths = [Path(found) for source in data.all_sources for found in glob.glob(source.path) or [source.path]]
         case _:
             assert_never(data)
     if data.tokenizer is not None:
@@ -235,7 +235,11 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
 
 
 def _training_only(data: FilesSection) -> dict[str, Any]:
-    return {"valid": (), "test": ()} if data.split is None else {}
+    """Without held-out sets, where they are sets of their own; each blend of a curriculum gets a step at once, since a
+    check has few of them."""
+    near = [blend.model_copy(update={"from_step": number}) for number, blend in enumerate(data.curriculum, start=1)]
+    only = {"curriculum": [blend.model_dump() for blend in near]}
+    return only | ({"valid": (), "test": ()} if data.split is None else {})
 
 
 def _changes(before: Config, after: Config) -> Iterator[str]:
@@ -245,8 +249,10 @@ def _changes(before: Config, after: Config) -> Iterator[str]:
             if key in new[section] and new[section][key] != value:  # another kind of data lacks keys
                 folded = key == "vocab_size" and after.data.kind != "mock"
                 how = f" (token ids modulo {after.model.vocab_size})" if folded else ""
-                yield f"{section}.{key}: {_shown(value)} -> {_shown(new[section][key])}{how}"
+                yield f"{section}.{key}: {_shown(key, value)} -> {_shown(key, new[section][key])}{how}"
 
 
-def _shown(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
+    if key == "curriculum" and value:
+        return f"blends from step {', '.join(str(blend['from_step'] + 1) for blend in value)}"
     return f"{len(value)} sources" if isinstance(value, list | tuple) and value else str(value)

@@ -27,7 +27,7 @@ from mtrain.tokenizer import Tokenizer
 from mtrain.verify.core.samples import SamplePlan, hard_texts
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import RawCorpus
-from mtrain.verify.reference.order import Draw, broken_order, is_permutation
+from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
 from mtrain.verify.reference.text import Text
 
 _NUM_ORDERED = 4096
@@ -70,7 +70,7 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
     sizes = [len(source) for source in stream.sources]
     data = config.data
     assert not isinstance(data, MockSection), "random tokens are no blend"
-    faults = list(broken_order(turns, sizes, [section.weight for section in data.train]))
+    faults = list(broken_order(turns, sizes, _shares(data, config.train.global_batch_size)))
     match data:
         case SftSection():
             assert sources.tokenizer is not None, "a rule of the section"
@@ -79,6 +79,17 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
             return _windows(data, stream, turns[:count], faults.append), tuple(faults)
         case _:
             assert_never(data)
+
+
+def _shares(data: FilesSection, size: int) -> list[Shares]:
+    """What the configuration asks for, from the sample on with which each step begins."""
+    paths = [source.path for source in data.all_sources]
+    first = Shares(0, {number: source.weight for number, source in enumerate(data.train)})
+    later = [
+        Shares(blend.from_step * size, {paths.index(each.path): each.weight for each in blend.sources})
+        for blend in data.curriculum
+    ]
+    return [first, *later]
 
 
 def _random(samples: MockSamples, number: int) -> Text:
@@ -98,7 +109,7 @@ def _answers(
         records = _records(source.cache, {source.cache.record(turn.index) for turn in own})
         count = _in_training(_num_records(source.cache) - source.cache.bad.count, data)
         if len(source) != count and data.too_long == "end":
-            path = data.train[number].path
+            path = data.all_sources[number].path
             tell(f"source {number} has {len(source)} samples, but {path} has {count} records of training")
         for turn in own:
             found[turn] = _answer(records[source.cache.record(turn.index)], data, tokenizer, encoder)
@@ -147,7 +158,7 @@ def _is_plain(found: dict[str, Any], data: SftSection) -> bool:
 
 
 def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Callable[[str], None]) -> list[Text]:
-    corpora = [RawCorpus.open(section.path) for section in data.train]
+    corpora = [RawCorpus.open(section.path) for section in data.all_sources]
     orders = {}
     for source, epoch in sorted({(turn.source, turn.epoch) for turn in turns}):
         windows = stream.sources[source]

@@ -19,25 +19,47 @@ class Draw:
     """In the source."""
 
 
-def broken_order(turns: Sequence[Draw], sizes: Sequence[int], weights: Sequence[float]) -> Iterator[str]:
+@dataclass(frozen=True)
+class Shares:
+    """Of sources, from a sample of the run on."""
+
+    first: int
+    """Number of the sample, counted from 0."""
+    weights: dict[int, float]
+    """Source -> its share, relative to the others; those that have none are left out."""
+
+
+def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[Shares]) -> Iterator[str]:
     """Says what is wrong with the first samples of a run.
 
     Args:
         turns: Of samples 0, 1, 2, ...
         sizes: Samples of each source in an epoch.
-        weights: Shares of the sources, relative to each other.
+        shares: One after the other, the first from sample 0 on.
     """
-    total = sum(weights)
-    for source, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+    for number, blend in enumerate(shares):
+        last = number + 1 == len(shares)
+        yield from _broken_shares(turns[blend.first : None if last else shares[number + 1].first], len(sizes), blend)
+    for source, size in enumerate(sizes):
+        # over all blends: an epoch goes on where another share of the source begins
         own = [turn for turn in turns if turn.source == source]
-        if abs(len(own) - len(turns) * weight / total) > 1 + len(turns) * 1e-5:  # shares are met to 1 in 100,000
-            yield f"source {source} has {len(own)} of {len(turns)} samples, but its share is {weight / total:.6g}"
         if any(not 0 <= turn.index < size for turn in own):
             yield f"source {source} has {size} samples, but others are asked for"
         if len(set(own)) < len(own):
             yield f"source {source}: a sample comes twice in an epoch"
         if [turn.epoch for turn in own] != [number // size for number in range(len(own))]:
             yield f"source {source}: an epoch ends before each of its {size} samples has come"
+
+
+def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> Iterator[str]:
+    total = sum(blend.weights.values())
+    for source in range(num_sources):
+        count, share = sum(turn.source == source for turn in turns), blend.weights.get(source, 0.0) / total
+        if abs(count - len(turns) * share) > 1 + len(turns) * 1e-5:  # shares are met to 1 in 100,000
+            yield (
+                f"source {source} has {count} of {len(turns)} samples from number {blend.first} on, but its share is "
+                f"{share:.6g}"
+            )
 
 
 def is_permutation(order: NDArray[np.int64], count: int) -> bool:

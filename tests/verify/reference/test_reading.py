@@ -14,7 +14,7 @@ from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import RawCorpus
-from mtrain.verify.reference.order import Draw, broken_order, is_permutation
+from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
 from mtrain.verify.reference.text import Text, rows_of
 
 
@@ -146,7 +146,7 @@ def turns(*indices: int, size: int) -> list[Draw]:
 )
 def test_an_order_of_samples_visits_each_once(found: list[Draw], part_of_message: str | None) -> None:
     num_sources = 1 + max(turn.source for turn in found)
-    said = list(broken_order(found, [3] * num_sources, [1.0] * num_sources))
+    said = list(broken_order(found, [3] * num_sources, [Shares(0, dict.fromkeys(range(num_sources), 1.0))]))
     assert not said if part_of_message is None else any(part_of_message in each for each in said)
 
 
