@@ -63,7 +63,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer) -> str:
 def _paths(data: FilesSection) -> list[str]:
     """Of all sources, each once."""
     held_out = [each for sections in data.valid_sets.values() for each in sections]
-    return list(dict.fromkeys(each.path for each in (*data.train, *held_out, *data.test)))
+    return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
 
 def _look_at_records(data: SftSection, tokenizer: Tokenizer, vocab_size: int, findings: Findings) -> None:

@@ -94,9 +94,9 @@ def _change_of_curriculum(
         raise DataError(
             f"data.train and data.curriculum give steps 1 to {entry.step}, which {entry.path} has behind it, other "
             f"data than they had (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): no consent "
-            "changes what was trained; restore what holds for these steps, write what is meant to hold from here on as a blend "
-            f"of data.curriculum with from_step={entry.step} or more, or start a new run from these weights with "
-            f"another run.dir and checkpoint.initialize_from={entry.path}"
+            "changes what was trained; restore what holds for these steps, write what is meant to hold from here on as "
+            f"a blend of data.curriculum with from_step={entry.step} or more, or start a new run from these weights "
+            f"with another run.dir and checkpoint.initialize_from={entry.path}"
         )
     is_explained = any(each.key.startswith("data.") for each in found)
     if not is_explained and not is_permitted(CURRICULUM, config.checkpoint.allow_changed):
