@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain.config.schema.data import FilesSection, SourceSection
-from mtrain.data.order import Phase
+from mtrain.data.order import BlendPhase
 
 _FROM = " from step {}: "
 _EDGE = re.compile(r" from step (\d+): ")
@@ -22,7 +22,7 @@ class BlendFrom:
 
     step: int
     """Updates completed before it."""
-    phase: Phase
+    phase: BlendPhase
 
 
 def later_blends(data: FilesSection, global_batch_size: int) -> tuple[BlendFrom, ...]:
@@ -34,8 +34,8 @@ def later_blends(data: FilesSection, global_batch_size: int) -> tuple[BlendFrom,
     )
 
 
-def _phase(first: int, sources: Sequence[SourceSection], numbers: dict[str, int]) -> Phase:
-    return Phase(first, tuple(numbers[each.path] for each in sources), tuple(each.weight for each in sources))
+def _phase(first: int, sources: Sequence[SourceSection], numbers: dict[str, int]) -> BlendPhase:
+    return BlendPhase(first, tuple(numbers[each.path] for each in sources), tuple(each.weight for each in sources))
 
 
 def with_later(fingerprint: str, later: Sequence[BlendFrom], of_sources: Sequence[str]) -> str:

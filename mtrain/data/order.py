@@ -176,7 +176,7 @@ class Dealer(Protocol):
 
 
 @dataclass(frozen=True)
-class Phase:
+class BlendPhase:
     """A blend that holds from a sample on."""
 
     first: int
@@ -187,11 +187,11 @@ class Phase:
     """Of them."""
 
 
-class Phases:
+class BlendPhases:
     """Blends one after the other. A source goes on where the phase before has left it, whatever its share is now, so
     that each of its epochs is whole across the borders."""
 
-    def __init__(self, phases: Sequence[Phase], num_sources: int) -> None:
+    def __init__(self, phases: Sequence[BlendPhase], num_sources: int) -> None:
         """
         Args:
             phases: Ascending; the first one begins at sample 0.

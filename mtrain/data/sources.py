@@ -12,7 +12,7 @@ from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection,
 from mtrain.data.curriculum import BlendFrom, later_blends, with_later
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
-from mtrain.data.order import Blend, Phase, Phases, SampleOrder, SamplePosition, key_of
+from mtrain.data.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
@@ -67,9 +67,9 @@ class Blended:
             names: Of the sources, for people; by default their numbers.
             later: Blends that take the place of the first one.
         """
-        first = Phase(0, tuple(range(len(weights))), tuple(weights))
+        first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
         phases = [first, *(blend.phase for blend in later)]
-        dealer = Phases(phases, len(sources)) if later else Blend(weights)
+        dealer = BlendPhases(phases, len(sources)) if later else Blend(weights)
         self.order = SampleOrder(seed, dealer, [len(source) for source in sources])
         self.sources = tuple(sources)
         self._names = tuple(names) if names else tuple(map(str, range(len(sources))))

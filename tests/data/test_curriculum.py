@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mtrain.config import Config
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.loader import StepLoader
-from mtrain.data.order import Phase, Phases, SampleOrder
+from mtrain.data.order import BlendPhase, BlendPhases, SampleOrder
 from mtrain.data.shown import as_text
 from tests.data.test_loader import assert_same, global_batch
 from tests.data.test_packed_loader import Sequences, sequences
@@ -27,14 +27,14 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=3)
 
 
 @st.composite
-def drawn_phases(draw: st.DrawFn) -> list[Phase]:
+def drawn_phases(draw: st.DrawFn) -> list[BlendPhase]:
     lengths = draw(LENGTHS)
     blends = [draw(BLEND) for _ in range(len(lengths) + 1)]
     firsts = np.cumsum([0, *lengths]).tolist()
-    return [Phase(first, tuple(blend), tuple(map(float, blend.values()))) for first, blend in zip(firsts, blends)]
+    return [BlendPhase(first, tuple(blend), tuple(map(float, blend.values()))) for first, blend in zip(firsts, blends)]
 
 
-def turns_by_definition(phases: Sequence[Phase], count: int) -> list[int]:
+def turns_by_definition(phases: Sequence[BlendPhase], count: int) -> list[int]:
     """The source of each sample, dealt one by one with fractions as Tijdeman (1980) defines it, anew in each phase."""
     found: list[int] = []
     ends = [*(phase.first for phase in phases[1:]), count]
@@ -53,9 +53,9 @@ def turns_by_definition(phases: Sequence[Phase], count: int) -> list[int]:
 
 @settings(max_examples=30, deadline=None)
 @given(phases=drawn_phases())
-def test_samples_are_dealt_as_the_definition_says_and_numbered_without_gaps(phases: list[Phase]) -> None:
+def test_samples_are_dealt_as_the_definition_says_and_numbered_without_gaps(phases: list[BlendPhase]) -> None:
     count = phases[-1].first + 60
-    dealer, seen = Phases(phases, NUM_SOURCES), Counter[int]()
+    dealer, seen = BlendPhases(phases, NUM_SOURCES), Counter[int]()
     places = [dealer.locate(n) for n in range(count)]
     assert [place.source for place in places] == turns_by_definition(phases, count)
     for place in places:
@@ -67,8 +67,8 @@ def test_samples_are_dealt_as_the_definition_says_and_numbered_without_gaps(phas
 
 @settings(max_examples=25, deadline=None)
 @given(phases=drawn_phases(), start=st.integers(0, 10**13))
-def test_shares_hold_far_from_the_last_border(phases: list[Phase], start: int) -> None:
-    dealer, last = Phases(phases, NUM_SOURCES), phases[-1]
+def test_shares_hold_far_from_the_last_border(phases: list[BlendPhase], start: int) -> None:
+    dealer, last = BlendPhases(phases, NUM_SOURCES), phases[-1]
     first = dict.fromkeys(range(NUM_SOURCES), 0)
     for place in (dealer.locate(n) for n in range(last.first)):
         first[place.source] += 1
@@ -80,8 +80,8 @@ def test_shares_hold_far_from_the_last_border(phases: list[Phase], start: int) -
 
 @settings(max_examples=25, deadline=None)
 @given(phases=drawn_phases(), sizes=st.lists(st.integers(1, 40), min_size=NUM_SOURCES, max_size=NUM_SOURCES))
-def test_each_epoch_is_whole_whatever_borders_lie_in_it(phases: list[Phase], sizes: list[int]) -> None:
-    order = SampleOrder(11, Phases(phases, NUM_SOURCES), sizes)
+def test_each_epoch_is_whole_whatever_borders_lie_in_it(phases: list[BlendPhase], sizes: list[int]) -> None:
+    order = SampleOrder(11, BlendPhases(phases, NUM_SOURCES), sizes)
     by_epoch: dict[tuple[int, int], list[int]] = {}
     last: dict[int, int] = {}
     for place in (order.locate(g) for g in range(phases[-1].first + 90)):
@@ -94,8 +94,8 @@ def test_each_epoch_is_whole_whatever_borders_lie_in_it(phases: list[Phase], siz
 
 
 def test_a_later_phase_moves_no_sample_before_it() -> None:
-    first, second = Phase(0, (0, 1), (2.0, 1.0)), Phase(30, (1, 2), (1.0, 1.0))
-    one, both = Phases([first], 1 + 1), Phases([first, second, Phase(70, (0,), (1.0,))], 3)
+    first, second = BlendPhase(0, (0, 1), (2.0, 1.0)), BlendPhase(30, (1, 2), (1.0, 1.0))
+    one, both = BlendPhases([first], 1 + 1), BlendPhases([first, second, BlendPhase(70, (0,), (1.0,))], 3)
     assert [one.locate(n) for n in range(30)] == [both.locate(n) for n in range(30)]
     assert [both.locate(n).source for n in range(70, 75)] == [0] * 5
     # the second period of the first blend, 20 of it already dealt
