@@ -13,8 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mtrain.base.yaml_text import read_yaml
-
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
 )
@@ -117,6 +115,8 @@ def parsed_yaml(raw: bytes) -> Any:
     Raises:
         ValueError: It is not YAML, or holds what `read_yaml` refuses.
     """
+    from mtrain.base.yaml_text import read_yaml  # only here: a reader of YAML takes longer to load than all the rest
+
     return read_yaml(raw.decode("utf-8-sig")).content
 
 

@@ -14,6 +14,7 @@ from mtrain.cli.generate import generate
 from mtrain.cli.init import init
 from mtrain.cli.launch import launch_app
 from mtrain.cli.plot import plot
+from mtrain.cli.status import status
 from mtrain.cli.train import train
 from mtrain.cli.verify import verify_app
 
@@ -31,6 +32,7 @@ app.command(rich_help_panel=_RUNS)(init)
 app.command(rich_help_panel=_RUNS)(check)
 app.command(rich_help_panel=_RUNS)(train)
 app.add_typer(launch_app, name="launch", rich_help_panel=_RUNS)
+app.command(rich_help_panel=_RUNS)(status)
 app.command(rich_help_panel=_RUNS)(plot)
 
 app.command(rich_help_panel=_CHECKS)(compare)

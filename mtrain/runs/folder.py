@@ -12,8 +12,10 @@ from pathlib import Path
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
-from mtrain.base.yaml_text import MAX_BYTES, read_yaml
 from mtrain.runs.lock import Patience, RunLock, locked
+
+_MAX_BYTES = 2**20
+"""Of config.yaml and environment.json, as the reader of YAML takes them."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class RunFolder:
             DataError: the file is damaged.
             MachineError: it cannot be read.
         """
+        from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer than all the rest of a run folder
+
         data = _content(self.config)
         if data is None:
             return None
@@ -243,7 +247,7 @@ def _content(path: Path) -> bytes | None:
     """
     with disk_faults(f"read {path}"):
         try:
-            return read_plain_file(path, MAX_BYTES)
+            return read_plain_file(path, _MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as fault:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.writer import Shard
-from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, step_name
+from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.state.load import load_checkpoint
 from mtrain.mcore.state.save import Saver

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, remove
-from mtrain.checkpoint.store.directory import checkpoint_at, step_name
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
 from mtrain.data.batch import Microbatch

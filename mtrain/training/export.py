@@ -23,7 +23,8 @@ from mtrain.base.background import started
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import disk_faults, remove
-from mtrain.checkpoint.store.directory import load_entry, published_steps, reading, step_name
+from mtrain.checkpoint.store.directory import load_entry, reading
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.work import staging_folder, staging_folders
 from mtrain.runs.folder import RunFolder

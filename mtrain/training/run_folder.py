@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from mtrain.checkpoint.store.directory import clean_leftovers, published_steps, step_name
+from mtrain.checkpoint.store.directory import clean_leftovers
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import SftSection

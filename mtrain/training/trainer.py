@@ -15,8 +15,9 @@ from mtrain.base.errors import NumericError
 from mtrain.base.files import write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
-from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.manifest import GitState
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text

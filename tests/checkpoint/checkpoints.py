@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtrain.checkpoint.store.directory import CheckpointEntry, StagingDir, begin_staging, publish, step_name
+from mtrain.checkpoint.store.directory import CheckpointEntry, StagingDir, begin_staging, publish
 from mtrain.checkpoint.store.manifest import CheckpointInfo
+from mtrain.checkpoint.store.steps import step_name
 
 FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
 

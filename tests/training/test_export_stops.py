@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mtrain.base import fault_points
-from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.hf.io.folder import HfFolder
 from mtrain.runs.folder import RunFolder
 from mtrain.training.export import Exporter, clean_staging, due_steps

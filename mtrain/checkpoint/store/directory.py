@@ -14,7 +14,6 @@ from it, write their files in between, and are waited for before `publish`.
 
 import fcntl
 import os
-import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -34,10 +33,10 @@ from mtrain.checkpoint.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from mtrain.checkpoint.store.steps import STEP_FOLDER, published_steps, step_name
 
 LATEST_NAME = "latest"
 _ATTEMPT, _TRASH, _DAMAGED = ".tmp-", ".trash-", ".damaged-"
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -76,20 +75,6 @@ class Newest(NamedTuple):
     """Every newer checkpoint that was passed over, and why; to be shown to the user."""
 
 
-def step_name(step: int) -> str:
-    """Name of a step's folder."""
-    return f"step_{step:08d}"
-
-
-def published_steps(root: Path) -> list[int]:
-    """Steps that have a folder, ascending; whether it is good is not looked at."""
-    with disk_faults(f"list {root}"):
-        names = [path.name for path in root.iterdir() if path.is_dir()] if root.exists() else []
-    matches = (_STEP_FOLDER.fullmatch(name) for name in names)
-    # the canonical name only: step_000000010 would be a second folder for step 10
-    return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
-
-
 def load_entry(path: Path) -> CheckpointEntry:
     """The checkpoint in this folder, checked as `read_manifest` does.
 
@@ -100,7 +85,7 @@ def load_entry(path: Path) -> CheckpointEntry:
     with disk_faults(f"read the checkpoint {path}"):
         manifest = read_manifest(path)
     # a folder with another name (an import, a copy of a user) may hold any step
-    if _STEP_FOLDER.fullmatch(path.name) and path.name != step_name(manifest.step):
+    if STEP_FOLDER.fullmatch(path.name) and path.name != step_name(manifest.step):
         raise DataError(f"{path} holds step {manifest.step}: it was renamed or copied over")
     return CheckpointEntry(path, manifest)
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from mtrain.base.background import started
 from mtrain.base.errors import DataError, MtrainError
 from mtrain.base.fault_points import fault_point
-from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
+from mtrain.checkpoint.store.steps import published_steps, step_name
 
 
 class Keep(NamedTuple):

@@ -37,10 +37,10 @@ from mtrain.checkpoint.store.directory import (
     named_attempt,
     open_attempt,
     publish,
-    step_name,
 )
 from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo, CheckpointInfo, FileInfo, GitState
 from mtrain.checkpoint.store.retention import Keep, Retention, way_back
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
 from mtrain.mcore.distributed.groups import Groups

@@ -20,7 +20,7 @@ from mtrain.base.signals import StopSignal
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.writer import Shard
-from mtrain.checkpoint.store.directory import step_name
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed import rng

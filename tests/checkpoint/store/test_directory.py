@@ -19,9 +19,9 @@ from mtrain.checkpoint.store.directory import (
     clean_leftovers,
     newest_good,
     publish,
-    published_steps,
     set_aside,
 )
+from mtrain.checkpoint.store.steps import published_steps
 from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
 from tests.fault_table import Notice
 

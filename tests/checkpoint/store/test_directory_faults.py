@@ -15,10 +15,10 @@ from mtrain.checkpoint.store.directory import (
     delete_checkpoint,
     newest_good,
     publish,
-    published_steps,
     reading,
 )
 from mtrain.checkpoint.store.retention import Keep, apply_retention
+from mtrain.checkpoint.store.steps import published_steps
 from tests.base.crash import killed_at_every_file_operation
 from tests.checkpoint.checkpoints import FILES, damage, facts, save, write_files
 from tests.checkpoint.store.test_directory import newest_step

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import clean_leftovers, newest_good, published_steps, reading
+from mtrain.checkpoint.store.directory import clean_leftovers, newest_good, reading
 from mtrain.checkpoint.store.retention import Keep, Retention, apply_retention, to_delete, way_back
+from mtrain.checkpoint.store.steps import published_steps
 from tests.base.crash import killed_at_every_file_operation
 from tests.checkpoint.checkpoints import damage, save
 from tests.fault_table import Notice

@@ -17,7 +17,8 @@ from mtrain.base.errors import MtrainError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.training_state import LossScaler
 from mtrain.checkpoint.format.writer import Shard
-from mtrain.checkpoint.store.directory import load_entry, newest_good, step_name
+from mtrain.checkpoint.store.directory import load_entry, newest_good
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective

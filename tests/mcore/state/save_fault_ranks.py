@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
-from mtrain.checkpoint.store.directory import newest_good, published_steps
+from mtrain.checkpoint.store.directory import newest_good
+from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
-from mtrain.checkpoint.store.directory import step_name
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import (
-    begin_staging,
-    load_entry,
-    publish,
-    published_steps,
-    step_name,
-)
+from mtrain.checkpoint.store.directory import begin_staging, load_entry, publish
 from mtrain.checkpoint.store.manifest import CheckpointInfo
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import MachineError, RunFolderError
-from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, newest_good, published_steps, step_name
+from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, newest_good
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.checkpoint.store.directory import load_entry, published_steps, step_name
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.plan.layout import Layout

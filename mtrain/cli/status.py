@@ -1,0 +1,63 @@
+"""`mtrain status`: how runs are doing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mtrain.cli.messages import one_message
+
+_PLAIN_WIDTH = 200
+"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+
+
+def status(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders, folders of them, patterns in quotes.", show_default=False),
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Shows it again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: a list, on one line each time.")] = False,
+) -> None:
+    """Shows step, remaining time, loss, speed, memory, ranks, last checkpoint and alarms of runs as they go on."""
+    with one_message():
+        import time
+
+        show = _shown_as_json if as_json else _Screen(is_live=watch).show
+        show(runs)
+        while watch:
+            time.sleep(interval)
+            show(runs)
+
+
+def _shown_as_json(runs: list[str]) -> None:
+    import json
+
+    from mtrain.monitor.status import find_runs, read_status
+
+    print(json.dumps([read_status(run).as_json() for run in find_runs(runs)]), flush=True)
+
+
+class _Screen:
+    """A terminal, where each look takes the place of the one before, or a log."""
+
+    def __init__(self, is_live: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console = Console(highlight=False, width=_PLAIN_WIDTH)
+        self._live = Live(console=self._console, auto_refresh=False) if is_live and self._console.is_terminal else None
+
+    def show(self, runs: list[str]) -> None:
+        from mtrain.monitor.status import find_runs, read_status
+        from mtrain.monitor.table import status_view
+
+        view = status_view([read_status(run) for run in find_runs(runs)], self._console.is_terminal)
+        if self._live is None:
+            return self._console.print(view)
+        self._live.start()
+        self._live.update(view, refresh=True)

@@ -1,0 +1,159 @@
+"""In which state a run is, from what its ranks have left in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mtrain.base.heartbeat import Beat, Phase
+from mtrain.runs.events import ENDS, EventKind, RunEvent
+
+SILENT_AFTER_S = 15.0
+"""A rank beats every second; a shared file system shows it some seconds later."""
+_RANKS_A_SECOND = 100
+"""Ranks of a large run beat more rarely: each of n ranks every n / 500 seconds, five of which make it silent."""
+_CLOCKS_S = 5.0
+"""Clocks of nodes may differ by so much."""
+
+
+class RunState(StrEnum):
+    """What a run does."""
+
+    STARTING = "starting"
+    """Ranks build model and data."""
+    RUNNING = "running"
+    SAVING = "saving"
+    """Its ranks wait for a checkpoint, or it writes the last one."""
+    STOPPED = "stopped for requeue"
+    FINISHED = "finished"
+    FAILED = "failed"
+    SILENT = "silent"
+    """It has not ended, but none of its ranks gives a sign of life."""
+    UNKNOWN = "not started"
+    """The folder is there, but nothing tells of a start."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The state, and what belongs to it."""
+
+    state: RunState
+    since_s: float | None
+    """Unix time since when; None where nothing tells."""
+    reason: str = ""
+    """Why it failed or stopped."""
+    silent_ranks: tuple[int, ...] = ()
+    """That give no sign of life while others do, or that have not begun."""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else str(self.state)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What a run folder tells, beside numbers."""
+
+    events: Sequence[RunEvent]
+    """By time."""
+    beats: Sequence[Beat]
+    """The latest of each rank that has one, of whatever start."""
+    world_size: int
+    """Of the latest start, as far as it is known."""
+    steps: int
+    """Done."""
+    num_steps: int | None
+    """To do; None where nothing tells."""
+    requeue: str | None
+    """Text of the marker; None where there is none."""
+    written_s: float | None
+    """Unix time at which metrics.jsonl was written last; None where there is none."""
+
+
+def latest_start(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
+    """Events of the latest start, that one first; empty where there was none."""
+    places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
+    return events[places[-1] :] if places else ()
+
+
+def standing(signs: Signs, now_s: float) -> Standing:
+    """The state at a moment.
+
+    Args:
+        signs: Of the run folder.
+        now_s: Unix time.
+    """
+    events = latest_start(signs.events)
+    since_s = events[0].time_s - _CLOCKS_S if events else 0.0
+    beats = [beat for beat in signs.beats if beat.written_s >= since_s]
+    if any(event.kind in ENDS for event in events):
+        return _ended(events, signs)
+    if (left := _left_with_error(beats)) is not None:
+        return left
+    if not events and (old := _ended_without_events(signs, beats)) is not None:
+        return old
+    limit_s = max(SILENT_AFTER_S, signs.world_size / _RANKS_A_SECOND)
+    alive = [beat for beat in beats if now_s - beat.written_s <= limit_s and beat.left_with is None]
+    if not alive:
+        return _without_life(events, beats, signs, now_s - limit_s)
+    silent = sorted(
+        set(range(signs.world_size)) - {beat.rank for beat in alive} - {b.rank for b in beats if b.left_with}
+    )
+    if events and now_s - events[0].time_s <= limit_s:
+        silent = []  # they may just be starting
+    last = max(alive, key=lambda beat: beat.progress)
+    if last.phase in (Phase.START, Phase.BUILD):
+        return Standing(RunState.STARTING, last.since_s, silent_ranks=tuple(silent))
+    is_saving = last.phase in (Phase.SAVE, Phase.EXPORT)
+    return Standing(RunState.SAVING if is_saving else RunState.RUNNING, last.since_s, silent_ranks=tuple(silent))
+
+
+def _ended(events: Sequence[RunEvent], signs: Signs) -> Standing:
+    ends = [event for event in events if event.kind in ENDS]
+    failures = [event for event in ends if event.kind is EventKind.FAILURE]
+    if failures:
+        return Standing(RunState.FAILED, ends[-1].time_s, _reason(failures))
+    last = ends[-1]
+    if last.kind is EventKind.STOP:
+        gone = "" if signs.requeue is not None else "; the marker REQUEUE has been removed"
+        return Standing(RunState.STOPPED, last.time_s, last.text + gone)
+    return Standing(RunState.FINISHED, last.time_s)
+
+
+def _reason(failures: Sequence[RunEvent]) -> str:
+    """The first failure that is not the loss of a rank which failed itself."""
+    own = [event for event in failures if not event.text.startswith("RankLostError")]
+    first = (own or failures)[0]
+    return f"rank {first.rank}: {first.text}"
+
+
+def _left_with_error(beats: Sequence[Beat]) -> Standing | None:
+    """Where ranks left by an error that nobody wrote down."""
+    left = [beat for beat in beats if beat.left_with not in (None, "done")]
+    own = [beat for beat in left if beat.left_with != "RankLostError"] or left
+    if not own:
+        return None
+    first = min(own, key=lambda beat: beat.written_s)
+    return Standing(RunState.FAILED, first.written_s, f"rank {first.rank}: {first.left_with} in {first.place}")
+
+
+def _ended_without_events(signs: Signs, beats: Sequence[Beat]) -> Standing | None:
+    """Of a run that began before there were events."""
+    if signs.requeue is not None:
+        return Standing(RunState.STOPPED, signs.written_s, signs.requeue)
+    is_done = signs.num_steps is not None and signs.steps >= signs.num_steps
+    if is_done and all(beat.left_with == "done" for beat in beats):
+        return Standing(RunState.FINISHED, signs.written_s)
+    return None
+
+
+def _without_life(events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float) -> Standing:
+    """No rank beats; `limit_s` is the Unix time before which a sign of life is too old."""
+    times = [*(beat.written_s for beat in beats), *(event.time_s for event in events)]
+    if not events and signs.written_s is not None:
+        times.append(signs.written_s)
+    if not times:
+        return Standing(RunState.UNKNOWN, None)
+    if max(times) <= limit_s:
+        return Standing(RunState.SILENT, max(times))
+    return Standing(RunState.RUNNING if signs.steps and not events else RunState.STARTING, max(times))

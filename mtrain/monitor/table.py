@@ -1,0 +1,136 @@
+"""What `mtrain status` shows: a block of lines for one run, a row each for many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mtrain.metrics.shown import as_duration, as_line, as_size, side_terms, step_numbers
+from mtrain.monitor.state import RunState
+from mtrain.monitor.status import RunStatus
+
+_COLOURS = {
+    RunState.STARTING: "cyan",
+    RunState.RUNNING: "green",
+    RunState.SAVING: "green",
+    RunState.STOPPED: "yellow",
+    RunState.FINISHED: "bold",
+    RunState.FAILED: "bold red",
+    RunState.SILENT: "bold red",
+    RunState.UNKNOWN: "dim",
+}
+_HEADINGS = ("run", "state", "step", "eta", "loss", "valid_loss", "tokens/s", "memory", "ranks", "checkpoint", "alarms")
+_MAX_RANKS = 8
+_ENDED = (RunState.FINISHED, RunState.FAILED, RunState.STOPPED)
+
+
+def status_view(found: Sequence[RunStatus], is_terminal: bool) -> RenderableType:
+    """All lines of one run, or a row for each of several."""
+    return _block(found[0]) if len(found) == 1 else _table(found, is_terminal)
+
+
+def _block(status: RunStatus) -> Group:
+    lines = [Text.assemble((status.name, "bold"), f"  {status.folder}")]
+    lines += [Text(f"{name:<11}").append(value) for name, value in _lines(status).items()]
+    lines += [Text(f"{'alarm':<11}").append(alarm, "red") for alarm in status.alarms]
+    return Group(*lines)
+
+
+def _lines(status: RunStatus) -> dict[str, Text]:
+    now_s = time.time()
+    lines = {"state": _state(status, now_s), "step": Text(_step(status))}
+    if status.standing.state not in _ENDED:
+        lines["step"].append(f"  eta {as_duration(status.eta_s)}")
+        if status.last is not None and status.last.time_s is not None:
+            lines["step"].append(f"  last step {_ago(status.last.time_s, now_s)}")
+    if status.last is not None:
+        lines["numbers"] = Text(as_line(step_numbers(status.last)))
+    if (last := status.last_pass) is not None:
+        sets = {name: f"{each.loss:.4f}" for name, each in last.valid_sets.items()}
+        numbers = {"valid_loss": f"{last.valid_loss:.4f}", **sets, **side_terms(last)}
+        lines["validation"] = Text(f"step {last.step}  {as_line(numbers)}")
+    if status.world_size:
+        lines["ranks"] = Text(_ranks(status))
+        if silent := status.standing.silent_ranks:
+            lines["ranks"].append(f"; silent: {_listed(silent)}", "red")
+    if status.memory_bytes is not None:
+        lines["memory"] = Text(f"{as_size(status.memory_bytes)} on the rank that needs most")
+    saved = "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}"
+    if status.saved_s is not None:
+        saved += f", {_ago(status.saved_s, now_s)}"
+    lines["checkpoint"] = Text(saved)
+    if status.num_starts > 1:
+        lines["starts"] = Text(str(status.num_starts))
+    return lines
+
+
+def _state(status: RunStatus, now_s: float) -> Text:
+    found = status.standing
+    text = Text(str(found), _COLOURS[found.state])
+    if found.since_s is None or found.state in (RunState.RUNNING, RunState.SAVING, RunState.STARTING):
+        return text
+    ago = _ago(found.since_s, now_s)
+    return text.append(f" since {_clock(found.since_s)}, {ago}" if found.state is RunState.SILENT else f", {ago}", "")
+
+
+def _table(found: Sequence[RunStatus], is_terminal: bool) -> Table:
+    table = Table(pad_edge=False)
+    if not is_terminal:
+        table.box = None
+    for heading in _HEADINGS:
+        is_number = heading not in ("run", "state", "alarms")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for status in found:
+        table.add_row(*_row(status))
+    return table
+
+
+def _row(status: RunStatus) -> list[Text]:
+    last, shown = status.last, status.standing
+    numbers = {} if last is None else step_numbers(last)
+    has_ended = shown.state in _ENDED
+    memory = "" if status.memory_bytes is None else as_size(status.memory_bytes)
+    state = Text(str(shown), _COLOURS[shown.state])
+    if shown.state is RunState.SILENT and shown.since_s is not None:
+        state.append(f" since {_clock(shown.since_s)}")
+    alarms = [*([f"silent: {_listed(shown.silent_ranks)}"] if shown.silent_ranks else []), *status.alarms[-1:]]
+    return [
+        Text(status.name),
+        state,
+        Text(_step(status)),
+        Text("" if has_ended or last is None else as_duration(status.eta_s)),
+        Text(numbers.get("loss", "")),
+        Text("" if status.last_pass is None else f"{status.last_pass.valid_loss:.4f}"),
+        Text(numbers.get("tokens/s", "")),
+        Text(memory or numbers.get("memory", "")),
+        Text("" if has_ended or not status.world_size else f"{status.num_beating}/{status.world_size}"),
+        Text("" if status.last_checkpoint is None else str(status.last_checkpoint)),
+        Text("; ".join(alarms), "red"),
+    ]
+
+
+def _step(status: RunStatus) -> str:
+    return f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
+
+
+def _ranks(status: RunStatus) -> str:
+    if status.standing.state in _ENDED:
+        return str(status.world_size)
+    return f"{status.num_beating} of {status.world_size} beat"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
+
+
+def _ago(time_s: float, now_s: float) -> str:
+    return f"{as_duration(max(0.0, now_s - time_s))} ago"
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
