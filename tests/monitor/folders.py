@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mtrain.base.heartbeat import Beat, Phase, heartbeat_file
 from mtrain.metrics.record import Record, to_json_line
-from mtrain.runs.events import EventKind, EventLog
+from mtrain.runs.events import EventKind, EventLog, Fact
 from tests.metrics.records import step_record, valid_record
 
 CONFIG = "run: {dir: runs/x, name: first try}\ntrain: {num_steps: 10}\n"
@@ -21,7 +21,13 @@ def started(folder: Path, steps: int = 4, num_steps: int = 10, **facts: int | st
     (folder / "heartbeats").mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
     log = EventLog(folder / "events.jsonl")
-    known = {"num_steps": num_steps, "world_size": 2, "name": "first try", "layout": "tp2", "device": "cpu"}
+    known: dict[str, Fact] = {
+        "num_steps": num_steps,
+        "world_size": 2,
+        "name": "first try",
+        "layout": "tp2",
+        "device": "cpu",
+    }
     log.write(EventKind.START, 0, facts=known | facts)
     log.write(EventKind.RESUME, 0, facts={"reached": 0})
     append(folder, [timed(step) for step in range(1, steps + 1)])
