@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
     param_is_not_tensor_parallel_duplicate,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -85,6 +86,22 @@ def gathered_logits(groups: Groups) -> list[float]:
     logits = model(rows, rows, None)
     logits = logits.transpose(0, 1).contiguous()  # without labels the batch comes first
     return [*losses, vocab_parallel(logits, groups, 8).cross_entropy(rows).mean().item()]
+
+
+def summed_gradient(groups: Groups, with_hook: bool) -> list[float]:
+    """Gradient of a replicated input that is concatenated and then used by all ranks of TP, each with another factor.
+
+    Args:
+        groups: The process groups.
+        with_hook: Whether it becomes contiguous, as in `LinearAdapter`.
+    """
+    inputs = torch.ones(2, 3, requires_grad=True)
+    copied = copy_to_tensor_model_parallel_region(inputs, group=groups.tp)
+    if with_hook:
+        copied.register_hook(torch.Tensor.contiguous)
+    widened = torch.cat([copied, torch.ones(2, 1)], dim=1)
+    (gradient,) = torch.autograd.grad((widened * (1.0 + groups.tp_rank)).sum(), inputs)
+    return gradient.flatten().tolist()
 
 
 def padded_vocabulary(groups: Groups, logits: Any, labels: Any, vocab_size: int) -> tuple[float, float, float]:

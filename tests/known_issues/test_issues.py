@@ -107,6 +107,12 @@ def test_gathered_logits_add_log_tp(pool: Pool) -> None:
         assert ours == pytest.approx(split, rel=1e-6)
 
 
+def test_sums_of_tensors_with_gaps_are_lost(pool: Pool) -> None:
+    """A contiguous gradient is the sum 1 + 2 on both ranks; one with gaps stays each rank's own."""
+    assert pool.run(ranks.summed_gradient, Layout(tp=2), True) == [[3.0] * 6, [3.0] * 6]
+    assert pool.run(ranks.summed_gradient, Layout(tp=2), False) == [[1.0] * 6, [2.0] * 6]
+
+
 def test_the_fused_cross_entropy_rounds_to_bf16(pool: Pool) -> None:
     rng = np.random.default_rng(0)
     logits, labels = rng.standard_normal((4, 3, 8)).astype(np.float32), rng.integers(0, 8, (4, 3))

@@ -71,6 +71,7 @@ BALANCED: dict[str, Any] = {
 }
 APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
     ({}, Layout(tp=2), {"gathered logits with labels", "initial weights depend on tp on a GPU"}),
+    ({"adapter": {"targets": ["output"]}}, Layout(tp=2), {"sums of tensors with gaps"}),
     ({}, Layout(tp=2, sp=True), {"norms without sequence parallelism"}),
     ({}, Layout(pp=2), {"initial weights depend on the pipeline", "outputs freed while they are sent"}),
     ({}, Layout(pp=2, vpp=2), {"batched transfers at pp = 2"}),

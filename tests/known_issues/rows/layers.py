@@ -75,6 +75,21 @@ ROWS = (
         (issue_test("freed_outputs_arrive_as_other_numbers"),),
     ),
     KnownIssue(
+        "sums of tensors with gaps",
+        "Of a tensor that is not contiguous, such as the gradient of a part of a concatenation, a copy is summed over "
+        "tp, and the tensor itself is handed on, not summed.",
+        (Place("tensor_parallel/mappings.py", 22, 33, "input_.contiguous()"),),
+        "tp > 1, and a gradient that is a view: adapter.targets with output, without sequence parallelism",
+        lambda config, layout: layout.tp > 1 and config.adapter is not None and "output" in config.adapter.parts,
+        "fixed",
+        "The gradient that an adapter of the output layer hands to megatron-core is made contiguous.",
+        ("mtrain/mcore/model/adapters/linear.py",),
+        (
+            issue_test("sums_of_tensors_with_gaps_are_lost"),
+            "tests/verify/parity/test_adapters.py::test_lora_of_everything_is_exact_on_all_axes",
+        ),
+    ),
+    KnownIssue(
         "norms without sequence parallelism",
         "The wrapper around torch's norms refuses sequence parallelism and does not mark its weights, whose gradients "
         "would not be summed over tp.",
