@@ -31,13 +31,16 @@ def hash_of(name: str, values: Tensor, at: TensorSlice, global_shape: Sequence[i
         at: Where the slice lies in the whole.
         global_shape: Of the whole.
     """
+    # bits, not numbers: nan has a place in the sum too, and -0 is not 0
     bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    # 63 bits, since a tensor of int64 takes no larger number
     salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     for start in range(0, bits.numel(), _CHUNK):
         own = bits[start : start + _CHUNK].to(torch.int64)
         places = _places(start, own.numel(), at, global_shape, bits.device)
         mixed = (own * _OF_BITS + salt) ^ (places * _OF_PLACE)
+        # shifts between products: a sum of products alone would not notice that two values have changed places
         mixed = (mixed ^ (mixed >> 31)) * _MIX
         total += (mixed ^ (mixed >> 29)).sum()
     return total
@@ -52,6 +55,7 @@ def _places(start: int, count: int, at: TensorSlice, global_shape: Sequence[int]
     """Places in the flattened whole of `count` elements of a slice from `start` on."""
     left = torch.arange(start, start + count, dtype=torch.int64, device=device)
     place = torch.zeros_like(left)
+    # the last axis is the fastest in the slice and in the whole
     for axis in reversed(range(len(global_shape))):
         stride = math.prod(global_shape[axis + 1 :])
         place += (left % at.shape[axis] + at.offset[axis]) * stride

@@ -42,6 +42,7 @@ class PeftFolder:
         self._check(path, wanted)
 
     def _check(self, path: Path, wanted: set[str]) -> None:
+        # copies of frozen tables: the run has them from the model that it loads
         there = {name for name in self._file.entries if not name.endswith(_FROZEN)}
         faults = [f"it lacks {shown(sorted(wanted - there))}"] if wanted - there else []
         faults += [f"it holds {shown(sorted(there - wanted))}"] if there - wanted else []
@@ -61,6 +62,7 @@ class PeftFolder:
         for key, (each, theirs) in self._names.items():
             if key == name:
                 return from_peft(each, self._file.tensor(theirs).float())
+            # one tensor there for all experts, and a name for each of them here
             head, _, tail = key.partition("{E}")
             if tail and name.startswith(head) and name.endswith(tail):
                 expert = int(name.removeprefix(head).removesuffix(tail))
@@ -77,11 +79,14 @@ def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
     """
     if each.matrix.num_experts:
         if each.kind == "lora_a":
+            # [experts, rank, inputs]: the rows of one expert after those of another
             return own.reshape(each.shape)
         if each.is_interleaved:  # all gates, then all ups -> in turn
             own = own.reshape(len(own), 2, -1, own.shape[-1]).transpose(1, 2).flatten(1, 2)
+        # [outputs, rank, experts]: of B the expert is the fastest axis, unlike in A
         return own.permute(1, 2, 0).reshape(each.shape)
     if each.matrix.part == "embedding" and each.kind == "lora_a":
+        # PEFT's A of an embedding is [rank, vocabulary], ours lies as the table does
         return own.T.contiguous()
     return own.contiguous()
 

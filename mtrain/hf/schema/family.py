@@ -112,8 +112,10 @@ def _copies(model: ModelSection) -> dict[str, str]:
     """Tables of the vocabulary that some folders hold twice."""
     embeddings = "model.embed_tokens.weight"
     output = embeddings if model.tied_embeddings else "lm_head.weight"
+    # programs that save every entry of a state dict write a tied table under both names
     copies = {"lm_head.weight": embeddings} if model.tied_embeddings else {}
     for layer in range(model.num_layers, model.num_layers + model.mtp_depths):
+        # DeepSeek's files repeat both tables in the layer of each depth
         copies[f"model.layers.{layer}.embed_tokens.weight"] = embeddings
         copies[f"model.layers.{layer}.shared_head.head.weight"] = output
     return copies

@@ -34,6 +34,7 @@ def side_files(folder: Path) -> Iterator[Path]:
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             name = file.relative_to(folder)
             if file.is_file() and _SIDE_FILES.fullmatch(file.name):
+                # refuses a link that leads out: what it points at would be copied
                 inside(folder, name.as_posix())
                 yield name
 
@@ -45,6 +46,7 @@ def inside(folder: Path, name: str) -> Path:
         DataError: It is missing, or the name or a link leads elsewhere.
     """
     path = folder / name
+    # what the file system would refuse with errors of many kinds
     is_plain = "\0" not in name and all(len(os.fsencode(part)) <= _LONGEST_FILE_NAME for part in Path(name).parts)
     # the name first, and the file that it leads to below: a link inside the folder can lead anywhere
     if Path(name).is_absolute() or ".." in Path(name).parts or not name or not is_plain:
@@ -106,5 +108,6 @@ def is_tensor_name(name: str) -> bool:
 def _roots(folder: Path) -> list[Path]:
     """The folder, and in the cache of huggingface_hub the model's own blobs, where its files are links to."""
     real = folder.resolve()
+    # models--owner--name/snapshots/COMMIT/file is a link to models--owner--name/blobs/HASH
     blobs = real.parent.parent / "blobs"
     return [real, blobs] if real.parent.name == "snapshots" and blobs.is_dir() else [real]

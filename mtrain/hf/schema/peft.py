@@ -20,6 +20,7 @@ from mtrain.hf.schema.table import Rule
 from mtrain.plan.adapters import AdaptedMatrix, in_layer, tables
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
+# A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).
 _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -93,6 +94,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
 
 def _place(matrix: AdaptedMatrix, rule: Rule) -> int:
     """Which of the tensors that make up a fused projection a part is: queries, keys, values; gate, up."""
+    # a projection without a gate is one tensor, so up is its first and its last
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": len(rule.parts) - 1}
     return order.get(matrix.part, 0)
 
@@ -109,6 +111,7 @@ def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str
         "magnitude": (matrix.rows,),
     }
     for kind in _KINDS[: 3 if adapter.has_magnitudes else 2]:
+        # an embedding's pair are parameters of the module, a projection's are linear layers with weights
         name = (_OF_EMBEDDING if is_table else _OF_LINEAR)[kind]
         yield PeftTensor(f"{module}.{name}", f"{ours}_adapter.{matrix.part}_{kind}", shapes[kind], kind, matrix)
 
@@ -116,6 +119,7 @@ def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str
 def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, layer: int) -> Iterator[PeftTensor]:
     linear = matrix.linear.removeprefix("mlp.experts.")
     module = f"{_ROOT}model.layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
+    # PEFT lays the pairs of all experts side by side, as one pair of this rank
     count = adapter.rank * matrix.num_experts
     for kind, shape in (("lora_a", (count, matrix.columns)), ("lora_b", (matrix.rows, count))):
         ours = f"decoder.layers.{layer}.mlp.experts.{{E}}.{linear}_adapter.{kind}"
@@ -132,6 +136,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         adapter: Of the run.
         base: Where PEFT finds the frozen model; None: nobody knows.
     """
+    # experts are parameters there, and named by target_parameters
     names = [each.name for each in tensors(family, model, adapter) if not each.matrix.num_experts]
     modules = dict.fromkeys(_module_of(name) for name in names)
     config: dict[str, Any] = {
@@ -139,12 +144,15 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
+        # declared as an int there; a float is taken as well
         "lora_alpha": adapter.alpha if adapter.alpha % 1 else int(adapter.alpha),
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.scaling == "rslora",
         "use_dora": adapter.has_magnitudes,
+        # the last part of a name stands for that module in every layer
         "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
         "bias": "none",
+        # true is for modules that keep their weight transposed, as Conv1D of GPT-2
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -174,9 +182,11 @@ def differences(config: Mapping[str, Any], adapter: AdapterSection) -> list[str]
         "use_dora": (adapter.has_magnitudes, f"adapter.kind={adapter.kind}"),
     }
     for key, (wanted, ours) in mine.items():
+        # files of older versions lack use_rslora and use_dora, which were off then
         if config.get(key, False) != wanted:
             found.append(f"{key}={config.get(key, False)}, but {ours}")
     for key, value in config.items():
+        # a setting that is not known may change what the tensors mean, unless it is off
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
         if key not in _OURS | _UNREAD and not is_plain:
             found.append(f"{key}={value!r}, which has no form here")

@@ -71,6 +71,7 @@ def gate_and_up(kind: str, last: str) -> tuple[TensorPattern, ...]:
 
 def halves(gate: str, up: str, axes: str) -> tuple[TensorPattern, ...]:
     """A gated projection of two tensors."""
+    # linear_fc1 has the gate's rows first, and tp cuts both halves alike
     return (TensorPattern(gate, axes, {"c": 0}), TensorPattern(up, axes, {"c": 1}))
 
 

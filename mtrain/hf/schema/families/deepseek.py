@@ -156,6 +156,7 @@ _LATENT_ATTENTION = (
 _SHARED = f"{THEIRS}mlp.shared_experts."
 _EXPERTS = (
     router("mlp.gate.weight"),
+    # float32 in files of bf16 weights too: it moves by small steps, which bf16 would round away
     replace(
         in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
     ),
@@ -189,6 +190,7 @@ DEEPSEEK_V3 = Family(
         *ACTIVATION,
         # latent attention has no groups, but transformers repeats keys by the ratio of both numbers
         Computed("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
+        # DeepseekV3Config calls the rotated part head_dim, as rotary embeddings read their size there
         Computed("head_dim", {"qk_rope_head_dim": _ROTATED}),
         Computed("qk_head_dim", {"qk_nope_head_dim": ("mla.qk_nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
         _LatentNorms(),
@@ -197,6 +199,7 @@ DEEPSEEK_V3 = Family(
         Field("qk_nope_head_dim", "mla.qk_nope_head_dim", 128),
         Field("qk_rope_head_dim", "mla.qk_rope_head_dim", 64),
         Field("v_head_dim", "mla.v_head_dim", 128),
+        # the alias is of its attribute_map, and some programs write it
         Field("n_routed_experts", "experts.num_experts", 256, alias="num_local_experts"),
         Field("num_experts_per_tok", "experts.top_k", 8),
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),

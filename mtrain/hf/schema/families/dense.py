@@ -64,6 +64,7 @@ MISTRAL = Family(
     (
         *common(),
         *ACTIVATION,
+        # the number of MistralConfig where the file has none; other families say their own
         *heads(groups=8),
         # left out means 4096, as in transformers; null means no window
         Field("sliding_window", "sliding_window", 4096),
@@ -91,6 +92,7 @@ QWEN3 = Family(
     (
         *common(),
         *ACTIVATION,
+        # 128 whatever hidden_size / num_attention_heads is
         *heads(groups=32, head_dim=128),
         # true would be biases of q, k, v and o alone: linear_bias has those of the feed-forward part too
         Required("attention_bias", False, False),
