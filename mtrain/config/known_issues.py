@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
 from mtrain.config.schema.loss import own_functions
@@ -140,12 +140,17 @@ def refusals(config: Config) -> Iterator[str]:
 
 def documents_need_torch_layers(config: Config) -> Iterator[str]:
     """TransformerEngine's attention does not see the documents of a row."""
-    if config.model.backend == "te" and config.data.isolate_documents:
-        key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
-        yield (
-            f"model.backend=te lets attention cross the documents of a row, but {key}; use model.backend=auto, or "
-            f"{'remove data.packing' if config.data.packing else 'set data.isolate_documents to false'}"
-        )
+    match config.model.backend:
+        case "te" if config.data.isolate_documents:
+            key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
+            yield (
+                f"model.backend=te lets attention cross the documents of a row, but {key}; use model.backend=auto, or "
+                f"{'remove data.packing' if config.data.packing else 'set data.isolate_documents to false'}"
+            )
+        case "auto" | "torch" | "te":
+            pass
+        case _:
+            assert_never(config.model.backend)
 
 
 @dataclass(frozen=True)

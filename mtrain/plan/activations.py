@@ -5,6 +5,7 @@ Counted are the tensors of this program's own layers (`model.backend=torch`); Tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
@@ -23,7 +24,13 @@ FP32_BYTES, BF16_BYTES = 4, 2
 
 def element_bytes(config: Config) -> int:
     """Of weights and activations."""
-    return FP32_BYTES if config.train.precision == "fp32" else BF16_BYTES
+    match config.train.precision:
+        case "fp32":
+            return FP32_BYTES
+        case "bf16" | "fp16":
+            return BF16_BYTES
+        case _:
+            assert_never(config.train.precision)
 
 
 def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
@@ -72,17 +79,21 @@ class _Rank:
         """What one forward pass of a virtual chunk keeps."""
         model, layout, train = self.config.model, self.layout, self.config.train
         layers = list(layout.layers(model.num_layers, pp_rank, chunk))
-        num_recomputed = 0
-        if train.recompute == "full":
-            num_recomputed = len(layers) if train.recompute_layers is None else train.recompute_layers
-        whole = sum(self._layer_bytes(layer, train.recompute) for layer in layers[num_recomputed:])
+        skipped = _recomputed_modules(self.config)
+        match train.recompute:
+            case "none" | "selective":
+                num_recomputed, num_depths = 0, 0
+            case "full":
+                num_recomputed = len(layers) if train.recompute_layers is None else train.recompute_layers
+                num_depths = model.mtp_depths
+            case _ as never:
+                assert_never(never)
+        whole = sum(self._layer_bytes(layer, skipped) for layer in layers[num_recomputed:])
         inputs = len(layers[:num_recomputed]) * self._input_bytes()
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
             whole += self._norm_bytes()  # the final one
-            if train.recompute == "full":
-                inputs += model.mtp_depths * self._input_bytes()
-            else:
-                whole += model.mtp_depths * self._layer_bytes(model.num_layers - 1, train.recompute)
+            inputs += num_depths * self._input_bytes()
+            whole += (model.mtp_depths - num_depths) * self._layer_bytes(model.num_layers - 1, skipped)
         return _Kept(inputs, whole)
 
     def alive_bytes(self) -> int:
@@ -95,7 +106,7 @@ class _Rank:
                 names = _recomputed_modules(self.config)
                 return max(self._module_bytes(layer).get(name, 0) for layer in layers for name in names)
             case "full":
-                return max(self._layer_bytes(layer, "none") for layer in layers)
+                return max(self._layer_bytes(layer, skipped=()) for layer in layers)
             case _ as never:
                 assert_never(never)
 
@@ -141,7 +152,7 @@ class _Rank:
     def _input_bytes(self) -> int:
         return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config)
 
-    def _layer_bytes(self, layer: int, recompute: str) -> int:
+    def _layer_bytes(self, layer: int, skipped: Sequence[str]) -> int:
         """What backward needs of a whole layer, but for modules that are recomputed."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config)
         adapter = self.config.adapter
@@ -152,9 +163,8 @@ class _Rank:
             elements -= adapted.spared_in_norms(model, adapter, layout)
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
-        skipped = modules.keys() & set(_recomputed_modules(self.config)) if recompute == "selective" else set()
         # in `elements` are feed-forward parts, but not what core attention keeps for itself
-        core = modules["core_attn"] - sum(modules[name] for name in skipped)
+        core = modules["core_attn"] - sum(modules[name] for name in modules.keys() & set(skipped))
         return self.tokens * elements * size + norms * self._unfused_norm_bytes() + core
 
     def _module_bytes(self, layer: int) -> dict[str, int]:
@@ -181,11 +191,17 @@ class _Rank:
     def _mask_bytes(self) -> int:
         """On a CPU a mask of pairs stands for the place of a rank's queries in the row; GPUs' kernels know it."""
         config, cp = self.config, self.layout.cp
-        if not self.is_on_cpu or cp == 1 or self.layout.cp_comm == "ulysses" or config.data.isolate_documents:
+        if not self.is_on_cpu or cp == 1 or config.data.isolate_documents:
             return 0
-        seq = config.row_width
-        run = seq // (2 * cp)
-        return run * (seq + run) * element_bytes(config)
+        match self.layout.cp_comm:
+            case "ulysses":
+                return 0
+            case "allgather":
+                seq = config.row_width
+                run = seq // (2 * cp)
+                return run * (seq + run) * element_bytes(config)
+            case _:
+                assert_never(self.layout.cp_comm)
 
     def _norm_bytes(self) -> int:
         return 2 * self._input_bytes() + self._unfused_norm_bytes()
@@ -209,8 +225,15 @@ def _frozen_table(config: Config) -> tuple[int, int]:
 
 
 def _recomputed_modules(config: Config) -> tuple[str, ...]:
-    given = config.train.recompute_modules
-    return ("core_attn",) if given is None else given
+    """Of layers that are not recomputed whole."""
+    match config.train.recompute:
+        case "none" | "full":
+            return ()
+        case "selective":
+            given = config.train.recompute_modules
+            return ("core_attn",) if given is None else given
+        case _:
+            assert_never(config.train.recompute)
 
 
 def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:

@@ -6,10 +6,12 @@ H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import Precision
 from mtrain.plan.adapters import EMBEDDING, OUTPUT, in_layer, tables
 from mtrain.plan.features import LAYER_PARTS
 
@@ -130,11 +132,15 @@ def mfu(flops: float, seconds: float, peak_flops: float) -> float:
     return flops / seconds / peak_flops
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: Precision) -> float | None:
     """Dense peak of a GPU in bf16 and fp16, FLOP/s; None where it is not known, or in fp32.
 
     Source: the makers' data sheets, without sparsity, SXM or OAM form.
     """
-    if precision == "fp32":
-        return None
-    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
+    match precision:
+        case "fp32":
+            return None
+        case "bf16" | "fp16":
+            return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
+        case _:
+            assert_never(precision)

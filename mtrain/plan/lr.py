@@ -1,9 +1,13 @@
 """The learning rate, a pure function of the step."""
 
 import math
+from collections.abc import Callable
 from typing import assert_never
 
 from mtrain.config.schema.train import OptimizerSection
+
+LearningRate = Callable[[int, OptimizerSection, int], float]
+"""What `learning_rate` is; its arguments are there."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> float:
@@ -54,7 +58,13 @@ def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
     """`optimizer.decay_steps`, or what stands for it where it is not given; nothing asks for it of a constant rate."""
     if optimizer.decay_steps is not None:
         return optimizer.decay_steps
-    return max(1, num_steps // 10) if optimizer.schedule == "wsd" else num_steps
+    match optimizer.schedule:
+        case "wsd":
+            return max(1, num_steps // 10)
+        case "constant" | "linear" | "cosine":
+            return num_steps
+        case _:
+            assert_never(optimizer.schedule)
 
 
 def _height(n: int, optimizer: OptimizerSection, num_steps: int) -> float | None:

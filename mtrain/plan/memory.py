@@ -94,7 +94,7 @@ def _own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:
 
 def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParameters) -> RankParameters:
     """Of the parameters that a rank holds, fp32 numbers that the optimizer keeps before they are divided."""
-    each = 2 if config.train.precision == "fp32" else 3  # both moments, main weights
+    each = 2 if element_bytes(config) == FP32_BYTES else 3  # both moments, main weights beside half-precision ones
     match config.optimizer:
         case AdamWSection():
             spared = RankParameters(0, 0)

@@ -7,6 +7,11 @@ from pydantic import Field, Tag
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, by_kind, rule
 
+Device = Literal["auto", "cpu", "cuda"]
+"""auto: this rank's GPU where there is one, else the CPU."""
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What weights and activations are held in; gradients are summed in fp32."""
+
 
 class TrainSection(Section):
     """The run's length, batch, precision and schedule options."""
@@ -20,8 +25,8 @@ class TrainSection(Section):
     num_steps: Annotated[int, bounds.STEPS] = Field(gt=0)
     """Optimizer steps of the whole run, resumed ones included."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    device: Device = "auto"
+    precision: Precision = "bf16"
     """bf16 and fp16 keep fp32 main weights."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in backward: none, those of recompute_modules, or whole layers."""

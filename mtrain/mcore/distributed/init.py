@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, MachineError, MtrainError, RankLostError
+from mtrain.config.schema.train import Device
 
 Result = TypeVar("Result")
 
@@ -51,13 +52,20 @@ that opened the same port again could reach the store of the first one, which ra
 _num_worlds = itertools.count()
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
+def choose_device(wanted: Device, local_rank: int) -> torch.device:
     """`train.device`: auto takes this rank's GPU where there is one, else the CPU.
 
     Raises:
         MachineError: cuda was asked for and is not there, or has fewer GPUs than ranks.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    match wanted:
+        case "auto":
+            on_cpu = not torch.cuda.is_available()
+        case "cpu" | "cuda":
+            on_cpu = wanted == "cpu"
+        case _:
+            assert_never(wanted)
+    if on_cpu:
         # cpu.py emulates only where no GPU is seen; megatron-core would allocate on the GPU and meet CPU tensors.
         if torch.cuda.is_available():
             raise MachineError(
@@ -93,7 +101,7 @@ def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int
 
 
 @contextlib.contextmanager
-def init_distributed(environment: RankEnvironment, wanted_device: str, timeout_s: float) -> Iterator[torch.device]:
+def init_distributed(environment: RankEnvironment, wanted_device: Device, timeout_s: float) -> Iterator[torch.device]:
     """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
 
     Raises:
@@ -130,7 +138,7 @@ def init_distributed(environment: RankEnvironment, wanted_device: str, timeout_s
 
 
 @contextlib.contextmanager
-def joined_distributed(wanted_device: str, timeout_s: float) -> Iterator[torch.device]:
+def joined_distributed(wanted_device: Device, timeout_s: float) -> Iterator[torch.device]:
     """As `init_distributed`, or where the program has opened torch.distributed itself, that one, left open at the end.
 
     What a launcher says is read from the environment. Groups that are opened inside the block are closed with it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -30,6 +30,9 @@ from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
+
+Backend = Literal["torch", "te"]
+"""Whose modules a layer is made of."""
 
 
 @dataclass

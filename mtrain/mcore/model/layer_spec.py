@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.mcore.model.layer_parts import FUSED_NAMES, layer_spec
+from mtrain.mcore.model.layer_parts import FUSED_NAMES, Backend, layer_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan.features import FEATURES
 
@@ -46,9 +46,6 @@ def has_transformer_engine() -> bool:
     from megatron.core.models.gpt import gpt_layer_specs
 
     return bool(gpt_layer_specs.HAVE_TE)
-
-
-Backend = Literal["torch", "te"]
 
 
 def chosen_backend(config: Config, device: torch.device) -> Backend:

@@ -11,6 +11,7 @@ Source: DeepSeek-V3 report (2024), section 2.2; megatron-core 0.16.1, transforme
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import assert_never
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -26,7 +27,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.mcore.model.layer_parts import layer_spec
+from mtrain.mcore.model.layer_parts import Backend, layer_spec
 from mtrain.mcore.model.norm import Norm
 
 
@@ -80,7 +81,7 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
         return output
 
 
-def depths_spec(model: ModelSection, backend: str) -> MultiTokenPredictionBlockSubmodules | None:
+def depths_spec(model: ModelSection, backend: Backend) -> MultiTokenPredictionBlockSubmodules | None:
     """The spec of all depths, whose layers are of the kind of the model's last one; None where there are none.
 
     Args:
@@ -89,18 +90,20 @@ def depths_spec(model: ModelSection, backend: str) -> MultiTokenPredictionBlockS
     """
     if model.mtp_depths == 0:
         return None
-    if backend == "te":
-        submodules = get_mtp_layer_spec(
-            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), use_transformer_engine=True
-        ).submodules
-    else:
-        submodules = MultiTokenPredictionLayerSubmodules(
-            enorm=Norm,
-            hnorm=Norm,
-            eh_proj=ColumnParallelLinear,
-            transformer_layer=layer_spec(model, model.num_layers - 1),
-            layer_norm=Norm,
-        )
+    match backend:
+        case "te":
+            layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+            submodules = get_mtp_layer_spec(layer, use_transformer_engine=True).submodules
+        case "torch":
+            submodules = MultiTokenPredictionLayerSubmodules(
+                enorm=Norm,
+                hnorm=Norm,
+                eh_proj=ColumnParallelLinear,
+                transformer_layer=layer_spec(model, model.num_layers - 1),
+                layer_norm=Norm,
+            )
+        case _:
+            assert_never(backend)
     depth = ModuleSpec(module=MultiTokenLayer, submodules=submodules)
     # One spec, but weights of its own for each depth.
     return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * model.mtp_depths)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.train import TrainSection
+from mtrain.config.schema.train import Precision, TrainSection
 from mtrain.mcore.model.attention.softmax_scale import softmax_scale
 from mtrain.mcore.model.layer_parts import transformer_fields
 from mtrain.plan.layout import Layout
@@ -145,8 +145,7 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
     dtype = DTYPES[config.train.precision]
     on_cpu = device.type == "cpu"
     return {
-        "fp16": config.train.precision == "fp16",
-        "bf16": config.train.precision == "bf16",
+        **_half_precision(config.train.precision),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
         "use_cpu_initialization": on_cpu,
@@ -161,6 +160,19 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "deallocate_pipeline_outputs": not on_cpu,
         **_recomputed(config.train),
     }
+
+
+def _half_precision(precision: Precision) -> dict[str, bool]:
+    """Flags of the model's config and of the optimizer's; without either megatron-core computes in fp32."""
+    match precision:
+        case "fp32":
+            return {}
+        case "bf16":
+            return {"bf16": True}
+        case "fp16":
+            return {"fp16": True}
+        case _:
+            assert_never(precision)
 
 
 def _recomputed(train: TrainSection) -> dict[str, Any]:
@@ -204,8 +216,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         adam_eps=section.epsilon,
         decoupled_weight_decay=True,
         clip_grad=section.clip_grad,
-        fp16=config.train.precision == "fp16",
-        bf16=config.train.precision == "bf16",
+        **_half_precision(config.train.precision),
         params_dtype=DTYPES[config.train.precision],
         initial_loss_scale=config.train.initial_loss_scale,
         min_loss_scale=SMALLEST_LOSS_SCALE,

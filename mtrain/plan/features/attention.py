@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import Any, assert_never, final
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
@@ -50,11 +50,15 @@ class GroupedQueryAttention(LayerPart):
         heads, groups, cp = model.num_attention_heads, model.query_groups, layout.cp
         if cp == 1:
             return 0
-        if layout.cp_comm == "ulysses":
-            repeated = groups * cp // math.gcd(groups, cp)
-            return (2 * repeated - 3 * groups) * model.head_size // layout.tp
-        repeated = heads * (2 * cp + 1) if on_gpu else 0
-        return ((2 * cp - 3) * groups + repeated) * model.head_size // layout.tp
+        match layout.cp_comm:
+            case "ulysses":
+                repeated = groups * cp // math.gcd(groups, cp)
+                return (2 * repeated - 3 * groups) * model.head_size // layout.tp
+            case "allgather":
+                repeated = heads * (2 * cp + 1) if on_gpu else 0
+                return ((2 * cp - 3) * groups + repeated) * model.head_size // layout.tp
+            case _:
+                assert_never(layout.cp_comm)
 
 
 def _qkv_width(model: ModelSection) -> int:

@@ -22,7 +22,7 @@ MAX_STAGES = 8
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
-    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<stop_requested>sp|ulysses|allgather)|\[(?P<stages>[\d+]+)\]|-"
+    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<option>sp|ulysses|allgather)|\[(?P<stages>[\d+]+)\]|-"
 )
 
 
@@ -266,10 +266,10 @@ def _fields(name: str) -> dict[str, Any]:
 def _meaning(match: re.Match[str]) -> Iterator[tuple[str, Any]]:
     if match["axis"]:
         yield {"mbs": "micro_batch_size"}.get(match["axis"], match["axis"]), int(match["number"])
-    elif match["stop_requested"] == "sp":
+    elif match["option"] == "sp":
         yield "sp", True
-    elif match["stop_requested"]:
-        yield "cp_comm", match["stop_requested"]
+    elif match["option"]:
+        yield "cp_comm", match["option"]
     elif match["stages"]:
         yield "stage_shares", tuple(int(count) for count in match["stages"].split("+") if count)
 

@@ -8,7 +8,6 @@ for every pipeline stage at least), sizes, sequence, batch. Precision is float32
 from __future__ import annotations
 
 import glob
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,8 +172,8 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
 def _adapter(adapter: AdapterSection) -> dict[str, Any]:
     """The same scale at a small rank, from drawn values."""
     rank = min(adapter.rank, _MAX_RANK)
-    alpha = adapter.alpha * (math.sqrt(rank / adapter.rank) if adapter.scaling == "rslora" else rank / adapter.rank)
-    return adapter.model_dump() | {"rank": rank, "alpha": alpha, "path": None}
+    scale = adapter.model_copy(update={"rank": rank, "alpha": 1.0}).scale
+    return adapter.model_dump() | {"rank": rank, "alpha": adapter.scale / scale, "path": None}
 
 
 def _chunk_tokens(config: Config) -> str | int:

@@ -86,7 +86,7 @@ def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divis
         case "token-mean":
             return Divisor(tuple((weights * sample_weights.unsqueeze(1)).flatten().tolist()))
         case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
-            counts_empty = term.empty_sequences == "include"
+            counts_empty = {"include": True, "exclude": False}[term.empty_sequences]
             return Divisor(tuple(v for v, total in zip(samples, rows, strict=True) if total > 0 or counts_empty))
         case "seq-mean-token-sqrt":
             return Divisor(tuple(v * math.sqrt(total) for v, total in zip(samples, rows, strict=True)))

@@ -37,7 +37,7 @@ def divergence(logits: Tensor, teacher: Tensor, direction: str = "forward", temp
     """KL(teacher || model), or KL(model || teacher) where reverse. Source: Hinton et al. 2015; Gu et al. 2023."""
     own = torch.log_softmax(logits / temperature, -1)
     other = torch.log_softmax(teacher / temperature, -1)
-    first, second = (other, own) if direction == "forward" else (own, other)
+    first, second = {"forward": (other, own), "reverse": (own, other)}[direction]
     return (first.exp() * (first - second)).sum(-1)
 
 

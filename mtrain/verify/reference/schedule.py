@@ -30,8 +30,13 @@ def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) 
         optimizer: The schedule.
         num_steps: Updates of the whole run.
     """
-    if optimizer.schedule_convention == "one_ahead":
-        completed += 1
+    match optimizer.schedule_convention:
+        case "megatron":
+            pass
+        case "one_ahead":
+            completed += 1
+        case _:
+            assert_never(optimizer.schedule_convention)
     warmup = optimizer.warmup_steps
     if completed < warmup:
         return optimizer.lr * completed / warmup

@@ -73,8 +73,8 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     section = config.adapter
     if section is None:
         return found
-    root = math.sqrt(section.rank) if section.scaling == "rslora" else section.rank
-    scale = section.alpha / root
+    roots = {"standard": float(section.rank), "rslora": math.sqrt(section.rank)}
+    scale = section.alpha / roots[section.scaling]
     for adapted in _adapted(config.model, section):
         whole = tensors[adapted.weight].clone()
         for part, rows in adapted.pairs.items():

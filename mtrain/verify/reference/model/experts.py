@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -53,10 +54,13 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
 
 def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> tuple[Tensor, Tensor]:
     """Where tokens go and with what weight, [batch, seq, experts] each; the bias moves the choice alone."""
-    if section.score == "sigmoid":
-        scores = torch.sigmoid(logits)
-    else:
-        scores = logits.softmax(-1) if section.pre_softmax else logits
+    match section.score:
+        case "sigmoid":
+            scores = torch.sigmoid(logits)
+        case "softmax":
+            scores = logits.softmax(-1) if section.pre_softmax else logits
+        case _:
+            assert_never(section.score)
     ranking = (scores if expert_bias is None else scores + expert_bias).detach()
     chosen = _best(_inside_groups(ranking, section), section.top_k)
     if section.score == "sigmoid":
@@ -115,7 +119,7 @@ def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
     for logits, is_text in zip(seen.logits, seen.is_text, strict=True):
         if is_text.any():
             own = logits[is_text]
-            scores = torch.sigmoid(own) if section.score == "sigmoid" else own.exp()
+            scores = {"sigmoid": torch.sigmoid, "softmax": torch.exp}[section.score](own)
             scores = scores / scores.sum(-1, keepdim=True)
             shares = _best(scores.detach(), section.top_k).double().mean(0) / section.top_k
             total = total + section.num_experts * (shares * scores.mean(0)).sum()

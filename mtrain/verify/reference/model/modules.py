@@ -49,8 +49,13 @@ def linear(part: Module, name: str, x: Tensor) -> Tensor:
 def norm(part: Module, x: Tensor, epsilon: float | None = None) -> Tensor:
     """RMSNorm or LayerNorm of the last axis; by default with the model's epsilon."""
     model = part.model
-    if model.norm == "layernorm":
-        x = x - x.mean(-1, keepdim=True)
+    match model.norm:
+        case "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        case "rmsnorm":
+            pass
+        case _:
+            assert_never(model.norm)
     spread = torch.sqrt((x * x).mean(-1, keepdim=True) + (model.norm_epsilon if epsilon is None else epsilon))
     gain, bias = part.tensor("weight"), part.get("bias")
     scaled = x / spread * (1 + gain if model.zero_centered_norm else gain)
