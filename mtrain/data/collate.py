@@ -7,7 +7,7 @@ is made for each sample by itself before it is laid down, so a sample counts the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -69,6 +69,10 @@ class Place(NamedTuple):
     row: int
     number: int
     """Of the samples of the row, from 0."""
+
+
+Collate = Callable[[Sequence[Sequence[Sample]], RowForm, Place | None], Microbatch]
+"""What `collate` is; its arguments are there."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.collate import Place, RowForm, collate
+from mtrain.data.collate import Collate, Place, RowForm, collate
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
 from mtrain.data.order import SamplePosition, slots
 from mtrain.data.packing.best_fit import PackedRows
@@ -160,14 +160,20 @@ class TrainingSlots:
 class StepLoader:
     """Batches of one data-parallel rank: a pure function of the configuration, the files and the step."""
 
-    def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate) -> None:
         """Opens and checks everything that the configuration names.
+
+        Args:
+            config: Of the run.
+            dp_rank: Of this rank.
+            dp_size: Ranks that share the data.
+            collate: Makes microbatches of rows.
 
         Raises:
             ConfigError: the global batch does not divide over the ranks.
             DataError: a file is missing, damaged, too small, or does not fit the model.
         """
-        self._rows = RowsOfRank(config, dp_rank, dp_size)
+        self._rows = RowsOfRank(config, dp_rank, dp_size, collate)
         self.dp_size = dp_size
         self._config = config
         sources = Sources(config)
@@ -254,13 +260,13 @@ class StepLoader:
 class RowsOfRank:
     """Which samples of a global batch become which rows on this rank."""
 
-    def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate) -> None:
         """
         Raises:
             ConfigError: train.global_batch_size does not divide over the ranks.
         """
         self.global_batch_size, self._micro_batch_size = config.train.global_batch_size, config.train.micro_batch_size
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank, self._dp_size, self._collate = dp_rank, dp_size, collate
         self._form, self._shape = RowForm.of(config), StepShape.of(config, dp_size)
         if not self._form.is_packed and self.global_batch_size % (dp_size * self._micro_batch_size):
             raise ConfigError(
@@ -314,4 +320,4 @@ class RowsOfRank:
         # slot 0 lies on one data-parallel rank alone, so the constant denominators have one owner
         places = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
         present = [[sample for sample in row if sample is not None] for row in found]
-        return collate(present, self._form, places[0] if places else None)
+        return self._collate(present, self._form, places[0] if places else None)

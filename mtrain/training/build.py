@@ -20,6 +20,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.teacher import Teacher, teacher_config
 from mtrain.mcore.state.verified import opened_checkpoint
+from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
 from mtrain.training.resume import announced, resume_or_initialize, say
@@ -47,6 +48,8 @@ class Run:
     """Optimizer updates already completed."""
     changes: tuple[ChangeInfo, ...] = ()
     """Keys that the run changed on its way, with consent; those of `start_step` come with this start."""
+    learning_rate: LearningRate = learning_rate
+    """By step and schedule."""
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:

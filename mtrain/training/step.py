@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,17 +19,29 @@ from mtrain.loss.pair import LossPair
 from mtrain.loss.scaling import check_factors
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import finalize_gradients
+from mtrain.mcore.engine.finalize import Finalize, finalize_gradients
 from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, StepTotals, TermTotals
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
-from mtrain.mcore.engine.schedule import connect, deferred_grad_sync, run_schedule, start_grad_sync
+from mtrain.mcore.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule, start_grad_sync
 from mtrain.mcore.model.moe.balance import RouterBalance
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.forward import forward_totals, num_microbatches
 from mtrain.training.output.loss import OutputLoss
 from mtrain.training.totals import check_totals, planned_denominators, token_counts
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step hands its work to, in this order; whoever checks the check puts a faulty one in the place of one."""
+
+    factors: type[NumeratorFactors] = NumeratorFactors
+    slice_rows: Callable[[Sequence[Microbatch], Groups], list[Microbatch]] = slice_for_rank
+    output_loss: type[OutputLoss] = OutputLoss
+    routers: type[RouterBalance] = RouterBalance
+    run_schedule: Schedule = run_schedule
+    finalize: Finalize = finalize_gradients
 
 
 @dataclass
@@ -54,6 +66,7 @@ class TrainingStep:
         optimizer: Optimizer,
         objective: Objective,
         teacher: Teacher | None = None,
+        parts: StepParts = StepParts(),
     ) -> None:
         """Args:
         config: The configuration.
@@ -62,11 +75,12 @@ class TrainingStep:
         optimizer: Theirs.
         objective: What is minimised.
         teacher: Where a term of the objective needs one.
+        parts: What does the work.
         """
         self._config, self._groups, self._chunks = config, groups, list(chunks)
         self._optimizer, self._objective, self._teacher = optimizer, objective, teacher
-        self._num_microbatches = num_microbatches(config, groups)
-        self.routers = RouterBalance(config, groups, self._chunks)
+        self._num_microbatches, self._parts = num_microbatches(config, groups), parts
+        self.routers = parts.routers(config, groups, self._chunks)
         # once: the hooks stay in the chunks' config from step to step
         connect(self._chunks, optimizer, config)
 
@@ -122,7 +136,7 @@ class TrainingStep:
         if step.factors is None:
             is_fp16 = self._optimizer.unscales
             # starts its collective now and waits for it behind the first forward pass (fp16: at once)
-            step.factors = NumeratorFactors(list(planned.values()), objective, is_fp16, self._groups)
+            step.factors = self._parts.factors(list(planned.values()), objective, is_fp16, self._groups)
             step.sums.numerator_scale = step.factors.numerator_scale
         elif objective.apart:
             raise ConfigError(
@@ -133,8 +147,8 @@ class TrainingStep:
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
-        rows = slice_for_rank(shared, self._groups)
-        output_loss = OutputLoss(batches, rows, self._config, self._groups, objective, self._teacher)
+        rows = self._parts.slice_rows(shared, self._groups)
+        output_loss = self._parts.output_loss(batches, rows, self._config, self._groups, objective, self._teacher)
         # what megatron-core multiplies the objective by before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 
@@ -151,7 +165,7 @@ class TrainingStep:
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
             nullcontext() if is_last else deferred_grad_sync(self._chunks),
         ):
-            run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
+            self._parts.run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
         # a rank that asked for no factor ends its part of the collective here, before it takes part in the next one
         factors.wait()
 
@@ -166,7 +180,7 @@ class TrainingStep:
             start_grad_sync(self._chunks, self._config)
         # fp16: gradients carry the loss scale until the update takes it out, so their norm is taken there
         local_grad_norm_sq = None if self._optimizer.unscales else self._optimizer.local_grad_norm_sq
-        reduced = finalize_gradients(self._chunks, step.sums, self._groups, stop_requested, local_grad_norm_sq)
+        reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, local_grad_norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         self.check(totals.terms)

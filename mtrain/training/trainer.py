@@ -28,7 +28,6 @@ from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
 from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.checkpoint_self_test import run_self_test
@@ -179,7 +178,7 @@ def _loop(
             heartbeat.enter(Phase.DATA, step + 1)
             own = None if batches is None else next(batches)
             done, valid_loss = step + 1, None
-            lr = learning_rate(step, config.optimizer, last)
+            lr = run.learning_rate(step, config.optimizer, last)
             with _named(f"step {done}"):
                 heartbeat.enter(Phase.FORWARD_BACKWARD, done)
                 totals = run.training.forward_backward(own, stop_requested=signal.received is not None)

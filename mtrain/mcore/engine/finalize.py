@@ -17,6 +17,11 @@ from torch import Tensor
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import GlobalTotals, StepSums
 
+Finalize = Callable[
+    [Sequence[DistributedDataParallel], StepSums, Groups, bool, Callable[[], Tensor] | None], GlobalTotals
+]
+"""What `finalize_gradients` is; its arguments are there."""
+
 
 def finalize_gradients(
     chunks: Sequence[DistributedDataParallel],

@@ -163,7 +163,7 @@ class Muon:
 
     def _orthogonalize(self, name: str, whole: Tensor) -> None:
         """Every matrix in a tensor [rows, columns], in place, scaled to the size of AdamW's updates."""
-        columns, sizes = whole.shape[1], segments(name, whole.shape[0], self._model)
+        columns, sizes = whole.shape[1], self._segments(name, whole.shape[0])
         # Fused rows repeat in blocks, [blocks, rows, columns]: linear_qkv as queries, key, value of each group of
         # heads.
         for block in torch.split(whole.view(-1, sum(sizes), columns), sizes, dim=1):
@@ -172,6 +172,9 @@ class Muon:
             scale = self._section.update_rms * math.sqrt(max(matrix.shape))
             # Back into `whole`: the split gives views.
             block.copy_(orthogonalized(matrix, self._section.newton_schulz_steps).mul_(scale).view(block.shape))
+
+    def _segments(self, name: str, num_rows: int) -> list[int]:
+        return segments(name, num_rows, self._model)
 
     def _return(self, names: Sequence[str], whole: Tensor | None) -> list[Tensor]:
         """The way back of `_collect`: owner by owner, the elements that this rank holds of the owner's tensor."""

@@ -79,6 +79,9 @@ class Skips:
 class Optimizer:
     """AdamW on this rank's shard, or Muon beside it; parameters are gathered after each update."""
 
+    muon = Muon
+    """What updates matrices where AdamW does not."""
+
     def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self.chunks = list(chunks)
         translated = optimizer_config(config)
@@ -109,7 +112,7 @@ class Optimizer:
             case AdamWSection():
                 return None
             case MuonSection():
-                return Muon(config.optimizer, config.model, self.inner, self.chunks, groups)
+                return self.muon(config.optimizer, config.model, self.inner, self.chunks, groups)
             case _:
                 assert_never(config.optimizer)
 

@@ -23,6 +23,11 @@ from mtrain.mcore.model.output_layer import Logits
 LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
 """(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
 
+Schedule = Callable[
+    [Sequence[DistributedDataParallel], Sequence[Microbatch], LossOfLogits, PairAccumulator, Config], None
+]
+"""What `run_schedule` is; its arguments are there."""
+
 
 def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, config: Config) -> None:
     """Tells megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""

@@ -18,7 +18,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import LossPair, TokenInputs
-from mtrain.loss.vocab_parallel.chunks import chunks, logits_of_rows, sum_over_chunks
+from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
 from mtrain.mcore.state.teacher import Teacher
@@ -90,7 +90,12 @@ class OutputLoss:
             # no chunk will ask for the factors of terms, but other ranks wait for this one's part of their collective
             scalar_of(sums.pairs())
         hidden, weight = [each.hidden for each in distributions], distributions[0].weight
-        return sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient), sums.pairs()
+        return self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient), sums.pairs()
+
+    def _sum_over_chunks(
+        self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
+    ) -> Tensor:
+        return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient)
 
     def _distributions(
         self, logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]

@@ -14,6 +14,7 @@ from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.order import key_of
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
+from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.reference.text import Text
 
 NUM_HARD_KINDS = 3
@@ -75,13 +76,16 @@ class Places:
 class Batches:
     """The microbatches of one data-parallel rank."""
 
-    def __init__(self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int) -> None:
+    def __init__(
+        self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int, made_of: Collaborators = SOUND
+    ) -> None:
         """
         Raises:
             DataError: a file is damaged, too small, or does not fit the model.
         """
-        self._config, self._plan, self._rows = config, plan, RowsOfRank(config, dp_rank, dp_size)
-        self._loader = own_loader(config, plan.own_vocab_size, dp_rank, dp_size) if plan.own_steps else None
+        self._config, self._plan, self._rows = config, plan, RowsOfRank(config, dp_rank, dp_size, made_of.collate)
+        ranks = (dp_rank, dp_size)
+        self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
 
     def places(self, step: int) -> Places:
         """Where each sample of a step lies; the same on every rank."""
@@ -102,14 +106,16 @@ class Batches:
         return self._rows.of_step(samples, has_first=True)
 
 
-def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
+def own_loader(
+    config: Config, own_vocab_size: int, dp_rank: int, dp_size: int, made_of: Collaborators = SOUND
+) -> StepLoader:
     """The user's data, by the user's vocabulary.
 
     Raises:
         DataError: a file is damaged, too small, or does not fit the model.
     """
     model = config.model.model_copy(update={"vocab_size": own_vocab_size})
-    return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
+    return made_of.loader(config.model_copy(update={"model": model}), dp_rank, dp_size, made_of.collate)
 
 
 def hard_samples(config: Config, number: int) -> list[Sample]:

@@ -12,18 +12,16 @@ from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import StepTotals, TermTotals
-from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
-from mtrain.plan import lr
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.samples import Batches, SamplePlan
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
+from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.planted.faults import PLANTS
-from mtrain.verify.planted.planting import planted
 from mtrain.verify.reference.schedule import telling_steps
 
 
@@ -83,26 +81,27 @@ class _WatchedStep(TrainingStep):
 
 def run_layout(groups: Groups, job: Job) -> Outcome:
     """Trains a few steps from weights that do not depend on the layout. Collective."""
-    with planted(job.fault, PLANTS):
-        return _Runner(groups, job).run()
+    return _Runner(groups, job, SOUND if job.fault is None else PLANTS[job.fault]).run()
 
 
 class _Runner:
     """One model on this rank."""
 
-    def __init__(self, groups: Groups, job: Job) -> None:
-        config = job.config
-        self._groups, self._job, self._config = groups, job, config
+    def __init__(self, groups: Groups, job: Job, made_of: Collaborators) -> None:
+        config = made_of.config(job.config)
+        self._groups, self._job, self._config, self._rate = groups, job, config, made_of.rate
         self._seen: list[list[Microbatch]] = []
         # where modules are watched, every rank has to know which sample stands where
         reads = groups.tp_rank == 0 or job.watched_step is not None
-        self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
+        self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
         self._chunks = build_model(config, groups)
+        made_of.change_model(self._chunks)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
-        self._optimizer = Optimizer(config, self._chunks, groups)
+        self._optimizer = made_of.optimizer(config, self._chunks, groups)
         objective = Objective.from_config(config.loss, config.model.mtp_depths)
         teacher = small_teacher(config, groups)
-        self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher)
+        parts = made_of.step(groups)
+        self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher, parts)
 
     def run(self) -> Outcome:
         """All steps, or those up to the watched one."""
@@ -119,7 +118,8 @@ class _Runner:
             if outcome.weights is None and self._groups.rank == 0:
                 break
         shown = telling_steps(self._config.optimizer, self._config.train.num_steps)
-        return Outcome(initial, steps, pieces, self._seen, {number: rate(self._config, number) for number in shown})
+        rates = {number: self._rate(number, self._config.optimizer, self._config.train.num_steps) for number in shown}
+        return Outcome(initial, steps, pieces, self._seen, rates)
 
     def _step(self, number: int) -> StepOutcome:
         batches = self._batches.of_step(number) if self._batches is not None and self._groups.tp_rank == 0 else None
@@ -150,11 +150,6 @@ def small_teacher(config: Config, groups: Groups) -> Teacher | None:
     chunks = build_frozen_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
     return Teacher(config, chunks, groups)
-
-
-def rate(config: Config, number: int) -> float:
-    """Learning rate of the step with this index."""
-    return lr.learning_rate(number, config.optimizer, config.train.num_steps)
 
 
 def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:

@@ -1,52 +1,57 @@
-"""How each fault of `adapter_inject` is planted: one function is replaced while a run lasts."""
+"""How each fault of `adapter_inject` is planted: as another collaborator of the run."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mtrain.config.schema.adapter import AdapterSection
-from mtrain.mcore.engine import optimizer
-from mtrain.mcore.model.adapters import linear
+from mtrain.mcore.engine.optimizer import Optimizer, Update
 from mtrain.mcore.model.adapters.adapter import Adapter
-from mtrain.verify.planted.planting import Plant, replaced
+from mtrain.mcore.model.adapters.linear import LinearAdapter
+from mtrain.verify.planted.collaborators import Collaborators, become, configured, modules
 
 
-def _summed_again() -> contextlib.AbstractContextManager[None]:
-    original = linear._same_gradient
-    return replaced(linear, "_same_gradient", lambda narrow, group: original(original(narrow, group), group))
+class _SummedAgain(LinearAdapter):
+    def _same_gradient(self, narrow: Tensor) -> Tensor:
+        return super()._same_gradient(super()._same_gradient(narrow))
 
 
-def _not_marked() -> contextlib.AbstractContextManager[None]:
-    original = Adapter.add_parameter
-
-    def faulty(self: Adapter, *arguments: Any, **options: Any) -> nn.Parameter:
-        parameter: Any = original(self, *arguments, **options)
-        parameter.sequence_parallel = False
-        return parameter  # type: ignore[no-any-return]
-
-    return replaced(Adapter, "add_parameter", faulty)
+class _NormsOfRank(LinearAdapter):
+    def _over_ranks(self, squares: Tensor) -> Tensor:
+        return squares
 
 
-def _frozen_decayed() -> contextlib.AbstractContextManager[None]:
-    original = optimizer.Optimizer.update
+def _all_become(kind: type[LinearAdapter]) -> Callable[[Sequence[nn.Module]], None]:
+    def change(chunks: Sequence[nn.Module]) -> None:
+        for adapter in modules(chunks, LinearAdapter):
+            become(adapter, kind)
 
+    return change
+
+
+def _not_marked(chunks: Sequence[nn.Module]) -> None:
+    for parameter in (each for adapter in modules(chunks, Adapter) for each in adapter.parameters()):
+        marked: Any = parameter
+        marked.sequence_parallel = False
+
+
+class _FrozenDecayed(Optimizer):
     @torch.no_grad()
-    def faulty(self: optimizer.Optimizer, rate: float, grad_norm: float) -> optimizer.Update:
+    def update(self, lr: float, grad_norm: float) -> Update:
         for parameter in (each for chunk in self.chunks for each in chunk.parameters() if not each.requires_grad):
-            parameter.mul_(1 - rate * self._weight_decay)
-        return original(self, rate, grad_norm)
-
-    return replaced(optimizer.Optimizer, "update", faulty)
+            parameter.mul_(1 - lr * self._weight_decay)
+        return super().update(lr, grad_norm)
 
 
-ADAPTER_PLANTS: dict[str, Plant] = {
-    "adapter-gradient-times-tp": _summed_again,
-    "adapter-gradient-not-reduced": _not_marked,
-    "adapter-scale-dropped": lambda: replaced(AdapterSection, "scale", property(lambda section: 1.0)),
-    "magnitude-by-tp-rank": lambda: replaced(linear.LinearAdapter, "_over_ranks", lambda adapter, squares: squares),
-    "frozen-weights-decayed": _frozen_decayed,
+ADAPTER_PLANTS: dict[str, Collaborators] = {
+    "adapter-gradient-times-tp": Collaborators(change_model=_all_become(_SummedAgain)),
+    "adapter-gradient-not-reduced": Collaborators(change_model=_not_marked),
+    "adapter-scale-dropped": Collaborators(
+        config=configured("adapter", lambda section: {"alpha": section.alpha / section.scale})
+    ),
+    "magnitude-by-tp-rank": Collaborators(change_model=_all_become(_NormsOfRank)),
+    "frozen-weights-decayed": Collaborators(optimizer=_FrozenDecayed),
 }

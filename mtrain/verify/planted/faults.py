@@ -1,57 +1,79 @@
-"""How each fault of `inject` is planted: one function or attribute is replaced while a run lasts."""
+"""How each fault of `inject` is planted: as another collaborator of the run (`mtrain.verify.planted.collaborators`)."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from mtrain.config import Config
 from mtrain.data.batch import Microbatch
-from mtrain.data.zigzag import slice_for_context_parallel
-from mtrain.loss.objective import side_term_factors
+from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed import broadcast
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
+from mtrain.mcore.distributed.broadcast import slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import finalize, loss_reduction, muon, numerator_factors, optimizer
-from mtrain.mcore.engine.schedule import run_schedule
-from mtrain.mcore.model import norm, transformer_config
-from mtrain.mcore.model.attention import context_parallel, full_width_norm
-from mtrain.mcore.model.moe import balance
+from mtrain.mcore.engine.finalize import finalize_gradients
+from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
+from mtrain.mcore.engine.muon import Muon
+from mtrain.mcore.engine.numerator_factors import NumeratorFactors
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
+from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
+from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
+from mtrain.mcore.model.attention.mla import LatentCore
+from mtrain.mcore.model.moe.balance import Factors, RouterBalance
+from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.training import step
+from mtrain.mcore.state.teacher import Teacher
+from mtrain.plan import padded_vocab_size
+from mtrain.training.output.loss import OutputLoss
+from mtrain.training.step import StepParts
 from mtrain.verify.planted.adapter_faults import ADAPTER_PLANTS
-from mtrain.verify.planted.planting import Plant, replaced
+from mtrain.verify.planted.collaborators import ALONE, Collaborators, become, configured, modules, step_of
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 
 _Factor = Callable[[Microbatch], float]
 
 
-def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Plant:
+def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], LossOfLogits]) -> Collaborators:
+    """Another loss of the microbatches of a step."""
+
+    def parts(groups: Groups) -> StepParts:
+        def faulty(
+            chunks: Sequence[Any],
+            batches: Sequence[Microbatch],
+            loss: LossOfLogits,
+            accumulator: PairAccumulator,
+            config: Config,
+        ) -> None:
+            run_schedule(chunks, batches, change(loss, batches, groups), accumulator, config)
+
+        return StepParts(run_schedule=faulty)
+
+    return Collaborators(step=parts)
+
+
+def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Collaborators:
     """Multiplies what each microbatch back-propagates; reported sums stay right."""
 
-    original = step.TrainingStep.accumulate
+    def change(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
+        factor = factors(batches, groups)
 
-    def faulty(self: step.TrainingStep, *arguments: Any, **options: Any) -> None:
-        def scaled_schedule(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any) -> None:
-            factor = factors(batches, self._groups)
+        def scaled(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+            objective, pairs = loss(logits, batch)
+            return objective * factor(batch), pairs
 
-            def scaled_loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-                objective, parts = loss(logits, batch)
-                return objective * factor(batch), parts
+        return scaled
 
-            run_schedule(chunks, batches, scaled_loss, accumulator, config)
-
-        with replaced(step, "run_schedule", scaled_schedule):
-            original(self, *arguments, **options)
-
-    return lambda: replaced(step.TrainingStep, "accumulate", faulty)
+    return _with_loss(change)
 
 
 def _share(batch: Microbatch) -> float:
@@ -74,30 +96,44 @@ def _dp_means(batches: Sequence[Microbatch], groups: Groups) -> _Factor:
     return lambda batch: factor
 
 
-def _dropped_microbatch() -> contextlib.AbstractContextManager[None]:
-    def faulty(chunks: Any, batches: Any, loss: Any, accumulator: Any, config: Any) -> None:
-        seen = 0
+def _without_the_last(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
+    seen = 0
 
-        def lossy(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-            nonlocal seen
-            seen += 1
-            objective, parts = loss(logits, batch)
-            kept = 0.0 if seen == len(batches) > 1 else 1.0
-            return objective * kept, {term: LossPair(*(part * kept for part in pair)) for term, pair in parts.items()}
+    def lossy(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+        nonlocal seen
+        seen += 1
+        objective, pairs = loss(logits, batch)
+        kept = 0.0 if seen == len(batches) > 1 else 1.0
+        return objective * kept, {term: LossPair(*(part * kept for part in pair)) for term, pair in pairs.items()}
 
-        run_schedule(chunks, batches, lossy, accumulator, config)
-
-    return replaced(step, "run_schedule", faulty)
+    return lossy
 
 
-def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> Plant:
+def _denominator(change: Callable[[Tensor], Tensor]) -> Collaborators:
+    """Changes the denominator of every microbatch as it is added up."""
+
+    def faulty(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
+        def changed(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
+            objective, pairs = loss(logits, batch)
+            return objective, {
+                term: pair._replace(denominator=change(pair.denominator)) for term, pair in pairs.items()
+            }
+
+        return changed
+
+    return _with_loss(faulty)
+
+
+def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> Collaborators:
     """Changes fields of (full rows, their cut, cp_rank) where rows are cut over context parallelism."""
 
-    def faulty(microbatch: Microbatch, cp_size: int, cp_rank: int) -> Microbatch:
-        cut = slice_for_context_parallel(microbatch, cp_size, cp_rank)
-        return cut if cp_size == 1 else replace(cut, **change(microbatch, cut, cp_rank))
+    def faulty(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
+        cuts = slice_for_rank(batches, groups)
+        if groups.layout.cp == 1:
+            return cuts
+        return [replace(cut, **change(rows, cut, groups.cp_rank)) for rows, cut in zip(batches, cuts, strict=True)]
 
-    return lambda: replaced(broadcast, "slice_for_context_parallel", faulty)
+    return Collaborators(step=step_of(slice_rows=faulty))
 
 
 def _whole_shares(rows: Microbatch, cut: Microbatch, cp_rank: int) -> dict[str, Any]:
@@ -116,185 +152,201 @@ def _consecutive_positions(rows: Microbatch, cut: Microbatch, cp_rank: int) -> d
     return {"positions": rows.positions[:, cp_rank * length : (cp_rank + 1) * length]}
 
 
-def _denominator(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Changes the denominator of every microbatch as it is added up."""
-    original = loss_reduction.PairAccumulator.add
-
-    def faulty(self: loss_reduction.PairAccumulator, parts: Mapping[str, LossPair]) -> None:
-        original(self, {term: pair._replace(denominator=change(pair.denominator)) for term, pair in parts.items()})
-
-    return lambda: replaced(loss_reduction.PairAccumulator, "add", faulty)
+def _one_row_one_document(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
+    """Positions stay those of documents; only attention reads where these begin."""
+    cuts = slice_for_rank(batches, groups)
+    starts = [None if each.document_starts is None else torch.zeros_like(each.document_starts) for each in cuts]
+    return [replace(cut, document_starts=start) for cut, start in zip(cuts, starts, strict=True)]
 
 
-def _norm_parameters(**marks: bool) -> Plant:
+def _norm_parameters(**marks: bool) -> Collaborators:
     """Marks the norms' parameters as something that they are not."""
-    original = norm.Norm._parameter
 
-    def faulty(value: Tensor, config: Any) -> Any:
-        parameter = original(value, config)
-        for name, mark in marks.items():
-            setattr(parameter, name, mark)
-        return parameter
+    def change(chunks: Sequence[nn.Module]) -> None:
+        for parameter in (each for norm in modules(chunks, Norm) for each in norm.parameters()):
+            for name, mark in marks.items():
+                setattr(parameter, name, mark)
 
-    return lambda: replaced(norm.Norm, "_parameter", staticmethod(faulty))
+    return Collaborators(change_model=change)
 
 
-@contextlib.contextmanager
-def _tied_gradient_missed() -> Iterator[None]:
-    names: dict[str, Any] = vars(finalize)["finalize_model_grads"].__globals__
-    original = names["_allreduce_word_embedding_grads"]
-    names["_allreduce_word_embedding_grads"] = lambda *arguments, **options: None
-    try:
-        yield
-    finally:
-        names["_allreduce_word_embedding_grads"] = original
+def _finalized(change: Callable[[Groups], Groups]) -> Collaborators:
+    """Reduces the gradients and sums of a step by other groups."""
+
+    def faulty(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+        return finalize_gradients(chunks, sums, change(groups), *others)
+
+    return Collaborators(step=step_of(finalize=faulty))
 
 
-def _every_tp_rank_counts() -> contextlib.AbstractContextManager[None]:
-    return replaced(Groups, "counts_loss", property(lambda groups: groups.pp_rank == groups.layout.pp - 1))
+def _without_tied_group(groups: Groups) -> Groups:
+    collection = copy.copy(groups.collection)
+    collection.embd = ALONE
+    return replace(groups, collection=collection)
 
 
-def _one_row_one_document() -> contextlib.AbstractContextManager[None]:
-    def faulty(document_starts: Tensor) -> list[list[tuple[int, int]]]:
-        return [[(0, document_starts.shape[1])] for _ in document_starts]
-
-    return replaced(context_parallel, "_document_runs", faulty)
-
-
-def _clip_before() -> contextlib.AbstractContextManager[None]:
-    original = step.TrainingStep.update
-
-    def faulty(self: step.TrainingStep, totals: loss_reduction.StepTotals, lr: float) -> Any:
-        clip, denominator = self._optimizer._clip, totals.terms[MAIN_TERM].denominator
-        self._optimizer._clip = lambda grad_norm: clip(grad_norm * denominator)  # type: ignore[method-assign]
-        try:
-            return original(self, totals, lr)
-        finally:
-            self._optimizer._clip = clip  # type: ignore[method-assign]
-
-    return replaced(step.TrainingStep, "update", faulty)
+class _EveryTpRank(Groups):
+    @property
+    def counts_loss(self) -> bool:
+        return self.pp_rank == self.layout.pp - 1
 
 
-def _rank_not_reduced() -> contextlib.AbstractContextManager[None]:
-    original = finalize.finalize_gradients
-
-    def faulty(chunks: Any, sums: Any, groups: Groups, *arguments: Any) -> Any:
-        if groups.dp_rank == 1:
-            for chunk in chunks:
-                chunk.scale_gradients(0.0)
-        return original(chunks, sums, groups, *arguments)
-
-    return replaced(step, "finalize_gradients", faulty)
+class _OwnReplica(Groups):
+    @property
+    def stage(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.collection.tp_cp
+        return group
 
 
-def _dropout() -> contextlib.AbstractContextManager[None]:
-    original = transformer_config._architecture
-    return replaced(transformer_config, "_architecture", lambda model: original(model) | {"hidden_dropout": 0.1})
+def _rank_not_reduced(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+    if groups.dp_rank == 1:
+        for chunk in chunks:
+            chunk.scale_gradients(0.0)
+    return finalize_gradients(chunks, sums, groups, *others)
 
 
-def _local_plan() -> contextlib.AbstractContextManager[None]:
-    def faulty(self: loss_reduction.PlannedTotals, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
-        vector = torch.tensor(planned, dtype=torch.float64, device=groups.device)
-        self._sum = AsyncAllReduce(vector, groups.tp)  # known to the rank that reads the data
-
-    return replaced(loss_reduction.PlannedTotals, "__init__", faulty)
+class _LocalPlan(NumeratorFactors):
+    def __init__(self, planned: Sequence[float], objective: Objective, is_fp16: bool, groups: Groups) -> None:
+        super().__init__(planned, objective, is_fp16, _OwnReplica(**vars(groups)))
 
 
-def _rank_order() -> contextlib.AbstractContextManager[None]:
-    def faulty(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        order = torch.arange(seq, device=device)
+class _DepthsByMain(NumeratorFactors):
+    def of_terms(self) -> Mapping[str, float | Tensor]:
+        factors, given = super().of_terms(), self._coefficients
+        return {name: given[name] if name.startswith("mtp_") else factors[name] for name in factors}
+
+
+class _PaddingIsReal(OutputLoss):
+    def __init__(
+        self,
+        whole: Sequence[Microbatch] | None,
+        rows: Sequence[Microbatch],
+        config: Config,
+        groups: Groups,
+        objective: Objective,
+        teacher: Teacher | None = None,
+    ) -> None:
+        size = padded_vocab_size(config.model, groups.layout.tp)
+        config = configured("model", lambda model: {"vocab_size": size})(config)
+        super().__init__(whole, rows, config, groups, objective, teacher)
+
+
+class _RankOrder(RowAttention):
+    def _orders(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.arange(len(rows), device=rows.device)
         return order, order
 
-    return replaced(context_parallel, "_row_order", faulty)
+
+class _CoreInRankOrder(_RankOrder, CoreAttention):
+    pass
 
 
-def _full_width_norm_by_rank() -> contextlib.AbstractContextManager[None]:
-    def faulty(sums: list[Tensor], inputs: Sequence[Tensor], tp: dist.ProcessGroup) -> Tensor:
-        widths = [x.shape[-2] * x.shape[-1] for x in inputs]
-        return torch.stack([each / width for each, width in zip(sums, widths)])
-
-    return replaced(full_width_norm, "_means", faulty)
+class _LatentInRankOrder(_RankOrder, LatentCore):
+    pass
 
 
-def _router_losses_shared_out() -> contextlib.AbstractContextManager[None]:
-    original = balance.RouterStats.logits
+def _keys_in_rank_order(chunks: Sequence[nn.Module]) -> None:
+    for attention in modules(chunks, CoreAttention):
+        become(attention, _CoreInRankOrder)
+    for latent in modules(chunks, LatentCore):
+        become(latent, _LatentInRankOrder)
 
-    def faulty(self: balance.RouterStats, logits: Tensor, is_padding: Tensor | None) -> Tensor:
-        whole = self._balance.step
-        if whole is None:
-            return original(self, logits, is_padding)
-        sharers = dist.get_world_size(self._sharers)
-        self._balance.step = replace(whole, factors=lambda: whole.factors() / sharers)
+
+class _NormOfRank(FullWidthNorm):
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        tp, self.tp = self.tp, ALONE  # elsewhere the group says where the weights lie
         try:
-            return original(self, logits, is_padding)
+            return super().forward(query, key)
         finally:
-            self._balance.step = whole
-
-    return replaced(balance.RouterStats, "logits", faulty)
+            self.tp = tp
 
 
-def _experts_left_out() -> contextlib.AbstractContextManager[None]:
-    original = optimizer.Optimizer._counts_here
+def _full_width_norm_by_rank(chunks: Sequence[nn.Module]) -> None:
+    for norm in modules(chunks, FullWidthNorm):
+        become(norm, _NormOfRank)
 
-    def faulty(self: optimizer.Optimizer, part: Any) -> bool:
+
+class _SharedOut(RouterBalance):
+    def watching(
+        self, accumulator: PairAccumulator, factors: Factors, num_sequences: int
+    ) -> _GeneratorContextManager[None]:
+        sharers = self._groups.layout.tp * self._groups.layout.cp
+        return super().watching(accumulator, lambda: factors() / sharers, num_sequences)
+
+
+class _LoadsOfRank(RouterBalance):
+    def _sum_loads(self, counts: Tensor) -> None:
+        pass
+
+
+class _ClipsTheSum(Optimizer):
+    _of_sum: Tensor
+
+    def local_grad_norm_sq(self) -> Tensor:
+        self._of_sum = super().local_grad_norm_sq()
+        return self._of_sum
+
+    def _clip(self, grad_norm: float) -> None:
+        super()._clip(math.sqrt(AsyncAllReduce(self._of_sum.view(1).clone()).get().item()))
+
+
+class _ExpertsLeftOut(Optimizer):
+    def _counts_here(self, part: Any) -> bool:
         is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
-        return original(self, part) and not (is_of_experts and self._collection.ep.rank() > 0)
-
-    return replaced(optimizer.Optimizer, "_counts_here", faulty)
+        return super()._counts_here(part) and not (is_of_experts and self._collection.ep.rank() > 0)
 
 
-def _depths_by_main() -> contextlib.AbstractContextManager[None]:
-    def faulty(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Any]:
-        factors = side_term_factors(planned, coefficients)
-        return {name: coefficients[name] if name.startswith("mtp_") else factors[name] for name in factors}
-
-    return replaced(numerator_factors, "side_term_factors", faulty)
-
-
-def _matrices_by_tp_rank() -> contextlib.AbstractContextManager[None]:
-    original = muon.Muon._orthogonalize
-
-    def faulty(self: muon.Muon, name: str, whole: Tensor) -> None:
+class _MuonByTpRank(Muon):
+    def _orthogonalize(self, name: str, whole: Tensor) -> None:
         is_divided = name.endswith(("linear_qkv.weight", "linear_proj.weight"))
         for shard in whole.chunk(self._groups.layout.tp if is_divided else 1, dim=int("linear_proj" in name)):
-            original(self, name, shard)
-
-    return replaced(muon.Muon, "_orthogonalize", faulty)
+            super()._orthogonalize(name, shard)
 
 
-PLANTS: dict[str, Plant] = {
+class _MatricesByTpRank(Optimizer):
+    muon = _MuonByTpRank
+
+
+class _FusedMuon(Muon):
+    def _segments(self, name: str, num_rows: int) -> list[int]:
+        return [num_rows]
+
+
+class _MatricesFused(Optimizer):
+    muon = _FusedMuon
+
+
+PLANTS: dict[str, Collaborators] = {
     "microbatch-means": _scaled(_microbatch_means),
     "dp-means": _scaled(_dp_means),
     "cp-counts-again": _sliced(_whole_shares),
-    "tp-counts-again": _every_tp_rank_counts,
+    "tp-counts-again": _finalized(lambda groups: _EveryTpRank(**vars(groups))),
     "dp-size-in-denominator": _scaled(lambda batches, groups: lambda batch: float(groups.layout.dp)),
     "cp-scaled-loss": _scaled(lambda batches, groups: lambda batch: float(groups.layout.cp)),
     "sp-norms-not-reduced": _norm_parameters(sequence_parallel=False),
-    "tied-gradient-missed": _tied_gradient_missed,
-    "dropped-microbatch": _dropped_microbatch,
+    "tied-gradient-missed": _finalized(_without_tied_group),
+    "dropped-microbatch": _with_loss(_without_the_last),
     "labels-shifted-after-slicing": _sliced(_shifted_labels),
     "positions-not-zigzag": _sliced(_consecutive_positions),
-    "keys-in-rank-order": _rank_order,
-    "document-boundary-crossed": _one_row_one_document,
-    "clip-before-normalisation": _clip_before,
+    "keys-in-rank-order": Collaborators(change_model=_keys_in_rank_order),
+    "document-boundary-crossed": Collaborators(step=step_of(slice_rows=_one_row_one_document)),
+    "clip-before-normalisation": Collaborators(optimizer=_ClipsTheSum),
     "clamped-denominator": _denominator(lambda value: value.clamp(min=1)),
     "epsilon-in-denominator": _denominator(lambda value: value + 1e-8),
     "int32-weights": _denominator(lambda value: value.to(torch.int32).to(torch.float64)),
-    "dp-rank-not-reduced": _rank_not_reduced,
-    "dropout-left-on": _dropout,
-    "vocabulary-padding-in-softmax": lambda: replaced(
-        VocabParallelLogits, "_num_real", property(lambda logits: logits.local.shape[-1])
-    ),
-    "local-side-term-denominators": _local_plan,
-    "norms-decayed": lambda: replaced(optimizer, "get_standard_config_overrides", lambda translated: {}),
+    "dp-rank-not-reduced": Collaborators(step=step_of(finalize=_rank_not_reduced)),
+    "dropout-left-on": Collaborators(config=configured("model", lambda model: {"hidden_dropout": 0.1})),
+    "vocabulary-padding-in-softmax": Collaborators(step=step_of(output_loss=_PaddingIsReal)),
+    "local-side-term-denominators": Collaborators(step=step_of(factors=_LocalPlan)),
+    "norms-decayed": Collaborators(config=configured("optimizer", lambda section: {"decay_norms_and_biases": True})),
     "norms-counted-per-tp-rank": _norm_parameters(tensor_model_parallel=True),
-    "full-width-norm-by-tp-rank": _full_width_norm_by_rank,
-    "router-losses-shared-out": _router_losses_shared_out,
-    "expert-loads-per-rank": lambda: replaced(balance, "_sum_over", lambda group, counts: None),
-    "experts-left-out-of-norm": _experts_left_out,
-    "depths-divided-by-main": _depths_by_main,
-    "matrices-by-tp-rank": _matrices_by_tp_rank,
-    "matrices-fused": lambda: replaced(muon, "segments", lambda name, num_rows, model: [num_rows]),
+    "full-width-norm-by-tp-rank": Collaborators(change_model=_full_width_norm_by_rank),
+    "router-losses-shared-out": Collaborators(step=step_of(routers=_SharedOut)),
+    "expert-loads-per-rank": Collaborators(step=step_of(routers=_LoadsOfRank)),
+    "experts-left-out-of-norm": Collaborators(optimizer=_ExpertsLeftOut),
+    "depths-divided-by-main": Collaborators(step=step_of(factors=_DepthsByMain)),
+    "matrices-by-tp-rank": Collaborators(optimizer=_MatricesByTpRank),
+    "matrices-fused": Collaborators(optimizer=_MatricesFused),
     **ADAPTER_PLANTS,
     **SHARED_PLANTS,
 }

@@ -1,51 +1,60 @@
-"""How each fault of `shared_inject` is planted: one function or attribute is replaced while a run lasts.
+"""How each fault of `shared_inject` is planted: as another collaborator of the run.
 
-Each is planted where all layouts pass: in the data, in the definition of a loss, in a module, in the optimizer.
+Each is planted where all layouts pass: in the data, in the definition of a loss, in a module, in the optimizer. What is
+a number of the configuration is another number there, which the reference does not see.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtrain.config.schema.loss import NORM_AGGREGATIONS, TermSection
-from mtrain.config.schema.model import RopeSection
+from mtrain.config import Config
+from mtrain.config.schema.loss import TermSection, depth_term
 from mtrain.config.schema.train import OptimizerSection
-from mtrain.data import collate, loader, order
 from mtrain.data.batch import Microbatch
-from mtrain.data.collate import RowForm
-from mtrain.data.samples.mtp import mtp_sample
+from mtrain.data.collate import Collate, Place, RowForm, collate
+from mtrain.data.loader import StepLoader
+from mtrain.data.order import SampleOrder, SamplePosition
 from mtrain.data.samples.sample import Sample
-from mtrain.loss import aggregation
+from mtrain.data.sources import Blended
 from mtrain.loss import router as losses
-from mtrain.loss.vocab_parallel import chunks
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.engine import numerator_factors, optimizer
-from mtrain.mcore.model import build, norm
-from mtrain.mcore.model.attention import context_parallel
-from mtrain.mcore.model.moe import balance, router
-from mtrain.mcore.model.moe.topk_routing import choose
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
-from mtrain.plan import lr
-from mtrain.verify.planted.planting import Plant, replaced
+from mtrain.loss.vocab_parallel.chunks import LossOfChunk
+from mtrain.mcore.distributed.broadcast import slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import PairAccumulator
+from mtrain.mcore.engine.numerator_factors import NumeratorFactors
+from mtrain.mcore.engine.optimizer import Optimizer, Update
+from mtrain.mcore.model.attention.context_parallel import RowAttention
+from mtrain.mcore.model.moe.balance import Factors, RouterBalance
+from mtrain.plan import padded_vocab_size
+from mtrain.plan.lr import learning_rate
+from mtrain.training.output.loss import OutputLoss
+from mtrain.verify.planted.collaborators import Collaborators, become, configured, modules, step_of, with_values
+
+_Rows = Sequence[Sequence[Sample]]
 
 
-def _samples(change: Callable[[Sample], Sample]) -> Plant:
-    """Changes what the terms of a sample are made of."""
-    original = collate._terms
+def _collated(change: Callable[[_Rows], _Rows]) -> Collaborators:
+    """Microbatches of other samples."""
 
-    def faulty(sample: Sample, term: TermSection, is_first_in_step: bool) -> Any:
-        return original(change(sample), term, is_first_in_step)
+    def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
+        return collate(change(rows), form, first_of_step)
 
-    return lambda: replaced(collate, "_terms", faulty)
+    return Collaborators(collate=faulty)
+
+
+def _samples(change: Callable[[Sample], Sample]) -> Collaborators:
+    return _collated(lambda rows: [[change(sample) for sample in row] for row in rows])
 
 
 def _without_last_tokens(sample: Sample) -> Sample:
@@ -53,53 +62,54 @@ def _without_last_tokens(sample: Sample) -> Sample:
     size = len(sample.mask)
     starts = np.zeros(size, np.int32) if sample.document_starts is None else sample.document_starts
     mask = sample.mask.copy()
-    for end in (*np.flatnonzero(np.diff(starts)), size - 1):
+    for end in (*np.flatnonzero(np.diff(starts)), size - 1) if size else ():
         counted = np.flatnonzero((starts == starts[end]) & (mask > 0))
         mask[counted[-1:]] = 0.0
     return replace(sample, mask=mask)
 
 
-def _padding_counted() -> contextlib.AbstractContextManager[None]:
-    original = collate.collate
-
-    def faulty(rows: Any, form: RowForm, first_of_step: Any) -> Microbatch:
-        batch = original(rows, replace(form, with_padding=True), first_of_step)
-        assert batch.is_padding is not None, "it was asked for"
-        weights, shares = (
-            {term: each.masked_fill(batch.is_padding, 1.0) for term, each in of_terms.items()}
-            for of_terms in (batch.weights, batch.denominator_weights)
-        )
-        known = batch.is_padding if form.with_padding else None
-        return replace(batch, weights=weights, denominator_weights=shares, is_padding=known)
-
-    return replaced(loader, "collate", faulty)
+def _padding_counted(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
+    batch = collate(rows, replace(form, with_padding=True), first_of_step)
+    assert batch.is_padding is not None, "it was asked for"
+    weights, shares = (
+        {term: each.masked_fill(batch.is_padding, 1.0) for term, each in of_terms.items()}
+        for of_terms in (batch.weights, batch.denominator_weights)
+    )
+    known = batch.is_padding if form.with_padding else None
+    return replace(batch, weights=weights, denominator_weights=shares, is_padding=known)
 
 
-def _rows_as_sequences() -> contextlib.AbstractContextManager[None]:
-    original = collate._aggregated
-
-    def faulty(rows: Any, term: TermSection, first_of_step: collate.Place | None) -> Any:
-        return original([[_joined(row)] if row else [] for row in rows], term, first_of_step)
-
-    return replaced(collate, "_aggregated", faulty)
+def _rows_as_sequences(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
+    joined = collate([[_joined(row)] if row else [] for row in rows], form, first_of_step)
+    sound = collate(rows, form, first_of_step)
+    return replace(sound, weights=joined.weights, denominator_weights=joined.denominator_weights)
 
 
-def _joined(row: Sequence[Any]) -> Any:
+def _joined(row: Sequence[Sample]) -> Sample:
     """All samples of a row as one, their weights among those of its tokens."""
-    mask = np.concatenate([piece.sample.mask * piece.sample.weight for piece in row])
-    return replace(row[0], sample=replace(row[0].sample, mask=mask, weight=1.0))
+    filled = [sample for sample in row if len(sample.tokens)]
+    begins = itertools.accumulate((sample.width for sample in filled), initial=0)
+    starts = [
+        begin + (np.zeros(sample.width, np.int32) if sample.document_starts is None else sample.document_starts)
+        for begin, sample in zip(begins, filled)
+    ]
+    return Sample(
+        tokens=_chained([sample.tokens for sample in filled]),
+        labels=_chained([sample.labels for sample in filled]),
+        mask=_chained([sample.mask * sample.weight for sample in filled]),
+        document_starts=_chained(starts).astype(np.int32),
+    )
 
 
-def _labels_of_next() -> contextlib.AbstractContextManager[None]:
-    original = collate.collate
-
-    def faulty(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: collate.Place | None) -> Microbatch:
-        return original([_looking_over(row) for row in rows], form, first_of_step)
-
-    return replaced(loader, "collate", faulty)
+def _chained(parts: Sequence[Any]) -> Any:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _looking_over(row: Sequence[Sample]) -> list[Sample]:
+def _looking_over(rows: _Rows) -> _Rows:
+    return [_labels_of_next(row) for row in rows]
+
+
+def _labels_of_next(row: Sequence[Sample]) -> Sequence[Sample]:
     changed = list(row)
     for number, (sample, following) in enumerate(itertools.pairwise(row)):
         if len(sample.tokens) and len(following.tokens):
@@ -109,221 +119,220 @@ def _looking_over(row: Sequence[Sample]) -> list[Sample]:
     return changed
 
 
-def _balance_of_rows() -> contextlib.AbstractContextManager[None]:
-    original = build._sequence_ids
-    return replaced(build, "_sequence_ids", lambda batch: original(replace(batch, sequence_ids=None)))
-
-
-def _batches(change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Plant:
+def _batches(change: Callable[[Microbatch], dict[str, Any]]) -> Collaborators:
     """Changes fields of every microbatch."""
-    original = Microbatch
-    return lambda: replaced(collate, "Microbatch", lambda **fields: original(**{**fields, **change(fields)}))
+
+    def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
+        batch = collate(rows, form, first_of_step)
+        return replace(batch, **change(batch))
+
+    return Collaborators(collate=faulty)
 
 
-def _positions_of_rows(fields: Mapping[str, Any]) -> dict[str, Any]:
-    positions = fields["positions"]
+def _positions_of_rows(batch: Microbatch) -> dict[str, Any]:
+    positions = batch.positions
     return {"positions": torch.arange(positions.shape[1]).expand_as(positions).contiguous()}
 
 
-def _divisor(aggregations: Sequence[str], change: Callable[[float, TermSection], float]) -> Plant:
-    """Changes what the tokens of one sequence are divided by, in some aggregations."""
-    original = aggregation._divisor
+def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
+    """Multiplies the weights of a sample's tokens by a factor that follows from the sum of its mask."""
 
-    def faulty(total: float, term: TermSection) -> float:
-        return change(total, term) if term.aggregation in aggregations else original(total, term)
+    def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
+        batch = collate(rows, form, first_of_step)
+        factors = torch.zeros(batch.tokens.shape)
+        for own, row in zip(factors, rows, strict=True):
+            begins = itertools.accumulate((sample.width for sample in row), initial=0)
+            for begin, sample in zip(begins, row):
+                own[begin : begin + sample.width] = factor(math.fsum(sample.mask))
+        chosen = [term for term, section in form.terms.items() if section.aggregation == aggregation]
+        return replace(batch, weights=batch.weights | {term: batch.weights[term] * factors for term in chosen})
 
-    return lambda: replaced(aggregation, "_divisor", faulty)
-
-
-def _empty_sequences_confused() -> contextlib.AbstractContextManager[None]:
-    original = aggregation._share
-    other = {"include": "exclude", "exclude": "include"}
-
-    def faulty(total: float, sample_weight: float, term: TermSection, is_first_in_step: bool) -> float:
-        confused = term.model_copy(update={"empty_sequences": other[term.empty_sequences]})
-        return original(total, sample_weight, confused, is_first_in_step)
-
-    return replaced(aggregation, "_share", faulty)
+    return faulty
 
 
-def _looks_over_edges() -> contextlib.AbstractContextManager[None]:
-    original = mtp_sample
-    return replaced(collate, "mtp_sample", lambda row, starts, depth: original(row, np.zeros_like(starts), depth))
+def _terms(change: Callable[[TermSection], dict[str, Any]]) -> Collaborators:
+    """Another main term and other side terms in the configuration."""
+
+    def changed(loss: Any) -> dict[str, Any]:
+        sides = {name: with_values(side, change(side)) for name, side in loss.side_terms.items()}
+        return {**change(loss), "side_terms": sides}
+
+    return Collaborators(config=configured("loss", changed))
 
 
-def _every_second_sample() -> contextlib.AbstractContextManager[None]:
-    original = order.SampleOrder.locate
-    return replaced(order.SampleOrder, "locate", lambda self, number: original(self, number - number % 2))
+_OTHER = {"include": "exclude", "exclude": "include"}
 
 
-def _side_terms_by_main() -> contextlib.AbstractContextManager[None]:
-    def faulty(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Any]:
-        return {name: coefficients[name] for name in list(coefficients)[1:]}
-
-    return replaced(numerator_factors, "side_term_factors", faulty)
-
-
-def _smoothed_over_padding() -> contextlib.AbstractContextManager[None]:
-    original = VocabParallelLogits._token_losses
-
-    def faulty(self: VocabParallelLogits, labels: Tensor, label_smoothing: float) -> Any:
-        real = self.vocab_size
-        padded = self.local.shape[-1] * (1 if self.group is None else self.group.size())
-        return original(self, labels, label_smoothing * real / padded)
-
-    return replaced(VocabParallelLogits, "_token_losses", faulty)
+def _looks_over_edges(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
+    sound = collate(rows, form, first_of_step)
+    over = collate(rows, replace(form, isolates_documents=False), first_of_step)
+    depths = [depth_term(depth) for depth in range(1, form.mtp_depths + 1)]
+    weights = sound.weights | {name: over.weights[name] for name in depths}
+    shares = sound.denominator_weights | {name: over.denominator_weights[name] for name in depths}
+    return replace(sound, mtp=over.mtp, weights=weights, denominator_weights=shares)
 
 
-def _chunk_gradient_dropped() -> contextlib.AbstractContextManager[None]:
-    original, number = chunks._WeightGradient.add, 0
-
-    def faulty(self: chunks._WeightGradient, gradient: Tensor, hidden: Tensor) -> None:
-        nonlocal number
-        number += 1
-        if number % 2:
-            original(self, gradient, hidden)
-
-    return replaced(chunks._WeightGradient, "add", faulty)
+class _EverySecond(SampleOrder):
+    def locate(self, g: int) -> SamplePosition:
+        return super().locate(g - g % 2)
 
 
-def _window() -> contextlib.AbstractContextManager[None]:
-    original = context_parallel._window_mask
-
-    def faulty(query_length: int, key_length: int, window: int, device: torch.device) -> Tensor:
-        return original(query_length, key_length, window + 1, device)
-
-    return replaced(context_parallel, "_window_mask", faulty)
+class _ReadsTwice(StepLoader):
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate) -> None:
+        super().__init__(config, dp_rank, dp_size, collate)
+        assert isinstance(self._stream, Blended), "a condition of the fault"
+        become(self._stream.order, _EverySecond)
 
 
-def _rope_base() -> contextlib.AbstractContextManager[None]:
-    original = inverse_frequencies
-
-    def faulty(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
-        return original(rope.model_copy(update={"base": 1.1 * rope.base}), head_dim)
-
-    return replaced(build, "inverse_frequencies", faulty)
+def _balance_of_rows(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
+    return [replace(batch, sequence_ids=None) for batch in slice_for_rank(batches, groups)]
 
 
-def _softmax_scale() -> contextlib.AbstractContextManager[None]:
-    original = context_parallel.RowAttention.__init__
-
-    def faulty(self: context_parallel.RowAttention, *arguments: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
-        self.scale *= 1.1
-
-    return replaced(context_parallel.RowAttention, "__init__", faulty)
+class _SideTermsByMain(NumeratorFactors):
+    def of_terms(self) -> Mapping[str, float | Tensor]:
+        return self._coefficients
 
 
-def _norm_epsilon() -> contextlib.AbstractContextManager[None]:
-    original = norm.Norm.__init__
+def _smoothed_over_padding(config: Config) -> Config:
+    share = config.model.vocab_size / padded_vocab_size(config.model, config.layout.tp)
 
-    def faulty(self: norm.Norm, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        original(self, config, hidden_size, 10 * eps)
+    def change(term: TermSection) -> dict[str, Any]:
+        given = term.options.get("label_smoothing")
+        return {} if given is None else {"options": term.options | {"label_smoothing": given * share}}
 
-    return replaced(norm.Norm, "__init__", faulty)
-
-
-def _balance_times_top_k() -> contextlib.AbstractContextManager[None]:
-    original = balance.RouterStats._term
-
-    def faulty(self: balance.RouterStats, term: losses.RouterTerm, *arguments: Any) -> Any:
-        found = original(self, term, *arguments)
-        return found if term == losses.Z else found._replace(losses=found.losses * self._section.top_k)
-
-    return replaced(balance.RouterStats, "_term", faulty)
+    return _terms(change).config(config)
 
 
-def _expert_scaling() -> contextlib.AbstractContextManager[None]:
-    original = choose
+class _ChunksDropped(OutputLoss):
+    """Every second chunk sees the table without its gradient."""
 
-    def faulty(logits: Tensor, section: Any, expert_bias: Tensor | None) -> Any:
-        return original(logits, section.model_copy(update={"scaling_factor": 1.0}), expert_bias)
+    def _sum_over_chunks(
+        self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
+    ) -> Tensor:
+        def every_second(first: int) -> LossOfChunk:
+            numbers = itertools.count(first)
 
-    return replaced(router, "choose", faulty)
+            def loss(number: int, rows: slice, local: Tensor) -> Tensor:
+                return local.sum() * 0 if next(numbers) % 2 else loss_of(number, rows, local)
+
+            return loss
+
+        kept, dropped = (
+            super(_ChunksDropped, self)._sum_over_chunks(table, hidden, every_second(first), chunk, expected_gradient)
+            for first, table in enumerate((weight, weight.detach()))
+        )
+        return kept + dropped
 
 
-def _no_bias_correction() -> contextlib.AbstractContextManager[None]:
+def _softmax_scale(chunks: Sequence[nn.Module]) -> None:
+    for attention in modules(chunks, RowAttention):
+        attention.scale *= 1.1
+
+
+class _ScaledPairs(PairAccumulator):
+    """Sums of which those of routers are multiplied."""
+
+    factors: Tensor
+
+    def add_router(self, numerators: Tensor, denominators: Tensor) -> None:
+        super().add_router(numerators * self.factors, denominators)
+
+
+class _BalanceTimesTopK(RouterBalance):
+    def watching(
+        self, accumulator: PairAccumulator, factors: Factors, num_sequences: int
+    ) -> _GeneratorContextManager[None]:
+        top_k = self.routers[0].section.top_k if self.routers else 1
+        times = torch.tensor([1.0 if term == losses.Z else top_k for term in self.terms], device=self._groups.device)
+        scaled: Any = copy.copy(accumulator)  # adds to the same tensors
+        become(scaled, _ScaledPairs)
+        scaled.factors = times
+        return super().watching(scaled, lambda: factors() * times, num_sequences)
+
+
+def _experts(**values: Any) -> Collaborators:
+    def changed(model: Any) -> dict[str, Any]:
+        return {"experts": with_values(model.experts, values)}
+
+    return Collaborators(config=configured("model", changed))
+
+
+class _NoBiasCorrection(Optimizer):
     """lr m / (sqrt(v) + epsilon), as another rate, epsilon and decay of the sound update."""
-    original, num_updates = optimizer.Optimizer.update, 0
 
-    def faulty(self: optimizer.Optimizer, rate: float, grad_norm: float) -> optimizer.Update:
-        nonlocal num_updates
-        num_updates += 1
+    _num_updates = 0
+
+    def update(self, lr: float, grad_norm: float) -> Update:
+        self._num_updates += 1
         groups, decay = self.inner.param_groups, self._weight_decay
         beta1, beta2 = groups[0]["betas"]
-        factor, root = 1 - beta1**num_updates, math.sqrt(1 - beta2**num_updates)
+        factor, root = 1 - beta1**self._num_updates, math.sqrt(1 - beta2**self._num_updates)
         for group in groups:
             group["eps"] /= root
         self._weight_decay *= root / factor
         try:
-            return original(self, rate * factor / root, grad_norm)
+            return super().update(lr * factor / root, grad_norm)
         finally:
             self._weight_decay = decay
             for group in groups:
                 group["eps"] *= root
 
-    return replaced(optimizer.Optimizer, "update", faulty)
 
-
-def _decay_without_rate() -> contextlib.AbstractContextManager[None]:
-    original = optimizer.Optimizer.update
-
-    def faulty(self: optimizer.Optimizer, rate: float, grad_norm: float) -> optimizer.Update:
+class _DecayWithoutRate(Optimizer):
+    def update(self, lr: float, grad_norm: float) -> Update:
         decay = self._weight_decay
-        self._weight_decay = decay / rate
+        self._weight_decay = decay / lr
         try:
-            return original(self, rate, grad_norm)
+            return super().update(lr, grad_norm)
         finally:
             self._weight_decay = decay
 
-    return replaced(optimizer.Optimizer, "update", faulty)
+
+def _one_step_late(update: int, section: OptimizerSection, num_steps: int) -> float:
+    return learning_rate(max(0, update - 1), section, num_steps)
 
 
-def _rate(change: Callable[[int, OptimizerSection], tuple[int, OptimizerSection]]) -> Plant:
-    original = lr.learning_rate
-
-    def faulty(number: int, optimizer: OptimizerSection, num_steps: int) -> float:
-        return original(*change(number, optimizer), num_steps)
-
-    return lambda: replaced(lr, "learning_rate", faulty)
+def _longer_warmup(update: int, section: OptimizerSection, num_steps: int) -> float:
+    longer = with_values(section, {"warmup_steps": section.warmup_steps + 1})
+    return learning_rate(update, longer, num_steps)
 
 
-def _one_step_late(number: int, section: OptimizerSection) -> tuple[int, OptimizerSection]:
-    return max(0, number - 1), section
+def _model(change: Callable[[Any], dict[str, Any]]) -> Collaborators:
+    return Collaborators(config=configured("model", change))
 
 
-def _longer_warmup(number: int, section: OptimizerSection) -> tuple[int, OptimizerSection]:
-    return number, section.model_copy(update={"warmup_steps": section.warmup_steps + 1})
-
-
-SHARED_PLANTS: dict[str, Plant] = {
+SHARED_PLANTS: dict[str, Collaborators] = {
     "last-token-masked": _samples(_without_last_tokens),
     "masked-tokens-counted": _samples(lambda sample: replace(sample, mask=np.ones(len(sample.mask)))),
     "token-weights-squared": _samples(lambda sample: replace(sample, mask=sample.mask**2)),
     "sample-weights-ignored": _samples(lambda sample: replace(sample, weight=1.0)),
-    "padding-counted": _padding_counted,
-    "labels-shifted-twice": _batches(lambda fields: {"labels": fields["labels"].roll(-1, dims=1)}),
-    "sample-read-twice": _every_second_sample,
+    "padding-counted": Collaborators(collate=_padding_counted),
+    "labels-shifted-twice": _batches(lambda batch: {"labels": batch.labels.roll(-1, dims=1)}),
+    "sample-read-twice": Collaborators(loader=_ReadsTwice),
     "positions-not-restarted": _batches(_positions_of_rows),
-    "row-counted-as-sequence": _rows_as_sequences,
-    "label-of-the-next-sample": _labels_of_next,
-    "router-balance-by-row": _balance_of_rows,
-    "tokens-ahead-across-documents": _looks_over_edges,
-    "sequence-mean-plus-one": _divisor(["seq-mean-token-mean"], lambda total, term: total + 1),
-    "square-root-left-out": _divisor(["seq-mean-token-sqrt"], lambda total, term: total if total > 0 else 1.0),
-    "norm-length-off": _divisor(NORM_AGGREGATIONS, lambda total, term: float((term.norm_length or 0) + 1)),
-    "empty-sequences-confused": _empty_sequences_confused,
-    "side-terms-divided-by-main": _side_terms_by_main,
-    "smoothing-with-padding": _smoothed_over_padding,
-    "chunk-gradient-dropped": _chunk_gradient_dropped,
-    "window-off-by-one": _window,
-    "rope-base-off": _rope_base,
-    "softmax-scale-off": _softmax_scale,
-    "norm-epsilon-off": _norm_epsilon,
-    "router-losses-times-top-k": _balance_times_top_k,
-    "expert-scaling-ignored": _expert_scaling,
-    "bias-correction-missing": _no_bias_correction,
-    "decay-not-times-rate": _decay_without_rate,
-    "rate-one-step-late": _rate(_one_step_late),
-    "warmup-off-by-one": _rate(_longer_warmup),
+    "row-counted-as-sequence": Collaborators(collate=_rows_as_sequences),
+    "label-of-the-next-sample": _collated(_looking_over),
+    "router-balance-by-row": Collaborators(step=step_of(slice_rows=_balance_of_rows)),
+    "tokens-ahead-across-documents": Collaborators(collate=_looks_over_edges),
+    "sequence-mean-plus-one": Collaborators(
+        collate=_reweighed("seq-mean-token-mean", lambda total: total / (total + 1))
+    ),
+    "square-root-left-out": Collaborators(
+        collate=_reweighed("seq-mean-token-sqrt", lambda total: 1 / math.sqrt(total) if total > 0 else 1.0)
+    ),
+    "norm-length-off": _terms(lambda term: {"norm_length": term.norm_length and term.norm_length + 1}),
+    "empty-sequences-confused": _terms(lambda term: {"empty_sequences": _OTHER[term.empty_sequences]}),
+    "side-terms-divided-by-main": Collaborators(step=step_of(factors=_SideTermsByMain)),
+    "smoothing-with-padding": Collaborators(config=_smoothed_over_padding),
+    "chunk-gradient-dropped": Collaborators(step=step_of(output_loss=_ChunksDropped)),
+    "window-off-by-one": _model(lambda model: {"sliding_window": model.sliding_window + 1}),
+    "rope-base-off": _model(lambda model: {"rope": with_values(model.rope, {"base": 1.1 * model.rope.base})}),
+    "softmax-scale-off": Collaborators(change_model=_softmax_scale),
+    "norm-epsilon-off": _model(lambda model: {"norm_epsilon": 10 * model.norm_epsilon}),
+    "router-losses-times-top-k": Collaborators(step=step_of(routers=_BalanceTimesTopK)),
+    "expert-scaling-ignored": _experts(scaling_factor=1.0),
+    "bias-correction-missing": Collaborators(optimizer=_NoBiasCorrection),
+    "decay-not-times-rate": Collaborators(optimizer=_DecayWithoutRate),
+    "rate-one-step-late": Collaborators(rate=_one_step_late),
+    "warmup-off-by-one": Collaborators(rate=_longer_warmup),
 }

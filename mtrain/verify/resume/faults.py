@@ -1,39 +1,57 @@
-"""How each fault of `mtrain.verify.resume.inject` is planted: one function is replaced while a run goes on."""
+"""How each fault of `mtrain.verify.resume.inject` is planted: the run that was resumed goes on as another one."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from mtrain.checkpoint.format.writer import Shard
-from mtrain.config.schema.train import OptimizerSection
+from mtrain.checkpoint.format.training_state import LossScaler
+from mtrain.data.batch import Microbatch
 from mtrain.data.loader import StepLoader
+from mtrain.data.prefetch import Prefetch
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer_state import MAIN
-from mtrain.mcore.state import load, reader
-from mtrain.metrics.sinks import JsonlSink
-from mtrain.plan import lr
-from mtrain.training import build, resume, trainer
-from mtrain.verify.planted.planting import Plant, replaced
+from mtrain.mcore.model.build import build_frozen_model
+from mtrain.plan.lr import learning_rate
+from mtrain.training.build import Run
+
+RandomStates = Mapping[str, Tensor]
 
 
-def _after_loading(change: Callable[[Any, int], None]) -> Plant:
-    """Spoils the optimizer after its tensors were read; `change` gets it and Adam's number of updates."""
-    original = optimizer_state.set_adam_step
+def _as_it_is(run: Run, before: RandomStates) -> Run:
+    return run
+
+
+@dataclass(frozen=True)
+class ResumePlant:
+    """What becomes of a start."""
+
+    goes_on: Callable[[Run, RandomStates], Run] = _as_it_is
+    """(the run as it was resumed, this rank's random states before that) -> the run that trains."""
+    keeps_records: bool = False
+    """Whether records of lost steps stay in metrics.jsonl."""
+
+
+SOUND = ResumePlant()
+
+
+def _spoiled(change: Callable[[Any, int], None]) -> ResumePlant:
+    """Spoils the optimizer, whose state is complete; `change` gets it and Adam's number of updates."""
 
     @torch.no_grad()
-    def faulty(optimizer: Any, adam_step: int) -> None:
-        original(optimizer, adam_step)
-        change(optimizer, adam_step)
+    def goes_on(run: Run, before: RandomStates) -> Run:
+        inner = run.optimizer.inner
+        change(inner, optimizer_state.adam_step(inner))
+        return run
 
-    return lambda: replaced(optimizer_state, "set_adam_step", faulty)
+    return ResumePlant(goes_on)
 
 
 def _no_moments(optimizer: Any, adam_step: int) -> None:
@@ -44,9 +62,9 @@ def _no_moments(optimizer: Any, adam_step: int) -> None:
 
 
 def _rounded(optimizer: Any, adam_step: int) -> None:
-    for portion in optimizer_state.flat_slices(optimizer):
-        values = portion.parameter.detach().flatten()[portion.start : portion.end]
-        portion.main.copy_(values.view(portion.main.shape))
+    for flat_slice in optimizer_state.flat_slices(optimizer):
+        values = flat_slice.parameter.detach().flatten()[flat_slice.start : flat_slice.end]
+        flat_slice.main.copy_(values.view(flat_slice.main.shape))
 
 
 def _shared_step(optimizer: Any, adam_step: int) -> None:
@@ -56,66 +74,58 @@ def _shared_step(optimizer: Any, adam_step: int) -> None:
             state["step"] = shared
 
 
-def _one_update_more() -> contextlib.AbstractContextManager[None]:
-    original = optimizer_state.set_adam_step
-    return replaced(optimizer_state, "set_adam_step", lambda optimizer, count: original(optimizer, count + 1))
+def _stale_shard(run: Run, before: RandomStates) -> Run:
+    """One parameter of the last rank has its initial weights again."""
+    states = rng.random_states(run.groups)
+    (initial, *_), *_ = ([*chunk.parameters()] for chunk in build_frozen_model(run.config, run.groups))
+    rng.set_random_states(states)
+    if run.groups.rank == run.groups.layout.world_size - 1:
+        next(run.chunks[0].parameters()).data.copy_(initial)
+    return run
 
 
-def _stale_shard() -> contextlib.AbstractContextManager[None]:
-    original = reader.load_shards
-
-    @torch.no_grad()
-    def faulty(saved: Any, parts: Sequence[Shard], may_be_left: Callable[[str], bool], vocab_size: int) -> None:
-        before = parts[0].data.clone()
-        original(saved, parts, may_be_left, vocab_size)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            parts[0].data.copy_(before)
-
-    return replaced(load, "load_shards", faulty)
+class _FromFirst(StepLoader):
+    def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
+        return super().iterate(0)
 
 
-def _one_step_later() -> contextlib.AbstractContextManager[None]:
-    original = resume.resume_or_initialize
-
-    def faulty(*arguments: Any) -> resume.Resumed:
-        found = original(*arguments)
-        return found._replace(step=found.step + 1)
-
-    return replaced(build, "resume_or_initialize", faulty)
+def _first_samples(run: Run, before: RandomStates) -> Run:
+    if run.loader is None:
+        return run
+    return replace(run, loader=_FromFirst(run.config, run.groups.dp_rank, run.groups.layout.dp))
 
 
-def _first_samples() -> contextlib.AbstractContextManager[None]:
-    original = StepLoader.iterate
-    return replaced(StepLoader, "iterate", lambda loader, from_step: original(loader, 0))
+def _restarted_rate(run: Run, before: RandomStates) -> Run:
+    return replace(run, learning_rate=lambda step, *others: learning_rate(step - run.start_step, *others))
 
 
-def _restarted_rate() -> contextlib.AbstractContextManager[None]:
-    original, first = lr.learning_rate, list[int]()
-
-    def faulty(step: int, optimizer: OptimizerSection, num_steps: int) -> float:
-        first.append(step)
-        return original(step - first[0], optimizer, num_steps)
-
-    return replaced(trainer, "learning_rate", faulty)
+def _initial_scale(run: Run, before: RandomStates) -> Run:
+    scale = LossScaler(scale=run.config.train.initial_loss_scale, growth_tracker=0, hysteresis_tracker=2)
+    optimizer_state.set_loss_scaler(run.optimizer.inner, scale)
+    return run
 
 
-def _kept_records() -> contextlib.AbstractContextManager[None]:
-    def faulty(path: Path, start: int) -> JsonlSink:
-        return JsonlSink(path, sys.maxsize)
-
-    return replaced(trainer, "JsonlSink", faulty)
+def _random_states_of_before(run: Run, before: RandomStates) -> Run:
+    rng.set_random_states(before)
+    return run
 
 
-PLANTS: dict[str, Plant] = {
-    "run-step-off-by-one": _one_step_later,
-    "samples-restarted": _first_samples,
-    "learning-rate-restarted": _restarted_rate,
-    "moments-not-restored": _after_loading(_no_moments),
-    "adam-step-off-by-one": _one_update_more,
-    "adam-step-shared": _after_loading(_shared_step),
-    "main-weights-rounded": _after_loading(_rounded),
-    "stale-shard": _stale_shard,
-    "loss-scale-restarted": lambda: replaced(optimizer_state, "set_loss_scaler", lambda optimizer, saved: None),
-    "random-states-not-restored": lambda: replaced(rng, "set_random_states", lambda states: None),
-    "records-kept": _kept_records,
+def put_back(metrics: Path, before: str, start_step: int) -> None:
+    """Behind the records of before, those of lost steps among them, the ones that this start has written."""
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(before + "".join(line for line in lines if json.loads(line)["step"] > start_step))
+
+
+PLANTS: dict[str, ResumePlant] = {
+    "run-step-off-by-one": ResumePlant(lambda run, before: replace(run, start_step=run.start_step + 1)),
+    "samples-restarted": ResumePlant(_first_samples),
+    "learning-rate-restarted": ResumePlant(_restarted_rate),
+    "moments-not-restored": _spoiled(_no_moments),
+    "adam-step-off-by-one": _spoiled(lambda inner, count: optimizer_state.set_adam_step(inner, count + 1)),
+    "adam-step-shared": _spoiled(_shared_step),
+    "main-weights-rounded": _spoiled(_rounded),
+    "stale-shard": ResumePlant(_stale_shard),
+    "loss-scale-restarted": ResumePlant(_initial_scale),
+    "random-states-not-restored": ResumePlant(_random_states_of_before),
+    "records-kept": ResumePlant(keeps_records=True),
 }

@@ -38,8 +38,7 @@ from mtrain.training.trainer import train_on
 from mtrain.verify.core.samples import Places
 from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
-from mtrain.verify.planted.planting import planted
-from mtrain.verify.resume.faults import PLANTS
+from mtrain.verify.resume.faults import PLANTS, SOUND, put_back
 
 SAMPLE = 4096
 """Elements of a tensor that are kept to say how far it deviates; the rest is known by its digest alone."""
@@ -114,16 +113,21 @@ class SegmentResult:
 
 def run_start(groups: Groups, start: Start) -> SegmentResult:
     """Trains from the run folder until the end, a stop or a crash. Collective."""
-    seen = SegmentResult()
+    seen, plant = SegmentResult(), SOUND if start.fault is None else PLANTS[start.fault]
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
-        run = build_run(config, groups, folder, small_teacher)
+        before = rng.random_states(groups)
+        run = plant.goes_on(build_run(config, groups, folder, small_teacher), before)
         watched = WatchedStep(run, start, seen)
         watched.begin(folder)
         return replace(run, training=watched)
 
-    with planted(start.fault, PLANTS), contextlib.redirect_stdout(io.StringIO()):
+    metrics = RunFolder(Path(start.config.run.dir)).metrics
+    records = metrics.read_text() if plant.keeps_records and groups.rank == 0 else None
+    with contextlib.redirect_stdout(io.StringIO()):
         train_on(groups, start.config, StopSignal(), build)
+    if records is not None:
+        put_back(metrics, records, seen.start_step)
     return seen
 
 

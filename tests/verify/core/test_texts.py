@@ -20,7 +20,6 @@ from mtrain.verify.core.inputs import expected_fields, sample_deviations
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import has_files
 from mtrain.verify.core.texts import texts_of
-from mtrain.verify.planted.planting import replaced
 from tests.config.samples import config
 
 PLAN = SamplePlan(3, 1, own_vocab_size=300)
@@ -107,15 +106,15 @@ def test_random_tokens_are_taken_as_they_are_drawn() -> None:
     assert_rows_are_the_trainers(user({}))
 
 
-def test_an_order_that_repeats_samples_is_told(corpora: dict[str, Any]) -> None:
+def test_an_order_that_repeats_samples_is_told(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     original = order.SampleOrder.locate
-    with replaced(order.SampleOrder, "locate", lambda self, number: original(self, number - number % 2)):
-        assert any("comes twice in an epoch" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
+    monkeypatch.setattr(order.SampleOrder, "locate", lambda self, number: original(self, number - number % 2))
+    assert any("comes twice in an epoch" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
 
 
-def test_documents_that_come_twice_are_told(corpora: dict[str, Any]) -> None:
-    with replaced(pretrain, "permutation", lambda count, key: np.arange(count) // 2):
-        assert any("each of its 35 documents once" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
+def test_documents_that_come_twice_are_told(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "permutation", lambda count, key: np.arange(count) // 2)
+    assert any("each of its 35 documents once" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
 
 
 def test_a_row_that_the_trainer_leaves_out_is_missed() -> None:

@@ -1,39 +1,82 @@
-"""Every fault is planted on something that is there: a target that was renamed is named here, without training."""
+"""Every fault is planted on something that is there: what was renamed is named here, without training."""
 
-import ast
+import dataclasses
 import importlib
-from pathlib import Path
+import inspect
 
 import pytest
 
-from tests.paths import ROOT
+from mtrain.config.schema.train import AdamWSection
+from mtrain.training.step import StepParts
+from mtrain.verify.planted.collaborators import SOUND, with_values
+from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.resume import faults as resume
+from tests.verify.parity.checks import rich_config
 
-FILES = ("verify/planted/faults.py", "verify/planted/shared_faults.py", "verify/resume/faults.py")
+FILES = ("planted.faults", "planted.shared_faults", "planted.adapter_faults", "resume.faults")
 
 
-def targets(path: Path) -> list[tuple[str, str]]:
-    """(owner as written, name of the attribute) of every `replaced(owner, "name", ...)`."""
-    return [
-        (ast.unparse(node.args[0]), node.args[1].value)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "replaced"
-        and isinstance(node.args[1], ast.Constant)
-        and isinstance(node.args[1].value, str)
-    ]
+def without_target(kind: type) -> list[str]:
+    """Methods and attributes of a faulty collaborator that take the place of none, or take other arguments."""
+    missing = []
+    for name, value in vars(kind).items():
+        replaced = next((vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)), None)
+        if (name.startswith("__") and name != "__init__") or not (callable(value) or isinstance(value, property)):
+            continue
+        if replaced is None or (inspect.isfunction(value) and names(value) != names(replaced)):
+            missing.append(f"{kind.__name__}.{name}")
+    return missing
+
+
+def names(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters) if callable(function) else []
+
+
+def collaborators(file: str) -> list[type]:
+    module = importlib.import_module(f"mtrain.verify.{file}")
+    return [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_replaced_exists(file: str) -> None:
-    module = importlib.import_module("mtrain." + file.removesuffix(".py").replace("/", "."))
-    source = ROOT / "mtrain" / file
-    found = targets(source)
-    assert len(found) == source.read_text().count("replaced(") - source.read_text().count("def replaced(")
-    missing = [f"{owner}.{name}" for owner, name in found if name not in vars(eval(owner, vars(module)))]
-    assert missing == []
+def test_a_faulty_collaborator_takes_the_place_of_a_sound_one(file: str) -> None:
+    derived = [kind for kind in collaborators(file) if kind.__mro__[1] is not object]
+    assert derived
+    assert [name for kind in derived for name in without_target(kind)] == []
 
 
-def test_a_target_that_is_gone_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "faults.py").write_text('replaced(step, "gone", None)')
-    assert targets(tmp_path / "faults.py") == [("step", "gone")]
+def test_a_target_that_is_gone_is_seen() -> None:
+    class Sound:
+        def kept(self, one: int) -> None: ...
+
+    class Faulty(Sound):
+        def gone(self) -> None: ...
+
+        def kept(self, other: int) -> None: ...
+
+    assert without_target(Faulty) == ["Faulty.gone", "Faulty.kept"]
+    with pytest.raises(AssertionError, match="AdamWSection has no such keys"):
+        with_values(AdamWSection(lr=1.0), {"gone": 1})
+
+
+def test_every_fault_is_one_other_collaborator() -> None:
+    """Of the run, and where that is its step, of the step."""
+    for name, plant in PLANTS.items():
+        changed = [
+            field.name
+            for field in dataclasses.fields(plant)
+            if getattr(plant, field.name) != getattr(SOUND, field.name)
+        ]
+        assert len(changed) == 1, name
+    assert all(plant != resume.SOUND for plant in resume.PLANTS.values())
+
+
+def test_a_step_is_made_of_its_parts() -> None:
+    assert {field.name for field in dataclasses.fields(StepParts)} == {
+        "factors",
+        "slice_rows",
+        "output_loss",
+        "routers",
+        "run_schedule",
+        "finalize",
+    }
+    assert SOUND.config(config := rich_config()) is config

@@ -136,8 +136,13 @@ class LinearAdapter(Adapter):
                 result = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=group)
             case False, False:
                 # Backward: each rank's B gives a part of the gradient; the sum makes A's the same on all ranks.
-                result = _same_gradient(narrow, group)
+                result = self._same_gradient(narrow)
         return result
+
+    def _same_gradient(self, narrow: Tensor) -> Tensor:
+        """Nothing forward; backward one all-reduce of the gradient."""
+        same: Tensor = copy_to_tensor_model_parallel_region(narrow, group=self._tp)
+        return same
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if self._section.dropout == 0 or not self.training:
@@ -195,12 +200,6 @@ class LinearAdapter(Adapter):
 
     def _of(self, name: str, kind: str) -> nn.Parameter:
         return self.get_parameter(f"{name}_{kind}")
-
-
-def _same_gradient(narrow: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Nothing forward; backward one all-reduce of the gradient."""
-    same: Tensor = copy_to_tensor_model_parallel_region(narrow, group=group)
-    return same
 
 
 def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:

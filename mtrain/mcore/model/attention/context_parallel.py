@@ -104,7 +104,7 @@ class RowAttention(MegatronModule):
         # Named for another use: it gathers along the first axis, over any group. Its backward sums, since queries of
         # every rank read all keys.
         gathered = gather_from_sequence_parallel_region(part, group=self.cp)
-        return gathered.index_select(0, _row_order(gathered.shape[0], self.cp.size(), gathered.device)[1])
+        return gathered.index_select(0, self._orders(gathered)[1])
 
     def own_heads(self, num_heads: int) -> slice:
         """Of the heads of this rank's queries, those that it attends with: under Ulysses one part of CP, else all."""
@@ -113,6 +113,10 @@ class RowAttention(MegatronModule):
         num_own = num_heads // self.cp.size()
         return slice(self.cp.rank() * num_own, (self.cp.rank() + 1) * num_own)
 
+    def _orders(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """`_row_order` of [seq, ...]."""
+        return _row_order(rows.shape[0], self.cp.size(), rows.device)
+
     def _attend_with_own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
     ) -> Tensor:
@@ -120,7 +124,7 @@ class RowAttention(MegatronModule):
         # Whole rows from here on, so documents and windows need no thought of CP: one run from 0 to the row's end.
         query = self._to_heads(query)
         output = self._attend(query, key, value, [(0, query.shape[0])], documents)
-        held, _ = _row_order(query.shape[0], self.cp.size(), query.device)
+        held, _ = self._orders(query)
         return self._to_sequence(output.index_select(0, held))  # the exchange cuts by rank: zigzag chunks side by side
 
     def _to_heads(self, part: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ class RowAttention(MegatronModule):
         # The receiver goes first, because the all-to-all cuts the first axis in equal parts.
         part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
         part = all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
-        return part.index_select(0, _row_order(cp * seq, cp, part.device)[1])
+        return part.index_select(0, self._orders(part)[1])
 
     def _to_sequence(self, part: Tensor) -> Tensor:
         """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""

@@ -135,8 +135,7 @@ class RouterBalance:
         if not self._rate or not self.routers:
             return
         assert self.counts is not None, "there was no step"
-        # Over TP x CP x DP: together they have routed every token of the batch through these layers, each token once.
-        _sum_over(self._groups.stage, self.counts)
+        self._sum_loads(self.counts)
         # in integers: a mean of counts would have to be rounded
         # Mean minus count, times the number of experts: the sign is the same.
         signs = (self.counts.sum(1, keepdim=True) - self.counts * self.counts.shape[1]).sign()
@@ -144,6 +143,10 @@ class RouterBalance:
             assert router.expert_bias is not None  # a rule of the section
             router.expert_bias.add_(sign, alpha=self._rate)
         self.counts = None
+
+    def _sum_loads(self, counts: Tensor) -> None:
+        # Over TP x CP x DP: together they have routed every token of the batch through these layers, each token once.
+        _sum_over(self._groups.stage, counts)
 
 
 class RouterStats:
