@@ -12,7 +12,7 @@ from mtrain.cli.data.tokenize import tokenize
 from mtrain.cli.data.train_tokenizer import train_tokenizer
 from mtrain.cli.generate import generate
 from mtrain.cli.init import init
-from mtrain.cli.launch import launch_app
+from mtrain.cli.launch.app import launch_app
 from mtrain.cli.plot import plot
 from mtrain.cli.status import status
 from mtrain.cli.train import train

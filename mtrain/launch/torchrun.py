@@ -1,13 +1,15 @@
-"""torchrun that no stop signal ends while it loads: `python -m mtrain.launch.torchrun` takes torchrun's own arguments.
+"""torchrun that no stop signal ends while it loads, and whose exit code is that of the rank that failed first.
 
-torchrun handles signals only once it starts its ranks, seconds after its own start, and a rank handles them a moment
-later still. So they are blocked before torch is imported, which the ranks inherit until their handlers stand
-(`StopSignal`), and let through to torchrun when it has started all of its ranks. torchrun then passes them on.
+`python -m mtrain.launch.torchrun` takes torchrun's own arguments. torchrun handles signals only once it starts its
+ranks, seconds after its own start, and a rank handles them a moment later still. So they are blocked before torch is
+imported, which the ranks inherit until their handlers stand (`StopSignal`), and let through to torchrun when it has
+started all of its ranks. torchrun then passes them on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -17,20 +19,58 @@ import psutil
 
 from mtrain.base.signals import STOP_SIGNALS
 
+STOPPED = 75
+"""Exit code after a stop signal: what was begun is saved, and may be started again (EX_TEMPFAIL of sysexits.h)."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # communication is queued in the order in which it was issued
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGHUP",  # torchrun passes them on to its ranks,
+    "PET_SHUTDOWN_TIMEOUT": "300",  # which get so many seconds to save
+}
+"""What the ranks and torchrun need, unless it is set."""
 _POLL_S = 0.05
+
+
+def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
+    """How one node of several is named to torchrun.
+
+    Args:
+        nodes: How many there are.
+        ranks_per_node: Of each.
+        node_rank: Of this one; text, since others may fill it in.
+        first_node: Host name or address of node 0.
+        port: On that node, and free there.
+    """
+    return [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={ranks_per_node}",
+        f"--node-rank={node_rank}",
+        f"--master-addr={first_node}",
+        f"--master-port={port}",
+    ]
 
 
 def main() -> None:
     """Runs torchrun in this process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_let_through, name="signals", daemon=True).start()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
     try:
         run()
     except SignalException as stop:
-        sys.exit(f"torchrun was stopped by {stop.sigval.name}; REQUEUE in the run folder says whether they saved")
+        text = f"torchrun was stopped by {stop.sigval.name}; REQUEUE in the run folder says whether the ranks saved"
+        print(text, file=sys.stderr)
+        sys.exit(STOPPED)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        print(f"error: rank {rank} failed first on this node, with exit code {failure.exitcode}", file=sys.stderr)
+        # negative: the number of the signal that killed it, which shells write as 128 + number
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 
 
 def _let_through() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from mtrain.base.errors import ConfigError
+from mtrain.launch.checked import check_printable
 
 ContainerRuntime = Literal["pyxis", "apptainer"]
 
@@ -86,7 +87,7 @@ class SlurmOptions:
         if self.container is None and self.mounts:
             raise ConfigError("--mounts is given without --container; name the image, or remove it")
         for text in (self.container, *self.mounts):
-            _check_printable("--container or --mounts", text)
+            check_printable("--container or --mounts", text)
         self._check_env_file()
         for option in self.more:
             _check_option(option)
@@ -129,7 +130,7 @@ class SlurmOptions:
         """A line that the job would pass over in silence is refused now."""
         if self.env_file is None:
             return
-        _check_printable("--env-file", str(self.env_file))
+        check_printable("--env-file", str(self.env_file))
         try:
             lines = self.env_file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as fault:
@@ -183,11 +184,6 @@ def _check(option: str, value: str | None, form: re.Pattern[str]) -> None:
         raise ConfigError(f"{option} is {value!r}, but may hold only {form.pattern}; change it")
 
 
-def _check_printable(option: str, text: str | None) -> None:
-    if text is not None and not text.isprintable():
-        raise ConfigError(f"{option} holds {text!r}, a control character; remove it")
-
-
 def _check_option(option: str) -> None:
     found = _OPTION.fullmatch(option)
     if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
@@ -205,4 +201,4 @@ def checked_paths(paths: Sequence[Path]) -> None:
         ConfigError: One holds a control character.
     """
     for path in paths:
-        _check_printable("a path", str(path))
+        check_printable("a path", str(path))

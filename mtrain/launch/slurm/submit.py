@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,10 @@ from pathlib import Path
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.base.files import disk_faults
-from mtrain.config.load import config_yaml, load_config
-from mtrain.config.renamed import RenamedKeyWarning
-from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.config.load import config_yaml
+from mtrain.launch.checked import checked_config
 from mtrain.launch.slurm.options import SlurmOptions, checked_paths
 from mtrain.launch.slurm.script import SlurmJob, render
-from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 
 SCRIPT = "job.sbatch"
@@ -77,11 +74,7 @@ def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptio
     Raises:
         ConfigError: The configuration is wrong, or does not run on the job's ranks.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 notes them
-        config = load_config(paths, overrides)
-    Layout.from_config(config, options.num_ranks)
-    refuse_unexportable(config)
+    config = checked_config(paths, overrides, options.num_ranks)
     run_dir, work_dir = Path(config.run.dir).absolute(), Path.cwd()
     _check_run_dir(run_dir)
     checked_paths([work_dir, *paths])

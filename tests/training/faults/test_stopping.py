@@ -106,8 +106,8 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
 @pytest.mark.fault(
     "signals",
     "SIGUSR1 while torchrun loads",
-    happens="every rank leaves with the marker REQUEUE; torchrun itself says 1",
-    exit_code=1,
+    happens="every rank leaves with the marker REQUEUE; torchrun itself with 75, which is to start again",
+    exit_code=75,
 )
 def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
     command: Any, start_cold: Any, tmp_path: Path, notice: Notice

@@ -5,13 +5,16 @@ from typing import Annotated
 import typer
 
 from mtrain.cli.arguments import ConfigArguments, split_arguments
-from mtrain.cli.launch_slurm import slurm
+from mtrain.cli.launch.kubernetes import kubernetes, torchrun
+from mtrain.cli.launch.slurm import slurm
 from mtrain.cli.messages import one_message
 
 launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
 
 
 launch_app.command()(slurm)
+launch_app.command()(kubernetes)
+launch_app.command()(torchrun)
 
 
 @launch_app.command()

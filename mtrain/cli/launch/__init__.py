@@ -1,0 +1,1 @@
+"""`mtrain launch`: starts the ranks of a run, here or elsewhere."""

@@ -1,0 +1,1 @@
+"""Runs on Kubernetes: one manifest, a ConfigMap with the configuration and a JobSet with the ranks."""
