@@ -40,7 +40,12 @@ class Cluster:
     """Up inside the `with` block; every process that it started is gone afterwards."""
 
     def __init__(
-        self, folder: Path, num_nodes: int = 2, cpus: int = 2, settings: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        num_nodes: int = 2,
+        cpus: int = 2,
+        settings: Mapping[str, str] | None = None,
+        partitions: Sequence[str] = ("debug Nodes=ALL Default=YES",),
     ) -> None:
         """
         Args:
@@ -48,9 +53,10 @@ class Cluster:
             num_nodes: They are called n1, n2, ...
             cpus: Of each node; more than the machine has is fine.
             settings: Of slurm.conf, beside or instead of ours.
+            partitions: As in slurm.conf, behind PartitionName=.
         """
         self.folder, self.nodes = folder, [f"n{number}" for number in range(1, num_nodes + 1)]
-        self._cpus, self._settings = cpus, dict(settings or {})
+        self._cpus, self._settings, self._partitions = cpus, dict(settings or {}), partitions
         self.conf = folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {**_without_slurm(os.environ), "SLURM_CONF": str(self.conf)}
@@ -97,6 +103,15 @@ class Cluster:
         """What Slurm knows of a job, by name: JobState, Restarts, ExitCode, ..."""
         text = self.run("scontrol", "show", "job", "-o", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def minutes(self, number: str) -> int:
+        """For how many full minutes a job has run since its latest start."""
+        hours, minutes, _ = self.job(number)["RunTime"].split("-")[-1].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def nodes_of(self, number: str) -> list[str]:
+        """Where a job runs, or has run last."""
+        return self.run("scontrol", "show", "hostnames", self.job(number)["NodeList"]).split()
 
     def wait_for_job(self, number: str, states: Sequence[str], limit_s: float = 120) -> dict[str, str]:
         """What Slurm knows of a job once it is in one of these states."""
@@ -147,6 +162,12 @@ class Cluster:
                 if number == process.pid or "slurmstepd" in _name(number)
             ]
         self._kill(pids)
+
+    def signal_script(self, job: str, number: signal.Signals) -> None:
+        """Sends the batch script of a job what Slurm would send it, without a controller."""
+        for process in self._left_behind():
+            if _environ(process).get("SLURM_JOB_ID") == job and "slurm_script" in _name(process.pid):
+                process.send_signal(number)
 
     def _kill(self, pids: Sequence[int]) -> None:
         for pid in dict.fromkeys(pids):
@@ -222,8 +243,7 @@ class Cluster:
             f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={here} Port={port} CPUs={self._cpus} RealMemory=4000"
             for node, port in zip(self.nodes, ports[1:], strict=True)
         ]
-        if "PartitionName" not in settings:
-            lines.append(f"PartitionName=debug Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP")
+        lines += [f"PartitionName={partition} MaxTime=INFINITE State=UP" for partition in self._partitions]
         self.conf.write_text("\n".join(lines) + "\n")
 
 

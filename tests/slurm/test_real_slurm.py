@@ -6,9 +6,11 @@ Every job that was interrupted and went on must leave the metrics of one that wa
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from mtrain.metrics.record import OF_THE_MACHINE
 from tests.paths import ROOT
 from tests.slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 64}
@@ -41,14 +43,19 @@ class Runs:
         self.cluster, self.folder = cluster, folder
         (folder / "run.yaml").write_text(CONFIG)
 
-    def submit(self, name: str, *options: str, environment: Mapping[str, str] | None = None) -> tuple[str, Path]:
+    def submit(
+        self,
+        name: str,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+        keep_environment: bool = False,
+    ) -> tuple[str, Path]:
         """The number of the job and its run folder, whose name has what a shell would trip over."""
         run_dir = self.folder / f"{name} $(x) %j"
-        env_file = self.folder / f"{name}.env"
-        env_file.write_text(environment_lines(environment or {}))
-        env_file.chmod(0o600)
+        if not keep_environment:
+            self._write_environment(name, environment or {})
         command = [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", f"run.dir={run_dir}"]
-        given = ["--nodes=2", "--ntasks-per-node=2", f"--env-file={env_file}", *options]
+        given = ["--nodes=2", "--ntasks-per-node=2", f"--env-file={self.folder / name}.env", *options]
         done = subprocess.run(
             [*command, *given],
             cwd=self.folder,
@@ -59,6 +66,25 @@ class Runs:
         )
         assert done.returncode == 0, done.stderr
         return (run_dir / "submissions" / "0001" / "job_id").read_text().strip(), run_dir
+
+    def hold_next(self, name: str, rank: int, step: int, phase: Phase) -> None:
+        """The next start of the job waits there until it is asked to stop."""
+        fault = InjectedFault("await_stop", rank=rank, step=step, phase=phase)
+        reached = self.reached(name, phase, step)
+        self._write_environment(name, {VARIABLE: str(fault), REACHED: str(reached)})
+
+    def hold_no_more(self, name: str) -> None:
+        """The next start of the job waits nowhere."""
+        self._write_environment(name, {})
+
+    def reached(self, name: str, phase: Phase, step: int) -> Path:
+        """Is there once the job waits in this phase."""
+        return self.folder / f"{name}-{phase}-{step}.reached"
+
+    def _write_environment(self, name: str, more: Mapping[str, str]) -> None:
+        env_file = self.folder / f"{name}.env"
+        env_file.write_text(environment_lines(more))
+        env_file.chmod(0o600)
 
     def ended(self, job: str, limit_s: float = 400) -> dict[str, str]:
         """What Slurm knows of the job when it has ended for good."""
@@ -95,33 +121,73 @@ def uninterrupted(runs: Runs) -> list[dict[str, Any]]:
     return metrics(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("phase", "step"),
-    [(Phase.START, 0), (Phase.BUILD, 0), (Phase.FORWARD_BACKWARD, 2), (Phase.VALIDATION, 3), (Phase.SAVE, 2)],
-    ids=str,
+PHASES = (
+    (Phase.START, 0),
+    (Phase.BUILD, 0),
+    (Phase.FORWARD_BACKWARD, 2),
+    (Phase.VALIDATION, 3),
+    (Phase.SAVE, 4),
 )
-def test_a_run_asked_to_stop_goes_on_bit_for_bit(
-    runs: Runs, uninterrupted: list[dict[str, Any]], phase: Phase, step: int
+
+
+def test_a_job_asked_to_stop_in_every_phase_goes_on_bit_for_bit(
+    runs: Runs, uninterrupted: list[dict[str, Any]]
 ) -> None:
-    reached = runs.folder / f"{phase}.reached"
-    fault = str(InjectedFault("await_stop", rank=3, step=step, phase=phase))
-    job, run_dir = runs.submit(phase, environment={VARIABLE: fault, REACHED: str(reached)})
-    runs.cluster.wait(reached.exists, f"rank 3 in {phase}", 200)
-    # a requeued job gets another environment: at the start the fault would be there again
-    (runs.folder / f"{phase}.env").write_text(environment_lines({}))
+    """One job, stopped six times in a row: while its ranks load torch, and then in each of PHASES."""
+    job, run_dir = runs.submit("phases")
+    # Slurm forgets a signal that comes before the script runs
+    runs.cluster.wait((run_dir / "logs" / f"job-{job}-0").is_dir, "the script", 60)
+    for restarts, (phase, step) in enumerate(PHASES, 1):
+        # before the signal: the requeued job reads its environment when it starts
+        runs.hold_next("phases", rank=3, step=step, phase=phase)
+        runs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+        runs.cluster.wait(runs.reached("phases", phase, step).exists, f"rank 3 in {phase}", 200)
+        assert runs.cluster.job(job)["Restarts"] == str(restarts)
+    runs.hold_no_more("phases")
     runs.cluster.run("scancel", "--batch", "--signal=USR1", job)
     known = runs.ended(job)
-    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), output(run_dir)
+    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", str(len(PHASES) + 1)), output(run_dir)
     assert metrics(run_dir) == uninterrupted
 
 
-def test_a_signal_while_ranks_load_torch_costs_nothing(runs: Runs, uninterrupted: list[dict[str, Any]]) -> None:
-    job, run_dir = runs.submit("early")
-    # Slurm forgets a signal that comes before the script runs
-    runs.cluster.wait((run_dir / "logs" / f"job-{job}-0").is_dir, "the script", 60)
-    runs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+def test_a_job_survives_what_a_cluster_does_in_a_night(runs: Runs, uninterrupted: list[dict[str, Any]]) -> None:
+    """One job meets its time limit, a preemption, a new controller, a new slurmd, and the loss of a node."""
+    cluster, held = runs.cluster, partial(runs.hold_next, "night", rank=0, phase=Phase.FORWARD_BACKWARD)
+    held(step=1)
+    job, run_dir = runs.submit("night", "--partition=low", "--time=10", keep_environment=True)
+    cluster.wait(runs.reached("night", Phase.FORWARD_BACKWARD, 1).exists, "rank 0 in step 1", 200)
+
+    held(step=2)
+    # so near that Slurm asks for the end at once; the next attempt has all the time that it needs
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={cluster.minutes(job) + 2}")
+    cluster.wait((run_dir / "REQUEUE").exists, "the ranks' marker", 60)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    cluster.wait(runs.reached("night", Phase.FORWARD_BACKWARD, 2).exists, "the time limit", 300)
+    assert cluster.job(job)["Restarts"] == "1"
+
+    held(step=3)
+    urgent = cluster.submit("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    cluster.wait(runs.reached("night", Phase.FORWARD_BACKWARD, 3).exists, "the preemption", 200)
+    assert cluster.job(urgent)["JobState"] == "COMPLETED"
+    assert cluster.job(job)["Restarts"] == "2"
+
+    held(step=4)
+    node = cluster.nodes_of(job)[-1]
+    cluster.kill_node(node, with_tasks=False)
+    cluster.start_node(node)
+    cluster.kill_controller()
+    cluster.signal_script(job, signal.SIGUSR1)
+    cluster.wait((run_dir / "REQUEUE").exists, "the ranks' marker", 60)
+    cluster.start_controller()
+    cluster.wait(runs.reached("night", Phase.FORWARD_BACKWARD, 4).exists, "the end of the new controller", 200)
+    assert cluster.job(job)["Restarts"] == "3"
+
+    runs.hold_no_more("night")
+    nodes = cluster.nodes_of(job)
+    cluster.kill_node(nodes[-1], with_tasks=True)
     known = runs.ended(job)
-    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), output(run_dir)
+    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "4"), output(run_dir)
+    assert cluster.nodes_of(job) == sorted({"n3", "n4", "n5"} - {nodes[-1]})
     assert metrics(run_dir) == uninterrupted
 
 
@@ -150,5 +216,12 @@ def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+    # jobs in `low` give way to those in `high`, and get time to save
+    preemption = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    partitions = (
+        "debug Nodes=n1,n2 Default=YES",
+        "low Nodes=n3,n4,n5 PriorityTier=1 GraceTime=60",
+        "high Nodes=n3,n4,n5 PriorityTier=10",
+    )
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", 5, 2, preemption, partitions) as cluster:
         yield cluster
