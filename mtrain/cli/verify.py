@@ -1,4 +1,4 @@
-"""`mtrain verify`: three checks of the promise with one body and one set of options."""
+"""`mtrain verify`: four checks of the promise with one body and one set of options."""
 
 import functools
 import inspect
@@ -26,15 +26,17 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
     if not wanted:
         return
     from mtrain.verify.planted.inject import NAMES
+    from mtrain.verify.preempt.inject import PREEMPT_FAULTS
     from mtrain.verify.resume.inject import RESUME_NAMES
 
-    print(*(RESUME_NAMES if context.info_name == resume.__name__ else NAMES), sep="\n")
+    of_verbs = {resume.__name__: RESUME_NAMES, preempt.__name__: tuple(fault.name for fault in PREEMPT_FAULTS)}
+    print(*of_verbs.get(context.info_name or "", NAMES), sep="\n")
     raise typer.Exit
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What each of the three takes: every field is an option of its command line."""
+    """What each of the four takes: every field is an option of its command line."""
 
     layouts: Annotated[
         str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
@@ -118,6 +120,20 @@ def resume(
         return verify_resume(config, ResumeRequest(**options.request(), at=at), _show)
 
     _verify("resume", arguments, options, run)
+
+
+@verify_app.command()
+@_with_options(steps=6)
+def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
+    """Starts a small copy of the run for real and stops it by signals in every phase; exit 0 pass, 1 fail."""
+
+    def run(config: "Config") -> "Report":
+        from mtrain.verify.parity.run import Request  # loads torch
+        from mtrain.verify.preempt.run import verify_preempt
+
+        return verify_preempt(config, Request(**options.request()), _show)
+
+    _verify("preempt", arguments, options, run)
 
 
 @verify_app.command()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from mtrain.base.errors import DataError
-from mtrain.verify.report.text import HF, PARITY, RESUME, TENSOR_KINDS, TITLES, ReportText
+from mtrain.verify.report.text import HF, PARITY, PREEMPT, RESUME, TENSOR_KINDS, TITLES, ReportText
 
 FORMAT = 1
 """Of the JSON file; raised when a field changes its meaning."""
@@ -224,6 +224,14 @@ class ResumeReport(Report):
     """Of `mtrain verify resume`; the reference is the run that never stopped."""
 
     text = RESUME
+
+
+@dataclass(frozen=True)
+class PreemptReport(Report):
+    """Of `mtrain verify preempt`; the reference is the run that nothing stopped, and no tensor is compared but in
+    files."""
+
+    text = PREEMPT
 
 
 @dataclass(frozen=True)

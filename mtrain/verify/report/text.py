@@ -20,6 +20,7 @@ TITLES = {
     "exp_avg_sq": "second moments",
     "random": "random states",
     "records": "records",
+    "files": "checkpoint files",
 }
 """Every kind of quantity, in the order in which a step computes them, and its name for readers."""
 
@@ -44,6 +45,7 @@ IN_WORDS = {
     "exp_avg_sq": "second moment of {name}",
     "random": "random state {name}",
     "records": "{name} in metrics.jsonl",
+    "files": "{name} of the last checkpoint",
 }
 
 
@@ -182,6 +184,40 @@ RESUME = ReportText(
         "forward pass. A cross marks what must not be."
     ),
     everything="resuming changes the run, even on the layout that saved",
+    undecided="",
+)
+
+PREEMPT = ReportText(
+    verb="preempt",
+    noun="stop",
+    columns={
+        "lr": ("lr",),
+        "denominator": ("denominator",),
+        "loss": ("loss",),
+        "gradient": ("grad_norm",),
+        "records": ("records",),
+        "checkpoint": ("files",),
+    },
+    maps=(),
+    shows_tolerances=False,
+    agreement="stops cost the run nothing",
+    disagreement="stops changed or lost the run",
+    headline="The run was stopped {count} times by a signal and is the run that nothing stopped.",
+    failed_headline="{failed} of {count} stops changed or lost the run.",
+    caption="After each stop, the deviation from the run that nothing stopped; seconds from the signal to the end",
+    length="The run has {steps} steps.",
+    compared=(
+        "One run was started again and again by the real launcher and asked to stop by a real signal, each time in "
+        "another phase. It has to leave the marker REQUEUE, exit with 0, and go on bit for bit: what was recorded in "
+        "each step, and at the end every file of the last checkpoint. Seconds are those from the signal to the end of "
+        "the ranks."
+    ),
+    curves=(
+        "Above: the values. The broad grey band is the run that nothing stopped; on it stand the steps behind each "
+        "stop. Below: the relative deviation."
+    ),
+    tensors="",
+    everything="stopping changes the run wherever it happens",
     undecided="",
 )
 

@@ -67,7 +67,7 @@ def same_layout(
         for step in sorted(own.states.keys() & other.states.keys()):
             found += _states(step, own.states[step], other.states[step])
     found += samples(everyone, straight)
-    found += _recorded(records, expected, everyone[0].start_step)
+    found += recorded(records, expected)
     return found
 
 
@@ -189,8 +189,13 @@ def _difference(own: Print, other: Print) -> float:
     return max(_LEAST, difference / largest if largest > 0 else float("inf") if difference > 0 else 0.0)
 
 
-def _recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord], start: int) -> Iterator[Deviation]:
-    """What metrics.jsonl says, the steps before the stop among it."""
+def recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
+    """What metrics.jsonl says, the steps before the stop among it.
+
+    Args:
+        records: Of the run that was stopped.
+        expected: Of the one that was not.
+    """
     yield from _steps_recorded(records, expected)
     by_step = {record.step: record for record in records}
     for other in expected:

@@ -1,0 +1,258 @@
+"""`mtrain verify preempt`: the user's configuration, made small, stopped by a signal in one phase after the other.
+
+One run is started again and again by the real launcher. Each start is asked to stop somewhere else; the last one runs
+to the end. Afterwards its records and the files of its last checkpoint have to be those of a run that nothing stopped,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import ConfigError
+from mtrain.base.heartbeat import Phase
+from mtrain.config import Config
+from mtrain.config.load import config_yaml
+from mtrain.config.schema.data import FilesSection
+from mtrain.metrics.record import StepRecord
+from mtrain.runs.folder import RunFolder
+from mtrain.verify.core.layouts import Prepared, Trial, full_trial, parse_trials, prepared
+from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
+from mtrain.verify.core.samples import with_loss_tokens
+from mtrain.verify.core.shrink import Shrunk, small
+from mtrain.verify.parity.run import Progress, Request, device_for
+from mtrain.verify.planted.inject import chosen
+from mtrain.verify.preempt.inject import PREEMPT_FAULTS, plant
+from mtrain.verify.preempt.start import (
+    Program,
+    Stop,
+    StopFailedError,
+    launcher,
+    new_process,
+    run_to_end,
+    run_until_stopped,
+)
+from mtrain.verify.resume.compare import recorded, records_of, step_values
+
+LEAST_STEPS = 6
+"""A stop in a validation or a save is heard at the end of the step behind it, which must not be the last one."""
+_VALID_SAMPLES = 4
+
+
+def verify_preempt(
+    config: Config, request: Request, progress: Progress, program: Program = new_process
+) -> PreemptReport:
+    """Runs everything.
+
+    Args:
+        config: The user's.
+        request: The command line.
+        progress: Told of every stop that is done.
+        program: Starts the launcher.
+
+    Raises:
+        ConfigError: The configuration, the layout, the steps or a fault cannot be drilled.
+        MachineError: The device that was asked for is not there.
+        StopFailedError: The run that nothing stops does not come to its end.
+    """
+    if request.num_steps < LEAST_STEPS:
+        raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
+    device, max_ranks = device_for(config, request.max_ranks)
+    shrunk, base = _small(config, request, max_ranks)
+    if request.fault is not None:
+        chosen(request.fault, base.config, (), PREEMPT_FAULTS)
+    with tempfile.TemporaryDirectory(prefix="mtrain-preempt-") as folder:
+        drill = Drill(base, Path(folder), request, program)
+        results = drill.run(progress)
+    samples = "the run's own data" if shrunk.reads_files else "random tokens"
+    return PreemptReport(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment={key: str(value) for key, value in program_versions().items()} | {"device": device},
+        config=base.config.model_dump(mode="json"),
+        changes=shrunk.changes,
+        data=f"{request.num_steps} steps of {samples}",
+        num_steps=request.num_steps,
+        tolerances=(),
+        tensors=(),
+        reference=drill.reference,
+        layouts=tuple(results),
+        injected=request.fault,
+    )
+
+
+def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
+    """The small configuration on the layout of the drill, with the user's precision, dropout, schedule, vocabulary."""
+    trial = full_trial(config, max_ranks)
+    if request.layouts is not None:
+        named = parse_trials(request.layouts, config, max_ranks)
+        if len(named) != 1:
+            raise ConfigError(f"--layouts names {len(named)} layouts, but a drill takes place on one; name one")
+        (trial,) = named
+    steps = request.num_steps
+    also: dict[str, dict[str, Any]] = {
+        "train": {"num_steps": steps},
+        "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, 1), "decay_steps": None},
+        "checkpoint": {"interval_steps": steps - 2, "async_save": config.checkpoint.async_save},
+        "metrics": {"tensorboard": False},
+    }
+    if config.optimizer.schedule == "wsd":
+        also["optimizer"]["decay_steps"] = 1
+    if _can_validate(config):
+        also["valid"] = {"interval_steps": steps - 4, "max_samples": _VALID_SAMPLES}
+    shrunk = with_loss_tokens(lambda length: _with_own_data(config, trial, length, also), config)
+    return shrunk, prepared(trial, shrunk.config)
+
+
+def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, dict[str, Any]]) -> Shrunk:
+    """Real ranks read the tokens as they are, so nothing folds them: the vocabulary stays whole."""
+    shrunk = small(config, [trial], length, also)
+    if not shrunk.reads_files:
+        return shrunk
+    own = {"model": {"vocab_size": config.model.vocab_size}}
+    if isinstance(config.data, FilesSection):
+        own["data"] = {"valid": config.data.model_dump()["valid"]}
+    return small(config, [trial], length, also | own)
+
+
+def _can_validate(config: Config) -> bool:
+    data = config.data
+    return not isinstance(data, FilesSection) or bool(data.valid) or (data.split is not None and data.split[1] > 0)
+
+
+def stops(config: Config) -> Iterator[Stop]:
+    """Where a run of this configuration is stopped, in the order of time."""
+    steps = config.train.num_steps
+    yield Stop(None, 0)
+    yield Stop(Phase.START, 0)
+    yield Stop(Phase.BUILD, 0)
+    yield Stop(Phase.FORWARD_BACKWARD, 1)
+    if config.valid.interval_steps:
+        yield Stop(Phase.VALIDATION, config.valid.interval_steps)
+    yield Stop(Phase.SAVE, steps - 2)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What came of one start."""
+
+    stop: Stop
+    seconds: float
+    last_step: int
+    """Newest step on record when the ranks had ended."""
+    error: str | None = None
+
+
+class Drill:
+    """One run that nothing stops, and one that is stopped again and again."""
+
+    def __init__(self, base: Prepared, folder: Path, request: Request, program: Program) -> None:
+        """
+        Args:
+            base: The small configuration on its layout.
+            folder: For both runs; empty.
+            request: The command line.
+            program: Starts the launcher.
+        """
+        self._base, self._folder, self._fault, self._program = base, folder, request.fault, program
+        self._num_ranks = base.layout.world_size
+
+    def run(self, progress: Progress) -> list[LayoutResult]:
+        """All stops, each with what the steps behind it are worth.
+
+        Raises:
+            StopFailedError: The run that nothing stops does not come to its end.
+        """
+        run_to_end(self._program, launcher(self._config("straight"), self._num_ranks), self._folder / "straight.log")
+        expected = records_of(self._folder / "straight")
+        values = tuple(map(step_values, expected))
+        self.reference = LayoutResult("never stopped", {}, self._num_ranks, 0.0, values, values)
+        results = self._results(list(self._starts()), expected)
+        for result in results:
+            progress(summary(result))
+        return results
+
+    def _starts(self) -> Iterator[_Done]:
+        """Every start that is stopped, and then the last one."""
+        config, run_dir = self._config("stopped"), self._folder / "stopped"
+        log = self._folder / "stopped.log"
+        failed = None
+        for stop in stops(self._base.config):
+            if failed is not None:
+                yield _Done(stop, 0.0, 0, f"not tried: the run was already lost {failed.name}")
+                continue
+            command = launcher(config, self._num_ranks)
+            try:
+                seconds = run_until_stopped(self._program, command, run_dir, stop, self._num_ranks - 1, log)
+            except StopFailedError as fault:
+                failed = stop
+                yield _Done(stop, 0.0, 0, str(fault))
+                continue
+            plant(self._fault, stop, run_dir, config)
+            yield _Done(stop, seconds, _newest(run_dir))
+        if failed is None:
+            try:
+                run_to_end(self._program, launcher(config, self._num_ranks), log)
+            except StopFailedError as fault:
+                self._last_error = str(fault)
+
+    _last_error: str | None = None
+
+    def _results(self, done: Sequence[_Done], expected: Sequence[StepRecord]) -> list[LayoutResult]:
+        """The steps between two stops belong to the first of them: it is what they went on from."""
+        records = records_of(self._folder / "stopped")
+        found = list(recorded(records, expected))
+        if self._last_error is None and done[-1].error is None:
+            found += self._files()
+        results = []
+        for each, following in zip(done, [*done[1:], None], strict=True):
+            is_last, first = following is None, each is done[0]
+            last_step = self._base.config.train.num_steps if following is None else following.last_step
+            steps = range(0 if first else each.last_step + 1, last_step + 1)
+            results.append(
+                LayoutResult(
+                    each.stop.name,
+                    {"phase": "start" if each.stop.phase is None else str(each.stop.phase)},
+                    self._num_ranks,
+                    each.seconds,
+                    steps=tuple(step_values(record) for record in records if record.step in steps),
+                    expected=tuple(step_values(record) for record in expected if record.step in steps),
+                    deviations=tuple(one for one in found if one.step in steps) if each.error is None else (),
+                    error=each.error or (self._last_error if is_last else None),
+                )
+            )
+        return results
+
+    def _files(self) -> Iterator[Deviation]:
+        """The last checkpoint: weights, optimizer and random states, by the digests of its files."""
+        last = self._base.config.train.num_steps
+        own, other = (_digests(self._folder / run, last) for run in ("stopped", "straight"))
+        for name in sorted(own.keys() | other.keys()):
+            yield Deviation("files", name, last, float(own.get(name) != other.get(name)), 0.0)
+
+    def _config(self, run: str) -> Path:
+        config = self._base.config
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(self._folder / run)})})
+        path = self._folder / f"{run}.yaml"
+        path.write_text(config_yaml(config))
+        return path
+
+
+def _newest(run_dir: Path) -> int:
+    if not (run_dir / "metrics.jsonl").exists():  # stopped before its first step
+        return 0
+    return max((record.step for record in records_of(run_dir)), default=0)
+
+
+def _digests(run_dir: Path, step: int) -> dict[str, str]:
+    """Of the files that hold tensors."""
+    folder = RunFolder(run_dir).checkpoints / f"step_{step:08d}"
+    files = json.loads((folder / "mtrain.json").read_text())["files"]
+    return {name: each["sha256"] for name, each in files.items() if name.endswith(".distcp")}

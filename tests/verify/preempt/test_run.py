@@ -1,0 +1,134 @@
+"""`mtrain verify preempt`: a run that is stopped in every phase passes, and what a stop may spoil is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.base.fault_points import REACHED
+from mtrain.base.heartbeat import Phase
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.verify.core.result import PreemptReport
+from mtrain.verify.parity.run import Request
+from mtrain.verify.preempt.inject import PREEMPT_FAULTS
+from mtrain.verify.preempt.run import verify_preempt
+from mtrain.verify.preempt.start import Process, Stop, StopFailedError, run_to_end, run_until_stopped
+from tests.paths import ROOT
+from tests.warm import Command, program_environment
+
+CONFIG = """
+model:
+  {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 64, hidden_dropout: 0.1}
+data: {kind: mock, seq_length: 16}
+layout: {pp: 2}
+train: {global_batch_size: 4, num_steps: 100, precision: bf16}
+optimizer: {lr: 1.0e-3, warmup_steps: 10}
+run: {dir: unused}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return load_config([tmp_path / "run.yaml"], [])
+
+
+def warm(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
+    """The launcher and its ranks without their imports."""
+    log.touch()
+    return Command(list(command), ROOT, {**program_environment(), **more})
+
+
+def drill(config: Config, max_ranks: int = 2, fault: str | None = None, steps: int = 6) -> PreemptReport:
+    request = Request(layouts=None, num_steps=steps, max_ranks=max_ranks, fault=fault, command="mtrain verify preempt")
+    return verify_preempt(config, request, lambda line: None, warm)
+
+
+def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config) -> None:
+    report = drill(config)
+    assert report.passed, [(layout.name, layout.error, layout.first_failure()) for layout in report.layouts]
+    phases = ["start", "start", "build", "forward_backward", "validation", "save"]
+    assert [layout.axes["phase"] for layout in report.layouts] == phases
+    assert report.reference.num_ranks == 2
+    assert [step.step for step in report.reference.steps] == [1, 2, 3, 4, 5, 6]
+    # every step is behind one stop, and compared
+    assert sorted(step.step for layout in report.layouts for step in layout.steps) == [1, 2, 3, 4, 5, 6]
+    compared = {(one.kind, one.step) for layout in report.layouts for one in layout.deviations}
+    assert {("loss", 1), ("grad_norm", 4), ("lr", 2), ("records", 3), ("files", 6)} <= compared
+    assert all(layout.seconds > 0 for layout in report.layouts)
+    assert PreemptReport.from_json(report.to_json()) == report
+
+
+FOUND = {"record-lost": "records", "record-repeated": "records", "rate-changed": "lr"}
+
+
+@pytest.mark.parametrize("fault", [fault.name for fault in PREEMPT_FAULTS])
+def test_what_a_stop_may_spoil_is_found(config: Config, fault: str) -> None:
+    report = drill(config, max_ranks=1, fault=fault)
+    failed = [layout for layout in report.layouts if not layout.passed]
+    assert failed
+    found = failed[0].first_failure()
+    assert found is None or found.kind == FOUND[fault]
+    assert found is not None or failed[0].error is not None
+
+
+class Ended:
+    """A launcher that has ended by itself."""
+
+    pid = 0
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def wait(self) -> int:
+        return self._code
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize(("code", "marker", "said"), [(137, True, "exit code 137"), (0, False, "no marker REQUEUE")])
+def test_a_stop_that_loses_the_run_is_said(tmp_path: Path, code: int, marker: bool, said: str) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    run_dir.mkdir()
+
+    def program(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
+        Path(more[REACHED]).touch()
+        log.write_text("what it said\n")
+        if marker:
+            (run_dir / "REQUEUE").touch()
+        return Ended(code)
+
+    with pytest.raises(StopFailedError, match=said) as raised:
+        run_until_stopped(program, ["x"], run_dir, Stop(Phase.SAVE, 1), 0, log)
+    assert "what it said" in str(raised.value)
+
+
+def test_a_run_that_never_gets_there_is_said(tmp_path: Path) -> None:
+    def program(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
+        log.write_text("error: no such file\n")
+        return Ended(3)
+
+    with pytest.raises(StopFailedError, match="ended with 3 before it got there\nerror: no such file"):
+        run_until_stopped(program, ["x"], tmp_path / "run", Stop(Phase.SAVE, 1), 0, tmp_path / "log")
+    with pytest.raises(StopFailedError, match="exit code 3\nerror: no such file"):
+        run_to_end(program, ["x"], tmp_path / "log")
+
+
+def test_too_few_steps_are_refused(config: Config) -> None:
+    with pytest.raises(ConfigError, match="--steps 5 is too few"):
+        drill(config, steps=5)
+
+
+def test_a_drill_has_one_layout(config: Config) -> None:
+    request = Request(layouts="tp2,pp2", num_steps=6, max_ranks=2, fault=None, command="")
+    with pytest.raises(ConfigError, match="a drill takes place on one"):
+        verify_preempt(config, request, lambda line: None, warm)
