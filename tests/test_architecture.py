@@ -19,7 +19,7 @@ from tests.paths import ROOT
 
 PACKAGES_BY_LAYER: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "base", "hf"}),
-    frozenset({"config", "hf.schema", "launch", "plan", "runs", "tokenizer"}),  # still without torch
+    frozenset({"config", "hf.schema", "launch", "plan", "runs", "tokenizer", "watch"}),  # still without torch
     frozenset({"loss"}),
     frozenset({"checkpoint", "data", "hf.io", "metrics"}),  # do not import each other
     frozenset({"mcore"}),  # the only one that imports megatron-core

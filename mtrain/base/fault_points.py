@@ -6,6 +6,7 @@ The environment variable MTRAIN_TEST_FAULT names one fault, rank, step and phase
 
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -25,7 +26,8 @@ class InjectedFault(NamedTuple):
     """What is to happen where."""
 
     kind: str
-    """kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
+    """gil: the thread never gives the interpreter's lock back. loop: it runs in circles.
+    kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
     stops for ever. slow: it takes a second longer, every time. await_stop: the thread makes the file that the
     environment variable REACHED names, and waits until this process is sent a stop signal. full: the disk has no space
     left. nan, huge: a number of the training state becomes nan or 3e38."""
@@ -68,6 +70,10 @@ def fault_point(phase: str, rank: int, step: int) -> None:
         return
     while fault.kind == "hang":
         time.sleep(3600)
+    if fault.kind == "gil":
+        re.match("(a+)+$", "a" * 100 + "b")  # re keeps the lock, and tries 2^100 ways
+    while fault.kind == "loop":
+        pass
     if fault.kind == "await_stop":
         Path(os.environ[REACHED]).touch()
         with StopSignal() as stop:

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from mtrain.base import pulse
 from mtrain.base.fault_points import fault_point
 
 _BEATS_PER_TIMEOUT = 20
@@ -69,11 +71,18 @@ class Beat:
     """Once the rank has left: the error that ended it, or `done`."""
     memory_bytes: int | None = None
     """What the rank needed in its last step: the peak on its GPU, or what is resident on a CPU; None before that."""
+    start: int = 0
+    """Number of the run's start that the rank belongs to."""
+    changed_s: float = 0.0
+    """Monotonic time of the rank's node at which it last did something: other ranks see whether it changes."""
+    call: str | None = None
+    """The collective or message that the rank waits for, with its number in the rank's own count; None outside."""
 
     @property
     def place(self) -> str:
         """For people."""
-        return f"{self.phase} of step {self.step}" if self.step else self.phase
+        inside = f"{self.phase} of step {self.step}" if self.step else self.phase
+        return f"{inside}, waiting in {self.call}" if self.call else inside
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -98,20 +107,32 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 class Heartbeat:
     """Inside the `with` block a thread writes this rank's beats."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        start: int = 0,
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             folder: The run's `heartbeats`.
             rank: Of this process.
             world_size: How many ranks beat there.
             timeout_s: How long ranks wait for each other; beats are short against it.
+            start: Number of this start of the run; where a later one beats, this one falls silent.
+            on_beat: Called by the thread at every beat; may raise OSError.
         """
-        self._folder, self._world_size = folder, world_size
+        self._folder, self._world_size, self._on_beat = folder, world_size, on_beat
         shortest, longest = _INTERVALS_S
         own_s = min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest), longest)
         self._interval_s = max(own_s, world_size / _MAX_BEATS_PER_S)
         now = time.time()
-        self._beat = Beat(rank, os.getpid(), 0, Phase.START, now, now)
+        self._beat = Beat(rank, os.getpid(), 0, Phase.START, now, now, start=start)
+        self._phases_s: dict[str, float] = {}
+        self._entered_s = time.monotonic()
         self._changed, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -125,6 +146,17 @@ class Heartbeat:
         """The step in work, counted from 1."""
         return self._beat.step
 
+    @property
+    def place(self) -> str:
+        """What this rank does, for people."""
+        return self._beat.place
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds in each phase so far, since the block began."""
+        now, phase = time.monotonic() - self._entered_s, self._beat.phase
+        return {**self._phases_s, str(phase): self._phases_s.get(phase, 0.0) + now}
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -135,6 +167,11 @@ class Heartbeat:
 
     def enter(self, phase: Phase, step: int) -> None:
         """This rank begins the phase; written by the thread, a moment later."""
+        if (own := pulse.current()) is not None:
+            own.enter(phase, step)
+        now, before = time.monotonic(), self._beat.phase
+        self._phases_s[before] = self._phases_s.get(before, 0.0) + now - self._entered_s
+        self._entered_s = now
         self._beat = replace(self._beat, phase=phase, step=step, since_s=time.time())
         self._changed.set()
         fault_point(phase, self._beat.rank, step)
@@ -164,6 +201,8 @@ class Heartbeat:
             self._changed.clear()
             with contextlib.suppress(OSError):  # the next beat tries again; training matters more
                 self._write()
+            with contextlib.suppress(OSError):
+                self._on_beat()
             if has_ended:
                 return
             self._ended.wait(self._interval_s / _CHANGES_PER_INTERVAL)
@@ -171,13 +210,24 @@ class Heartbeat:
 
     def _write(self) -> None:
         """Opened and closed each time, so that other nodes see it on a network file system."""
-        text = json.dumps(asdict(replace(self._beat, written_s=time.time())))
+        before = read_beat(self._folder, self._beat.rank)
+        if before is not None and before.start > self._beat.start:
+            return  # a later start of the run beats here, as this one was taken for dead
+        text = json.dumps(asdict(replace(self._beat, written_s=time.time(), **_pulse_fields())))
         self._folder.mkdir(parents=True, exist_ok=True)
         file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
         finally:
             os.close(file)
+
+
+def _pulse_fields() -> dict[str, Any]:
+    """What this process's pulse knows beyond the phase."""
+    if (own := pulse.current()) is None:
+        return {}
+    state = own.state
+    return {"changed_s": state.changed_s, "call": f"{state.call} {state.calls}" if state.is_waiting else None}
 
 
 def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import typer
 
 from mtrain.base.errors import MtrainError
+from mtrain.runs.failure import told_summary
 
 
 @contextmanager
@@ -18,9 +19,10 @@ def one_message() -> Iterator[None]:
     try:
         yield
     except MtrainError as error:
-        rank = this_rank()
-        if rank == 0 or not error.on_every_rank:
-            print(f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr, flush=True)
+        rank, text = this_rank(), _told(error)
+        if text is None and (rank == 0 or not error.on_every_rank):
+            text = f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}\n"
+        print(text or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -33,10 +35,19 @@ def prefixed_traceback() -> Iterator[None]:
         yield
     except MtrainError:
         raise
-    except Exception:
+    except Exception as error:
         lines = traceback.format_exc().splitlines()
         print("\n".join(f"[rank {this_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
+        print(_told(error) or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(1) from None
+
+
+def _told(error: Exception) -> str | None:
+    """The summary, where this process has to show it; empty where the local launcher will; None where there is none."""
+    summary = told_summary(error)
+    if summary is None or "MTRAIN_LAUNCH" in os.environ:
+        return summary and ""
+    return summary if not {"RANK", "SLURM_PROCID"} & os.environ.keys() else None
 
 
 def this_rank() -> int:

@@ -11,10 +11,13 @@ def train(arguments: ConfigArguments) -> None:
     """Trains as one rank: under torchrun, under srun, or alone."""
     with one_message(), prefixed_traceback():
         from mtrain.plan.layout import Layout
+        from mtrain.watch.rank import watched
 
-        world_size = RankEnvironment.from_environ(os.environ).world_size
+        environment = RankEnvironment.from_environ(os.environ)
         config = loaded_config(arguments)
-        Layout.from_config(config, world_size)
-        from mtrain.training.trainer import train as run_training  # torch, only after the configuration is proved right
+        Layout.from_config(config, environment.world_size)
+        with watched(config, environment):
+            # torch, only after the configuration is proved right, and under the eyes of the watchdog
+            from mtrain.training.trainer import train as run_training
 
-        run_training(config)
+            run_training(config)

@@ -17,6 +17,7 @@ NEUTRAL_KEYS = (
     "valid",
     "checkpoint",
     "metrics",
+    "watch",
     "train.num_steps",
     "train.micro_batch_size",
     "train.tokens_per_micro_batch",

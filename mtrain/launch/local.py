@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,16 +21,22 @@ import psutil
 
 from mtrain.base.errors import MachineError, RankLostError
 from mtrain.base.files import disk_faults
+from mtrain.base.heartbeat import Beat
 from mtrain.base.signals import STOP_SIGNALS, StopSignal
 from mtrain.config.load import load_config
 from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.launch.watch import Failure, Heartbeats, Rank, RankWatch
 from mtrain.plan.layout import Layout
+from mtrain.runs.failure import FailureClass, FailureRecord, last_failure, last_summary, record_failure
+from mtrain.watch.place import node_folder
+from mtrain.watch.watchdog import ENDING
 
 MARK = "MTRAIN_LAUNCH"
 """Environment variable by which a launch finds every process that comes from its ranks."""
 
 _PORTS = (15000, 32768)
+_AFTER_WATCHDOG_S = 12.0
+_POLL_S = 0.05
 _LOG_LINES = 60
 """Lines of a failing rank's log that are shown."""
 _INTERRUPTED = 128 + signal.SIGINT
@@ -51,7 +58,9 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
     Layout.from_config(config, num_ranks)
     command = [sys.executable, "-m", "mtrain", "train", *map(str, paths), *overrides]
     folder = Path(config.run.dir)
-    heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s)
+    # where there is a watchdog it speaks first, as it knows more
+    patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0
+    heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s + patience_s)
     return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
 
 
@@ -85,21 +94,30 @@ def run_ranks(
     Raises:
         MachineError: the log folder cannot be written.
     """
+    mark = secrets.token_hex(8)
     try:
-        with StopSignal() as stop, _started(command, num_ranks, log_dir) as ranks:
+        with StopSignal() as stop, _started(command, num_ranks, log_dir, mark) as ranks:
             failure = RankWatch(ranks, stop, grace_s, heartbeats).wait()
+            if failure is not None:
+                _await_watchdog(mark)  # before it is ended with all that came from the ranks
     except KeyboardInterrupt:
         return _INTERRUPTED
     if failure is None:
         return 0
-    _show(failure, ranks[0], heartbeats)
-    return failure.exit_code
+    first = None if heartbeats is None else _first_cause(failure, heartbeats, log_dir.parent, mark)
+    if first is None:
+        _show(failure, ranks[0], heartbeats)
+        return failure.exit_code
+    print(last_summary(log_dir.parent), end="", file=sys.stderr)
+    if first.kind is FailureClass.BUG and ranks[first.rank].log is not None:
+        _show_log(ranks[first.rank])  # its traceback
+    sys.stderr.flush()
+    return first.exit_code
 
 
 @contextmanager
-def _started(command: Sequence[str], num_ranks: int, log_dir: Path) -> Iterator[list[Rank]]:
+def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -> Iterator[list[Rank]]:
     """Starts the ranks; afterwards nothing that came from them is running."""
-    mark = secrets.token_hex(8)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -164,15 +182,55 @@ def _show(failure: Failure, first: Rank, heartbeats: Heartbeats | None) -> None:
     failed, code = failure.rank, failure.rank.process.returncode
     if failure.is_of_its_own and (failed.log is None or (code > 1 and first.process.returncode == code)):
         return
-    place = None if heartbeats is None else heartbeats.place_of(failed)
-    where = f" (last seen in {place})" if place else ""
-    lines = [f"error: rank {failed.number} {failure.cause}{where}; the other ranks were stopped"]
-    if failed.log is not None:
-        with failed.log.open("rb") as log:
-            log.seek(failed.log_start_bytes)
-            tail = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-        lines += [f"the end of {failed.log}:", *tail] if tail else []
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    beat = None if heartbeats is None else heartbeats.of(failed)
+    text = f"error: rank {failed.number} {failure.cause}{_seen(beat)}; the other ranks were stopped"
+    print(text, file=sys.stderr, flush=True)
+    _show_log(failed)
+
+
+def _seen(beat: Beat | None) -> str:
+    return "" if beat is None else f" (last seen in {beat.place})"
+
+
+def _show_log(rank: Rank) -> None:
+    """The end of what the rank has printed, unless that was shown when it was printed."""
+    if rank.log is None:
+        return
+    with rank.log.open("rb") as log:
+        log.seek(rank.log_start_bytes)
+        tail = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+    if tail:
+        print("\n".join([f"the end of {rank.log}:", *tail]), file=sys.stderr, flush=True)
+
+
+def _await_watchdog(mark: str) -> None:
+    """Where it is ending the job, until it has said everything, for some seconds."""
+    folder, deadline = node_folder({MARK: mark}), time.monotonic() + _AFTER_WATCHDOG_S
+    while (folder / ENDING).exists() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: str) -> FailureRecord | None:
+    """What the run folder says of this launch, once the launcher has told what it has seen; None: nothing."""
+    told = last_failure(run_dir)
+    beat = heartbeats.of(failure.rank)
+    if not failure.is_of_its_own and beat is not None and beat.start:
+        seen = FailureRecord(
+            rank=failure.rank.number,
+            kind=FailureClass.LOST_PEER,
+            error=failure.cause.split()[-1],
+            message=f"rank {failure.rank.number} {failure.cause}{_seen(beat)}",
+            exit_code=failure.exit_code,
+            told_by="launcher",
+            time_s=failure.seen_s,
+            place=beat.place,
+            start=beat.start,
+            launch=mark,
+            host=socket.gethostname(),
+        )
+        with suppress(OSError):  # a full disk: it is shown all the same
+            told = record_failure(run_dir, seen)
+    return told if told is not None and told.launch == mark else None
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -48,6 +48,8 @@ class Failure:
     exit_code: int
     is_of_its_own: bool
     """The rank left with an exit code, and may have said why."""
+    seen_s: float = field(default_factory=time.time)
+    """Unix time at which the launcher saw it."""
 
 
 class Heartbeats:
@@ -64,24 +66,19 @@ class Heartbeats:
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
         """Rank -> its latest sign of life, and when it was seen."""
 
-    def place_of(self, rank: Rank) -> str | None:
-        """What the rank did last; None where it has not written it."""
-        beat = self._beat(rank)
-        return None if beat is None else beat.place
+    def of(self, rank: Rank) -> Beat | None:
+        """The latest beat; None where it has not written any, or an earlier start of the run has."""
+        beat = read_beat(self._folder, rank.number)
+        return beat if beat is not None and beat.pid == rank.process.pid else None
 
     def is_lost(self, rank: Rank) -> bool:
         """Whether a running rank is silent for too long; to be asked often."""
-        now, sign = self._clock(), (self._beat(rank), _processor_seconds(rank))
+        now, sign = self._clock(), (self.of(rank), _processor_seconds(rank))
         latest = self._latest.get(rank.number)
         if latest is None or latest[0] != sign:
             self._latest[rank.number] = sign, now
             return False
         return now - latest[1] > self.limit_s
-
-    def _beat(self, rank: Rank) -> Beat | None:
-        """None: not yet written, or by an earlier start of the run."""
-        beat = read_beat(self._folder, rank.number)
-        return beat if beat is not None and beat.pid == rank.process.pid else None
 
 
 class RankWatch:

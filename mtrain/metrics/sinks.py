@@ -1,6 +1,7 @@
 """Where records go. One rank writes; the others hold an empty `Sinks`."""
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol
@@ -11,7 +12,7 @@ from mtrain.metrics.jsonl import JsonlSink
 from mtrain.metrics.record import Record
 from mtrain.metrics.tensorboard import TensorBoardSink
 
-__all__ = ["ConsoleSink", "JsonlSink", "Sink", "Sinks", "TensorBoardSink"]
+__all__ = ["ConsoleSink", "Fence", "JsonlSink", "Sink", "Sinks", "TensorBoardSink"]
 
 
 class Sink(Protocol):
@@ -22,6 +23,23 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Finishes; no record follows."""
+
+
+class Fence:
+    """Before a record is written: whether this start of the run still has the folder."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        """Args:
+        check: Raises where another one has taken it.
+        """
+        self._check = check
+
+    def write(self, record: Record) -> None:
+        """Raises what `check` does."""
+        self._check()
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class Sinks:

@@ -13,6 +13,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
 from mtrain.runs.lock import Patience, RunLock, locked
+from mtrain.runs.starts import new_number
 
 _MAX_BYTES = 2**20
 """Of config.yaml and environment.json, as the reader of YAML takes them."""
@@ -73,6 +74,11 @@ class RunFolder:
     def heartbeats(self) -> Path:
         """What each rank is doing, one file a rank."""
         return self.path / "heartbeats"
+
+    @property
+    def starts(self) -> Path:
+        """What became of each start, one file a start (`mtrain.runs.starts`)."""
+        return self.path / "starts"
 
     @property
     def tensorboard(self) -> Path:
@@ -227,7 +233,7 @@ class RunFolder:
             RunFolderError: another process works here; names it.
             MachineError: the lock file cannot be written.
         """
-        with locked(self.lock_file, patience) as lock:
+        with locked(self.lock_file, patience, lambda: new_number(self.starts)) as lock:
             with disk_faults(f"clean {self.path}"):
                 self._clean()
             yield lock

@@ -3,7 +3,7 @@
 Where the file system has no locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) the name must do. The run
 marks the file every few seconds, and a start that finds another name watches for a while whether anyone still does.
 Two starts that miss each other nevertheless write their names after one another; the one whose name is gone stops
-before it publishes anything.
+before it publishes anything. Of two starts that both believe they hold the folder, the one with the higher number does.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from mtrain.base.files import LockOutcome, disk_faults, try_lock
 
 _OWNER_BYTES = 1000
 _POLL_S = 0.1
+_CHECK_S = 1.0
 
 
 class Patience(NamedTuple):
@@ -47,27 +49,51 @@ class RunLock:
     file: Path
     owner: str
     """The text that this process left in the lock file; no two runs share one."""
+    number: int = 0
+    """Of this start of the run; of two that both hold the folder the higher one has it."""
+    checked: list[float] = field(default_factory=lambda: [time.monotonic()], compare=False)
+    """One number: when the name was last seen there."""
 
     def check(self) -> None:
         """To be called before anything is published.
 
-        Where nodes do not see each other's locks (some network file systems), a run that was started elsewhere in the
-        meantime has put its own name into the lock file; the older one stops here.
+        Where nodes do not see each other's locks (some network file systems), or where the file system has given the
+        lock of a node that it lost to another one, a run that was started elsewhere in the meantime has put its own
+        name into the lock file; the older one stops here. The file is opened anew, so that a network file system asks
+        its server.
 
         Raises:
             RunFolderError: the folder belongs to another run now.
         """
         with disk_faults(f"read {self.file}"):
             owner = _owner(self.file)
+        if owner != self.owner and 0 < _number_in(owner) < self.number:
+            # an older start was held up between taking the lock and writing its name: it has to go, not we
+            with disk_faults(f"write {self.file}"):
+                _put_name(self.file, self.owner)
+                owner = _owner(self.file)
+        self.checked[0] = time.monotonic()
         if owner != self.owner:
             raise RunFolderError(
                 f"run folder {self.file.parent} was taken over by {owner.strip()}; this run ({self.owner.strip()}) "
                 "stops without writing to it again"
             )
 
+    def check_now_and_then(self) -> None:
+        """As `check`, where a second has passed since the last one: for what is written at every step.
+
+        A process that was stopped for longer than that, as long as it takes to lose the folder, looks first of all.
+        """
+        if time.monotonic() - self.checked[0] > _CHECK_S:
+            self.check()
+
 
 @contextmanager
-def locked(file: Path, patience: Patience = Patience()) -> Iterator[RunLock]:  # noqa: B008
+def locked(
+    file: Path,
+    patience: Patience = Patience(),  # noqa: B008
+    numbered: Callable[[], int] = lambda: 0,
+) -> Iterator[RunLock]:
     """Keeps other runs out inside the `with` block; the file's folder must exist.
 
     The lock belongs to this process and ends with it, however it dies; children made by fork do not hold it.
@@ -75,6 +101,7 @@ def locked(file: Path, patience: Patience = Patience()) -> Iterator[RunLock]:  #
     Args:
         file: The lock file.
         patience: Where the file system has no locks.
+        numbered: Called once nobody else works here; gives the number of this start.
 
     Raises:
         RunFolderError: another process works here; names it.
@@ -83,7 +110,6 @@ def locked(file: Path, patience: Patience = Patience()) -> Iterator[RunLock]:  #
     with disk_faults(f"lock {file.parent}"):
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     _held.add(descriptor)
-    lock = RunLock(file, _this_process())
     try:
         with contextlib.ExitStack() as marked:
             with disk_faults(f"lock {file.parent}"):
@@ -93,6 +119,8 @@ def locked(file: Path, patience: Patience = Patience()) -> Iterator[RunLock]:  #
                 if outcome is LockOutcome.UNSUPPORTED:
                     _warn(file, patience)
                     _watch(file, patience)
+                number = numbered()
+                lock = RunLock(file, _this_process(number), number)
                 _sign(descriptor, lock.owner)
             if outcome is LockOutcome.UNSUPPORTED:
                 marked.enter_context(_marked(lock, patience))
@@ -195,11 +223,25 @@ def _in_use(file: Path, owner: str) -> RunFolderError:
     )
 
 
-def _this_process() -> str:
-    """Who this is, for people, and a token that makes it unique."""
+def _this_process(number: int) -> str:
+    """Who this is, for people, the number of the start, and a token that makes it unique."""
     job = os.environ.get("SLURM_JOB_ID")
     where = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
-    return f"{where} [{secrets.token_hex(8)}]\n"
+    return f"{where}{f' (start {number})' if number else ''} [{secrets.token_hex(8)}]\n"
+
+
+def _number_in(owner: str) -> int:
+    """That a name holds; 0 where it has none, as older versions write it."""
+    found = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
+    return int(found[1]) if found else 0
+
+
+def _put_name(file: Path, owner: str) -> None:
+    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _sign(descriptor, owner)
+    finally:
+        os.close(descriptor)
 
 
 _held: set[int] = set()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from mtrain.base import pulse
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.base.errors import NumericError
-from mtrain.base.files import write_atomically
+from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.store.directory import load_entry
@@ -23,18 +24,26 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import any_rank, init_distributed, naming_lost_ranks, on_first_rank
+from mtrain.mcore.distributed.init import (
+    any_rank,
+    init_distributed,
+    naming_lack_of_memory,
+    naming_lost_ranks,
+    on_first_rank,
+)
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
 from mtrain.plan.layout import Layout
+from mtrain.runs.account import StartAccount
+from mtrain.runs.failure import clear_summary, recording
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.checkpoint_self_test import run_self_test
 from mtrain.training.evaluate import evaluate_all
 from mtrain.training.export import Exporter
 from mtrain.training.recording.life import Life
-from mtrain.training.recording.sinks import open_sinks
+from mtrain.training.recording.sinks import SignsOfLife, open_sinks
 from mtrain.training.recording.step_record import step_record
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
@@ -88,14 +97,21 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         life = Life(folder, groups.rank)
         lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
         held.enter_context(life)
+        if (own := pulse.current()) is not None:
+            own.start_number = lock.number
         size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
-        heartbeat = held.enter_context(Heartbeat(folder.heartbeats, groups.rank, size, timeout_s))
+        account = held.enter_context(StartAccount(folder.starts, lock.number, groups.rank, size))
+        heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, lock.number, account.write)
+        account.phases_of(held.enter_context(heartbeat))
+        held.enter_context(recording(folder.path, groups.rank, lock.number, lambda: heartbeat.place))
+        held.enter_context(naming_lack_of_memory())
         held.enter_context(naming_lost_ranks(heartbeat.missing))
         # agreed by all ranks: one that left alone would let the others wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
         heartbeat.enter(Phase.BUILD, 0)
         run = build(config, groups, folder)
+        account.goes_on(run.start_step)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return on_first_rank(lambda: life.stopped(f"stopped by a signal before step {run.start_step + 1}"))
         if run.start_step >= config.train.num_steps and groups.rank == 0:
@@ -103,8 +119,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
-        sinks = held.enter_context(open_sinks(run, folder, life, heartbeat))
-        known = (config, _origin(run), lock.check, run.start_step, life.saved)
+        sinks = held.enter_context(open_sinks(run, folder, lock, SignsOfLife(life, heartbeat, account)))
+        known = (config, _origin(run), lock.check, run.start_step, _tellers(life, account))
         saver = Saver(folder.checkpoints, run.groups, *known)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
         exporter = Exporter(folder, every, lock.check)
@@ -120,6 +136,16 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
         if exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
             life.stopped("stopped by a signal before all checkpoints were exported")
+
+
+def _tellers(life: Life, account: StartAccount) -> Callable[[int, float], None]:
+    """Who is told of a save."""
+
+    def saved(step: int, seconds: float) -> None:
+        account.saved(step)
+        life.saved(step, seconds)
+
+    return saved
 
 
 def _finished(run: Run, folder: RunFolder) -> str:
@@ -152,7 +178,9 @@ def _enter(
     claimed = claim(folder, config, held)
     folder.write_environment(environment)
     folder.clear_requeue()
-    life.started(claimed.config, environment)
+    with disk_faults(f"write {folder.path}"):
+        clear_summary(folder.path)
+    life.started(claimed.config, environment, claimed.lock.check)
     return claimed
 
 

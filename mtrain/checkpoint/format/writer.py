@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mtrain.base import pulse
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
@@ -88,6 +89,7 @@ def write_shards(
     with HashedFile(path) as file:
         for number, shard in enumerate(shards):
             before_each(number)
+            pulse.tick()  # a large save shows that it gets on
             # the place in the file is known only now: a record of torch.save is longer than its tensor
             start = file.tell()
             # view, not reshape: what is not contiguous would be copied silently. From a GPU one shard at a time is on

@@ -8,7 +8,7 @@ from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection
+from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection, WatchSection
 from mtrain.config.schema.section import Section, rule
 from mtrain.config.schema.train import AnyOptimizer, TrainSection, ValidSection
 
@@ -28,6 +28,7 @@ class Config(Section):
     valid: ValidSection = ValidSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+    watch: WatchSection = WatchSection()
 
     @property
     def is_layout_dependent(self) -> bool:

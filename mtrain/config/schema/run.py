@@ -1,4 +1,4 @@
-"""`run.*`, `checkpoint.*` and `metrics.*`: what a run leaves behind."""
+"""`run.*`, `checkpoint.*`, `metrics.*` and `watch.*`: what a run leaves behind, and who watches it."""
 
 from typing import Annotated, Literal
 
@@ -70,3 +70,13 @@ class MetricsSection(Section):
     tensorboard: bool = True
     data_ledger: bool = True
     """ledger/ in the run folder says which samples each step has trained (`mtrain inspect data RUN`)."""
+
+
+class WatchSection(Section):
+    """The watchdog of each node, which ends a run in which a rank hangs, and says which."""
+
+    enabled: bool = True
+    """A process of its own on each node; it waits train.process_group_timeout_s in a step."""
+    start_timeout_s: Annotated[int, bounds.SECONDS] = Field(3600, gt=0)
+    """How long a rank may do nothing that can be seen until its first step is done: while programs load, data are built
+    and kernels are compiled."""

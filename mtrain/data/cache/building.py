@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mtrain.base import pulse
 from mtrain.base.errors import DataError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import sync_file
@@ -73,6 +74,7 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
             writer.add(chunk, facts.first_of_file(chunk))
             facts.add(chunk)
             progress.update(facts.num_records, writer.num_tokens)
+            pulse.tick()
         if writer.num_samples == 0:
             raise DataError(
                 f"{job.files[0].path} holds no sample ({facts.num_bad} of {facts.num_records} records are bad"

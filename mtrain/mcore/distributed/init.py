@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, MachineError, MtrainError, RankLostError
 from mtrain.config.schema.train import Device
+from mtrain.mcore.distributed import waiting
 
 Result = TypeVar("Result")
 
@@ -109,6 +110,7 @@ def init_distributed(environment: RankEnvironment, wanted_device: Device, timeou
         MachineError: Inside the `with` block there was not enough memory.
         RankLostError: Inside the `with` block the connection to another rank broke or it did not answer in time.
     """
+    waiting.install()
     device = choose_device(wanted_device, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

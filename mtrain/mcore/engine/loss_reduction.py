@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.base import pulse
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
@@ -34,6 +35,7 @@ class PairAccumulator:
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
         """Adds one microbatch; keeps nothing that could change later."""
+        pulse.tick()
         for term, numerator, denominator in self._places:
             # The sum holds a copy: megatron-core scales the loss in place afterwards (forward_step_calc_loss).
             numerator.add_(pairs[term].numerator.detach())

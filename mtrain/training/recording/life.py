@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from mtrain.base.errors import MtrainError, RankLostError
+from mtrain.base.errors import MtrainError, RankLostError, RunFolderError
 from mtrain.config import Config
 from mtrain.runs.events import EventKind, EventLog, Fact
 from mtrain.runs.folder import RunFolder
@@ -28,6 +28,7 @@ class Life:
         self._log = EventLog(folder.events, rank)
         self._step = 0
         self._stop: str | None = None
+        self._check: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Life:
         return self
@@ -44,8 +45,9 @@ class Life:
         elif self._rank == 0:
             self._log.write(EventKind.FINISH, self._step)
 
-    def started(self, config: Config, environment: Mapping[str, str]) -> None:
-        """The run folder is this start's. On rank 0."""
+    def started(self, config: Config, environment: Mapping[str, str], check: Callable[[], None]) -> None:
+        """The run folder is this start's, as long as `check` raises nothing. On rank 0."""
+        self._check = check
         known: dict[str, Fact] = {"num_steps": config.train.num_steps, "name": config.run.name}
         known |= {key: environment[key] for key in ("mtrain", "device", "layout")}
         known |= {"world_size": int(environment["world_size"]), "job": os.environ.get("SLURM_JOB_ID")}
@@ -73,11 +75,14 @@ class Life:
 
     def stopped(self, reason: str) -> None:
         """The run ends early and wants to be started again. On rank 0."""
+        self._check()
         self._folder.set_requeue(reason)
         self._stop = reason
 
     def _tells(self, error: BaseException) -> bool:
         """Whether this rank writes it down: once is enough for what all ranks see."""
+        if isinstance(error, RunFolderError):  # the life that goes on there is another start's
+            return False
         if isinstance(error, RankLostError):
             return self._rank < _RANKS_THAT_TELL_OF_LOST_ONES
         return self._rank == 0 or not (isinstance(error, MtrainError) and error.on_every_rank)

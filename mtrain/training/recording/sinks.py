@@ -7,8 +7,10 @@ from mtrain.data.ledger import rewind_ledger
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.metrics.jsonl import last_step
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord
-from mtrain.metrics.sinks import ConsoleSink, JsonlSink, Sinks, TensorBoardSink
+from mtrain.metrics.sinks import ConsoleSink, Fence, JsonlSink, Sinks, TensorBoardSink
+from mtrain.runs.account import StartAccount
 from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run
 from mtrain.training.changed import note_on_order
 from mtrain.training.data_ledger import LedgerSink
@@ -17,24 +19,25 @@ from mtrain.training.resume import say
 
 
 class SignsOfLife:
-    """Passes on where this rank is, to the heartbeat and to the events."""
+    """Passes on where this rank is, to the heartbeat, to the events and to the account of the start."""
 
-    def __init__(self, life: Life, heartbeat: Heartbeat) -> None:
+    def __init__(self, life: Life, heartbeat: Heartbeat, account: StartAccount) -> None:
         """Of this start, and of this rank."""
-        self._life, self._heartbeat = life, heartbeat
+        self.life, self._heartbeat, self._account = life, heartbeat, account
 
     def write(self, record: Record) -> None:
         """A step is done."""
         if isinstance(record, StepRecord):
-            self._life.stepped(record.step)
+            self.life.stepped(record.step)
+            self._account.completed(record.step, record.seconds)
             if record.memory_bytes is not None:
                 self._heartbeat.note_memory(record.memory_bytes)
 
     def close(self) -> None:
-        """Both end by themselves."""
+        """They end by themselves."""
 
 
-def open_sinks(run: Run, folder: RunFolder, life: Life, heartbeat: Heartbeat) -> Sinks:
+def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -> Sinks:
     """The sinks of this rank; what an earlier start wrote beyond the start step is taken back. Collective.
 
     Raises:
@@ -42,14 +45,15 @@ def open_sinks(run: Run, folder: RunFolder, life: Life, heartbeat: Heartbeat) ->
         MachineError: A file cannot be written.
     """
     metrics, start = run.config.metrics, run.start_step
-    ledger, signs = _ledger(run, folder), SignsOfLife(life, heartbeat)
+    ledger, life = _ledger(run, folder), signs.life
     if run.groups.rank != 0:
         life.resumed(start, start)
         return Sinks(*ledger, signs)
     life.resumed(start, last_step(folder.metrics))
     console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
     tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
-    sinks = Sinks(JsonlSink(folder.metrics, start), console, *tensorboard, *ledger, signs)
+    fence = Fence(lock.check_now_and_then)
+    sinks = Sinks(fence, JsonlSink(folder.metrics, start), console, *tensorboard, *ledger, signs)
     if start < run.config.train.num_steps:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:

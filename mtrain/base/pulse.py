@@ -1,0 +1,228 @@
+"""The pulse of a rank: where it is, in memory that it shares with the watchdog of its node.
+
+Writing it costs a microsecond, waits for no disk and needs no thread, so it tells the truth of a rank that is stopped,
+that runs in circles, or that holds the interpreter's lock in C. `mtrain.watch` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_SIZE = 4096
+_HEAD = struct.Struct("=8sIIIIQ")
+_PLACE = struct.Struct("=Qqq20s")
+"""Changed (ns), start number of the run, step, phase."""
+_CALL = struct.Struct("=QQi?")
+"""Changed (ns), number, kind, whether it is waited for."""
+_NUMBER = struct.Struct("=QQ")
+_TEXT = struct.Struct("=64s")
+_AT_PLACE, _AT_CALL, _AT_TICK, _AT_BEAT, _AT_END = 64, 128, 192, 256, 320
+"""Apart, so that each has one writer: the thread that trains, whichever waits, any thread, the heartbeat's."""
+_MAGIC = b"mtpulse1"
+_TRIES = 5
+
+OPERATIONS = {
+    0: "broadcast",
+    1: "all-reduce",
+    2: "all-reduce",
+    3: "reduce",
+    4: "all-gather",
+    5: "all-gather",
+    6: "all-gather",
+    7: "gather",
+    8: "scatter",
+    9: "reduce-scatter",
+    10: "all-to-all",
+    11: "all-to-all",
+    12: "send",
+    13: "receive",
+    14: "receive",
+    15: "barrier",
+    16: "reduce-scatter",
+    17: "several operations",
+    18: "all-reduce",
+}
+"""Kinds as torch numbers them (c10d::OpType), in words."""
+_NO_CALL = -1
+
+
+class Pulse:
+    """This rank's own; one in a process."""
+
+    def __init__(self, path: Path, rank: int, world_size: int, local_world_size: int) -> None:
+        """
+        Args:
+            path: A file that is made anew; its folder is in memory (`mtrain.watch.place`).
+            rank: Of this process.
+            world_size: Of the run.
+            local_world_size: How many of its ranks are on this node.
+
+        Raises:
+            OSError: The file cannot be made.
+        """
+        self.path, self.start_number = path, 0
+        new = path.with_name(f".{path.name}-{os.getpid()}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _SIZE)  # a full memory disk refuses here, and not by SIGBUS later
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._ticks, self._calls = itertools.count(1), 0
+        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, world_size, local_world_size, time.monotonic_ns())
+        _CALL.pack_into(self._memory, _AT_CALL, 0, 0, _NO_CALL, False)
+        self.enter("start", 0)
+        self.beat()
+        new.rename(path)  # a reader finds a whole one
+
+    def enter(self, phase: str, step: int) -> None:
+        """The rank begins a phase of a step."""
+        now = time.monotonic_ns()
+        _PLACE.pack_into(self._memory, _AT_PLACE, now, self.start_number, step, phase.encode())
+
+    def begin_wait(self, kind: int) -> None:
+        """The rank begins to wait for a collective or a message, of a kind of OPERATIONS."""
+        self._calls += 1
+        _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, True)
+
+    def end_wait(self, kind: int) -> None:
+        """It has come."""
+        _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, False)
+
+    def tick(self) -> None:
+        """Something was done inside the phase; from any thread."""
+        _NUMBER.pack_into(self._memory, _AT_TICK, time.monotonic_ns(), next(self._ticks))
+
+    def beat(self) -> None:
+        """The interpreter runs; from a thread that does nothing else."""
+        _NUMBER.pack_into(self._memory, _AT_BEAT, time.monotonic_ns(), 0)
+
+    def leave(self, how: str) -> None:
+        """The rank ends by itself: `done`, or the error that ended it."""
+        _TEXT.pack_into(self._memory, _AT_END, how.encode()[:63])
+
+    @property
+    def state(self) -> PulseState:
+        """What a reader sees now."""
+        return _parsed(bytes(self._memory[:_SIZE]))
+
+
+@dataclass(frozen=True)
+class PulseState:
+    """What one look at a pulse shows; times in seconds of the node's monotonic clock."""
+
+    pid: int
+    rank: int
+    world_size: int
+    local_world_size: int
+    opened_s: float
+    start_number: int
+    """Of the run, once the rank has a run folder; else 0."""
+    step: int
+    phase: str
+    phase_since_s: float
+    calls: int
+    """Collectives and messages that the rank has waited for, the last one included."""
+    call: str | None
+    """The last one."""
+    is_waiting: bool
+    """For that one, still."""
+    changed_s: float
+    """Of whatever shows progress."""
+    beat_s: float
+    left_with: str | None
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        inside = f"{self.phase} of step {self.step}" if self.step else self.phase
+        if self.call is None:
+            return inside
+        return f"{inside}, {'waiting in' if self.is_waiting else 'after'} {self.call} {self.calls}"
+
+
+def read_pulse(path: Path) -> PulseState | None:
+    """One look; None where there is no pulse."""
+    try:
+        data = path.read_bytes()
+        for _ in range(_TRIES):  # until it was not written meanwhile
+            again = path.read_bytes()
+            if again == data:
+                break
+            data = again
+        return _parsed(data)
+    except (OSError, struct.error, ValueError):
+        return None
+
+
+def _parsed(data: bytes) -> PulseState:
+    magic, pid, rank, world_size, local_size, opened = _HEAD.unpack_from(data, 0)
+    if magic != _MAGIC:
+        raise ValueError("no pulse")
+    place_ns, number, step, phase = _PLACE.unpack_from(data, _AT_PLACE)
+    call_ns, calls, kind, is_waiting = _CALL.unpack_from(data, _AT_CALL)
+    tick_ns, _ = _NUMBER.unpack_from(data, _AT_TICK)
+    beat_ns, _ = _NUMBER.unpack_from(data, _AT_BEAT)
+    (end,) = _TEXT.unpack_from(data, _AT_END)
+    return PulseState(
+        pid=pid,
+        rank=rank,
+        world_size=world_size,
+        local_world_size=local_size,
+        opened_s=opened / 1e9,
+        start_number=number,
+        step=step,
+        phase=phase.rstrip(b"\0").decode(),
+        phase_since_s=place_ns / 1e9,
+        calls=calls,
+        call=None if kind == _NO_CALL else OPERATIONS.get(kind, "a collective"),
+        is_waiting=is_waiting,
+        changed_s=max(place_ns, call_ns, tick_ns) / 1e9,
+        beat_s=beat_ns / 1e9,
+        left_with=end.rstrip(b"\0").decode(errors="replace") or None,
+    )
+
+
+_current: list[Pulse] = []
+"""This process's pulse, while it has one. Like a log, it is written from wherever something happens."""
+
+
+@contextlib.contextmanager
+def beating(pulse: Pulse) -> Iterator[Pulse]:
+    """Makes it the pulse of this process inside the block; what the block ends with stands in it."""
+    _current.append(pulse)
+    how = "done"
+    try:
+        yield pulse
+    except BaseException as error:
+        how = type(error).__name__
+        raise
+    finally:
+        pulse.leave(how)
+        _current.remove(pulse)
+
+
+def current() -> Pulse | None:
+    """This process's; None where nobody watches."""
+    return _current[-1] if _current else None
+
+
+def tick() -> None:
+    """Something was done: a microbatch, a file, a thousand samples."""
+    if _current:
+        _current[-1].tick()
+
+
+def _forget_in_child() -> None:
+    _current.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

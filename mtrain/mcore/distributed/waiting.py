@@ -1,0 +1,42 @@
+"""Noting when this rank waits for others: for the watchdog, and for the time that a rank computes itself.
+
+Every collective and every message of torch.distributed ends in `Work.wait`, of which each rank has one. On CPUs the
+host waits there; on GPUs the stream does, and the host only where it reads a number.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch._C._distributed_c10d import Work
+
+from mtrain.base import pulse
+
+_waited_s = [0.0]
+_plain_wait = Work.wait
+
+
+def waited_s() -> float:
+    """Seconds that this process's host has waited for other ranks since it began."""
+    return _waited_s[0]
+
+
+def install() -> None:
+    """From now on waits are noted; calling it again changes nothing. A microsecond or two each."""
+    works: Any = Work
+    works.wait = _noted
+
+
+def _noted(self: Work, *arguments: Any, **options: Any) -> Any:
+    own, began = pulse.current(), time.perf_counter()
+    kind = -1
+    if own is not None:
+        kind = self._get_op_type()  # type: ignore[attr-defined]
+        own.begin_wait(kind)
+    result = _plain_wait(self, *arguments, **options)
+    # not after an error: a wait that has timed out is no progress, and shows where the rank stands
+    _waited_s[0] += time.perf_counter() - began
+    if own is not None:
+        own.end_wait(kind)
+    return result

@@ -1,0 +1,121 @@
+"""What a start of a run tells of itself: how its time goes by."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from mtrain.base import pulse
+from mtrain.runs.goodput import goodput_of
+from mtrain.runs.starts import RunStart, read_starts, write_start
+
+_NUM_SAVES = 8
+_NUM_STEPS = 1000
+"""In which a save has to be on disk, or its lost time is known in proportion only."""
+
+
+class Phases(Protocol):
+    """Who knows how long each phase took."""
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds in each phase so far."""
+
+
+class StartAccount:
+    """Inside the `with` block rank 0 keeps the account of this start (`mtrain.runs.starts`); at its end it says what
+    the run's goodput is by now. Other ranks keep none."""
+
+    def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
+        """
+        Args:
+            folder: The run's `starts`.
+            number: Of this start.
+            rank: Of this process.
+            world_size: Of this start.
+        """
+        self._folder, self._number, self._is_writer = folder, number, rank == 0
+        self._world_size, self._began_s = world_size, _began_s()
+        self._phases: Phases | None = None
+        self._start_step: int | None = None
+        self._step, self._trained_s = 0, 0.0
+        self._saves: list[tuple[int, float]] = []
+        self._at: dict[int, float] = {}
+        self._ended: str | None = None
+
+    def __enter__(self) -> StartAccount:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended = "done" if kind is None else kind.__name__
+        if not self._is_writer:
+            return
+        try:
+            self.write()
+            goodput = goodput_of(read_starts(self._folder))
+        except OSError:
+            return  # a full disk: the account of some seconds before is there
+        if goodput is not None and self._step and kind is None:
+            for line in goodput.lines():
+                print(line, flush=True)
+
+    def phases_of(self, phases: Phases) -> None:
+        """From now on the account holds them."""
+        self._phases = phases
+
+    def goes_on(self, step: int) -> None:
+        """The run has so many updates when this start begins."""
+        self._start_step = self._step = step
+
+    def completed(self, step: int, seconds: float) -> None:
+        """An update more, in so many seconds."""
+        self._step, self._trained_s = step, self._trained_s + seconds
+        self._at[step] = self._trained_s
+        if len(self._at) > _NUM_STEPS:
+            del self._at[next(iter(self._at))]
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of the step is on disk."""
+        trained_s = self._at.get(step, self._trained_s)
+        self._saves = [*self._saves, (step, trained_s)][-_NUM_SAVES:]
+        self._at = {later: at for later, at in self._at.items() if later > step}
+
+    def write(self) -> None:
+        """Puts the account down; called by the thread of the heartbeat.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        if not self._is_writer:
+            return
+        phases = {} if self._phases is None else self._phases.phases_s
+        # before the heartbeat's own time: the start of the programs, until ranks have met and have the folder
+        phases["start"] = max(0.0, time.time() - self._began_s - sum(phases.values())) + phases.get("start", 0.0)
+        job = os.environ.get("SLURM_JOB_ID")
+        start = RunStart(
+            number=self._number,
+            began_s=self._began_s,
+            written_s=time.time(),
+            host=socket.gethostname(),
+            job=None if job is None else f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
+            world_size=self._world_size,
+            start_step=self._start_step,
+            step=self._step,
+            trained_s=self._trained_s,
+            phases_s=phases,
+            saves=tuple(self._saves),
+            ended=self._ended,
+        )
+        write_start(self._folder, start)
+
+
+def _began_s() -> float:
+    """Unix time at which the program began; in a program of the user's own, this moment."""
+    own = pulse.current()
+    return time.time() - (0.0 if own is None else time.monotonic() - own.state.opened_s)

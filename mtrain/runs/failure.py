@@ -1,0 +1,278 @@
+"""How a start of a run failed: a record of each rank that did, and one summary of the first of them.
+
+Every rank that fails leaves a record in the run folder, and so do the watchdog and the launcher for a rank that cannot.
+Whoever leaves one chooses the first cause of all that are there by then and writes it down as the start's summary. What
+fails because another rank did is never the first cause while there is another record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from mtrain.base.errors import (
+    ConfigError,
+    DataError,
+    MachineError,
+    MtrainError,
+    NumericError,
+    RankLostError,
+    RunFolderError,
+)
+from mtrain.base.files import write_atomically
+
+_MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
+_KEPT_STARTS = 20
+_NUM_FRAMES = 3
+_SUMMARY = "mtrain_summary"
+
+
+class FailureClass(StrEnum):
+    """What kind of thing went wrong, which says who has to do something."""
+
+    USER_INPUT = "user input"
+    DATA = "data"
+    NUMERIC = "numeric"
+    OUT_OF_MEMORY = "out of memory"
+    LOST_PEER = "lost peer"
+    DISK = "disk"
+    CONFLICT = "run folder in use"
+    MACHINE = "machine"
+    BUG = "bug"
+
+
+_AGAIN = "start the same command again: the run goes on from its newest checkpoint"
+_ADVICE = {
+    FailureClass.USER_INPUT: "change what the message names; `mtrain check CONFIG` finds most of this without a GPU",
+    FailureClass.DATA: f"repair what the message names, then {_AGAIN}",
+    FailureClass.NUMERIC: "look at the steps before it (`mtrain plot`), lower optimizer.lr, or leave the data of the "
+    "step out; the message says which checkpoint is good",
+    FailureClass.OUT_OF_MEMORY: "lower train.micro_batch_size or data.seq_length, recompute more (train.recompute), or "
+    f"divide the model over more ranks; then {_AGAIN}",
+    FailureClass.LOST_PEER: f"{_AGAIN}; where the same node is named twice, leave it out and look at its kernel log",
+    FailureClass.DISK: f"free space or mend the disk that the message names, then {_AGAIN}",
+    FailureClass.CONFLICT: "let the other start have the folder, or stop it first",
+    FailureClass.MACHINE: f"mend what the message names, then {_AGAIN}",
+    FailureClass.BUG: "the traceback names the line: a function of your own, or a fault of this program to be reported "
+    "with the traceback and config.yaml",
+}
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why one rank did not end well."""
+
+    rank: int
+    kind: FailureClass
+    error: str
+    """Class of the exception, name of the signal, or how the watchdog found the rank."""
+    message: str
+    """As it follows "error: "."""
+    exit_code: int
+    """Of the run, if this is its first cause."""
+    told_by: str
+    """`rank`, `watchdog` or `launcher`."""
+    time_s: float
+    """Unix time."""
+    place: str | None = None
+    """Phase and step."""
+    start: int = 0
+    """Number of the run's start."""
+    launch: str | None = None
+    """Which launch of the local launcher it belongs to."""
+    host: str = ""
+    stack: tuple[str, ...] = ()
+    """Where the rank was in the program, innermost call first."""
+    files: tuple[str, ...] = ()
+    """With more about it."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it says only that another rank failed."""
+        return self.kind is FailureClass.LOST_PEER and self.told_by == "rank"
+
+
+@contextlib.contextmanager
+def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) -> Iterator[None]:
+    """What ends the block by an exception is recorded; the exception then knows the summary (`told_summary`).
+
+    Args:
+        run_dir: The run folder, which this start has.
+        rank: Of this process.
+        start: Number of this start.
+        place: What the rank does now.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, RunFolderError):  # the folder is another start's
+            failure = failure_of(error, rank, start, place(), _frames(error))
+            with contextlib.suppress(OSError):  # a full disk: the message itself is still printed
+                record_failure(run_dir, failure)
+                vars(error)[_SUMMARY] = summary(failure, run_dir)
+        raise
+
+
+def told_summary(error: BaseException) -> str | None:
+    """The summary of a failure of this process that stands in the run folder."""
+    found: str | None = vars(error).get(_SUMMARY)
+    return found
+
+
+def _frames(error: BaseException) -> list[str]:
+    """Where a bug is, innermost call first; other errors are about what the user gave, not about the program."""
+    if class_of(error) is not FailureClass.BUG:
+        return []
+    frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
+    return [f'File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]
+
+
+def class_of(error: BaseException) -> FailureClass:
+    """What an exception that ends a rank is."""
+    match error:
+        case ConfigError():
+            return FailureClass.USER_INPUT
+        case DataError():
+            return FailureClass.DATA
+        case NumericError():
+            return FailureClass.NUMERIC
+        case RankLostError():
+            return FailureClass.LOST_PEER
+        case RunFolderError():
+            return FailureClass.CONFLICT
+        case MachineError() if isinstance(error.__cause__, OSError):
+            return FailureClass.DISK
+        case MachineError() if error.__cause__ is not None and _is_of_memory(error.__cause__):
+            return FailureClass.OUT_OF_MEMORY
+        case MachineError():
+            return FailureClass.MACHINE
+    return FailureClass.OUT_OF_MEMORY if _is_of_memory(error) else FailureClass.BUG
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ in _MEMORY_WORDS or "can't allocate memory" in str(error)
+
+
+def failure_of(
+    error: BaseException, rank: int, start: int, place: str | None, stack: Sequence[str] = ()
+) -> FailureRecord:
+    """What this rank's own exception comes to."""
+    text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
+    return FailureRecord(
+        rank=rank,
+        kind=class_of(error),
+        error=type(error).__name__,
+        message=text,
+        exit_code=error.exit_code if isinstance(error, MtrainError) else 1,
+        told_by="rank",
+        time_s=time.time(),
+        place=place,
+        start=start,
+        launch=os.environ.get("MTRAIN_LAUNCH"),
+        host=socket.gethostname(),
+        stack=tuple(stack),
+    )
+
+
+def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
+    """The one that the others follow from: the earliest that is no consequence of another rank's end."""
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.time_s, failure.rank))
+
+
+def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
+    """What people read at the end; some lines, each with its newline."""
+    by = f"[rank {failure.rank}] " if failure.rank > 0 and failure.told_by == "rank" else ""
+    lines = [f"error: {by}{failure.message}"]
+    where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
+    place = f", in {failure.place}" if failure.place else ""
+    others = f"; {num_failed - 1} more ranks failed after it" if num_failed > 1 else ""
+    lines.append(f"  class: {failure.kind} (exit code {failure.exit_code}), {where}{place}{others}")
+    lines += [f"  at: {frame}" for frame in failure.stack]
+    lines += [f"  see: {path}" for path in failure.files]
+    lines += [f"  try: {_ADVICE[failure.kind]}", f"  kept in: {run_dir / 'failure.json'}"]
+    return "\n".join(lines) + "\n"
+
+
+def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -> FailureRecord:
+    """Leaves a record, and the summary of the first cause of what is there by now, which is given back.
+
+    Args:
+        run_dir: The run folder.
+        failure: What is known.
+        again: More is known than in the record before, which it replaces.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    folder = records_folder(run_dir, failure.start)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{failure.told_by}_{max(failure.rank, 0):05d}.json"
+    if again or not path.exists():  # the first word counts: an earlier one is nearer to the cause
+        write_atomically(path, json.dumps(asdict(failure), indent=2) + "\n")
+    told = recorded(run_dir, failure.start) or [failure]
+    first = first_cause(told)
+    if failure.is_consequence and (run_dir / "failure.json").exists():
+        return first  # of a thousand ranks that follow, one writing is enough
+    num_failed = len({one.rank for one in told})
+    write_atomically(run_dir / "failure.json", json.dumps(asdict(first), indent=2) + "\n")
+    write_atomically(run_dir / "failure.txt", summary(first, run_dir, num_failed))
+    return first
+
+
+def recorded(run_dir: Path, start: int) -> list[FailureRecord]:
+    """All records of a start."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted(records_folder(run_dir, start).glob("*.json")):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found.append(_read(path))
+    return found
+
+
+def last_failure(run_dir: Path) -> FailureRecord | None:
+    """The first cause of the latest failure; None where the latest start has not failed, or not yet."""
+    try:
+        return _read(run_dir / "failure.json")
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def last_summary(run_dir: Path) -> str:
+    """The same for people; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return (run_dir / "failure.txt").read_text(encoding="utf-8")
+    return ""
+
+
+def clear_summary(run_dir: Path) -> None:
+    """A new start has begun; the records of some starts stay.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for name in ("failure.json", "failure.txt"):
+        (run_dir / name).unlink(missing_ok=True)
+    for old in sorted((run_dir / "failures").glob("start_*"))[:-_KEPT_STARTS]:
+        for path in old.iterdir():
+            path.unlink()
+        old.rmdir()
+
+
+def records_folder(run_dir: Path, start: int) -> Path:
+    """Of one start; stacks lie there, too."""
+    return run_dir / "failures" / f"start_{start:05d}"
+
+
+def _read(path: Path) -> FailureRecord:
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    content |= {name: tuple(content[name]) for name in ("stack", "files")}
+    return FailureRecord(**content | {"kind": FailureClass(content["kind"])})

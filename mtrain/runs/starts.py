@@ -1,0 +1,110 @@
+"""The starts of a run: each has a number, which only grows, and a small file that says what became of it.
+
+The number is what tells an older start from a newer one where locks do not (`mtrain.runs.lock`). The file is what the
+run's goodput is counted from (`mtrain.runs.goodput`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain.base.files import disk_faults
+
+_NUM_BYTES = 4096
+"""Of every file from the first word on, so that a later one needs no more room on the disk."""
+_NAME = re.compile(r"(\d{5,})\.json")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """One start of a run, as rank 0 last wrote it down."""
+
+    number: int
+    """From 1."""
+    began_s: float
+    """Unix time at which rank 0's process began."""
+    written_s: float
+    """Unix time of this account: until then the start is known to have lived."""
+    host: str
+    job: str | None
+    """Slurm's, with its restart, where there is one."""
+    world_size: int
+    start_step: int | None = None
+    """Updates that the run had when it went on; None before that is known."""
+    step: int = 0
+    """Updates completed."""
+    trained_s: float = 0.0
+    """Seconds spent in the steps that this start completed."""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in each phase (`mtrain.base.heartbeat.Phase`), the present one included."""
+    saves: tuple[tuple[int, float], ...] = ()
+    """The last saves: their step, and `trained_s` when it was completed."""
+    ended: str | None = None
+    """`done`, or the error that ended it; None where nobody wrote it: it runs, or was killed."""
+
+
+def start_file(folder: Path, number: int) -> Path:
+    """Where a start writes; `folder` is the run's `starts`."""
+    return folder / f"{number:05d}.json"
+
+
+def new_number(folder: Path) -> int:
+    """Takes the next number, which no other start gets.
+
+    Raises:
+        MachineError: The disk refuses.
+    """
+    with disk_faults(f"write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = max(_numbers(folder), default=0) + 1
+        while True:
+            try:
+                os.close(
+                    os.open(start_file(folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                )
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+
+
+def write_start(folder: Path, start: RunStart) -> None:
+    """Puts the account over the one before; waits for no disk.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    text = json.dumps(asdict(start))
+    file = os.open(start_file(folder, start.number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
+    finally:
+        os.close(file)
+
+
+def read_starts(folder: Path) -> list[RunStart]:
+    """All starts that have written something, in their order; what is damaged or just being written is left out."""
+    try:
+        found = (_read(start_file(folder, number)) for number in sorted(_numbers(folder)))
+        return [start for start in found if start is not None]
+    except OSError:
+        return []
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+
+
+def _read(path: Path) -> RunStart | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        saves = tuple((int(step), float(seconds)) for step, seconds in content.pop("saves", ()))
+        return RunStart(**content, saves=saves)
+    except (OSError, ValueError, TypeError):
+        return None

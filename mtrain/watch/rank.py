@@ -1,0 +1,107 @@
+"""A rank's side of the watchdog: its pulse, its answer to the question for stacks, and the watchdog's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.pulse import Pulse, beating
+from mtrain.config import Config
+from mtrain.watch.place import has_launcher, node_folder, pulse_file
+from mtrain.watch.stacks import answer_to_signal, flight_recorder
+from mtrain.watch.watchdog import Settings
+
+_BEAT_S = 0.25
+_MOST_STARTS = 2
+
+
+@contextlib.contextmanager
+def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | None]:
+    """Inside the block this rank has a pulse, and its node a watchdog, which the first rank of the node starts.
+
+    To be entered before torch is loaded, so that a rank that hangs while it loads is found, too. Yields None where
+    nobody watches: watch.enabled=false, or somebody sits at the terminal of a single rank, perhaps with a debugger.
+    """
+    alone_at_a_terminal = not has_launcher(environment) and sys.stdin is not None and sys.stdin.isatty()
+    if not config.watch.enabled or alone_at_a_terminal:
+        yield None
+        return
+    folder = node_folder(os.environ)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        pulse = Pulse(
+            pulse_file(folder, environment.rank), environment.rank, environment.world_size, environment.local_world_size
+        )
+        answer_to_signal(folder, environment.rank)
+    except OSError as fault:
+        _say(f"warning: this run has no watchdog: {folder} cannot be written ({fault.strerror or fault})")
+        yield None
+        return
+    for name, value in flight_recorder(folder).items():
+        os.environ.setdefault(name, value)  # read by torch when it opens NCCL
+    ended = threading.Event()
+    settings = _settings(config, environment, folder) if environment.local_rank == 0 else None
+    thread = threading.Thread(target=_beat, args=(pulse, settings, ended), name="pulse", daemon=True)
+    thread.start()
+    try:
+        with beating(pulse):
+            yield pulse
+    finally:
+        ended.set()
+        thread.join(1.0)
+
+
+def _settings(config: Config, environment: RankEnvironment, folder: Path) -> Settings:
+    return Settings(
+        node=str(folder),
+        run_dir=str(Path(config.run.dir).absolute()),
+        local_world_size=environment.local_world_size,
+        world_size=environment.world_size,
+        parent=os.getpid(),
+        step_s=config.train.process_group_timeout_s,
+        start_s=config.watch.start_timeout_s,
+        save_s=config.checkpoint.save_timeout_s,
+        launch=os.environ.get("MTRAIN_LAUNCH"),
+    )
+
+
+def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> None:
+    """Shows that the interpreter runs; the node's first rank looks after the watchdog as well."""
+    process, num_started = None, 0
+    while True:
+        pulse.beat()
+        if settings is not None and num_started < _MOST_STARTS and (process is None or process.poll() is not None):
+            if process is not None:
+                _say("warning: the watchdog has ended; it is started once more")
+            process, num_started = _started(settings), num_started + 1
+        elif settings is not None and process is not None and process.poll() is not None:
+            _say("warning: the watchdog has ended again; this run goes on without one")
+            settings = None
+        if ended.wait(_BEAT_S):
+            return
+
+
+def _started(settings: Settings) -> subprocess.Popen[bytes] | None:
+    # a session of its own: neither Ctrl-C nor the end of the first rank's process group ends it
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mtrain.watch.watchdog", settings.as_json()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as fault:
+        _say(f"warning: the watchdog cannot be started ({fault.strerror or fault})")
+        return None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

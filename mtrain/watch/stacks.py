@@ -1,0 +1,165 @@
+"""Stacks of ranks that hang: by their own handler in C, which no interpreter's lock holds up, and from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtrain.base.pulse import PulseState
+from mtrain.watch.place import stack_file
+from mtrain.watch.process import kernel_view, process_state
+
+SIGNAL = signal.SIGUSR2
+_PATIENCE_S = 1.5
+_SETTLED_S = 0.15
+_PY_SPY_S = 3.0
+_TRACES = "nccl_trigger_"
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Makes NCCL's process groups remember their last collectives, with sequence number, sizes and state."""
+
+
+def answer_to_signal(folder: Path, rank: int) -> None:
+    """Writes this process's stacks to its stack file whenever it is sent SIGNAL, whatever it does then."""
+    # kept open to the end of the process: the handler may neither open nor allocate
+    file = stack_file(folder, rank).open("wb")
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+    _files.append(file)
+
+
+_files: list[object] = []
+
+
+def flight_recorder(folder: Path) -> dict[str, str]:
+    """Environment under which NCCL's flight recorder can be asked for a dump, into a folder on this node."""
+    return {
+        **FLIGHT_RECORDER,
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl_trace_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl_trace_"),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / _TRACES),
+    }
+
+
+def ask(states: Sequence[PulseState]) -> list[PulseState]:
+    """Asks ranks for their stacks, which costs each a millisecond; those that will answer."""
+    found = []
+    for state in states:
+        process = process_state(state.pid)
+        if process is not None and process.catches(SIGNAL):
+            with contextlib.suppress(OSError):
+                os.kill(state.pid, SIGNAL)
+                found.append(state)
+    return found
+
+
+def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> dict[int, Path]:
+    """Writes a file of stacks for each rank. One that is stopped goes on for it, so it is to be ended at once after.
+
+    Args:
+        folder: The node's.
+        states: The ranks.
+        lost: The rank that the others wait for; more is asked about it.
+        out: Where the files go; is made.
+
+    Returns:
+        Rank -> its file; only where it could be written.
+    """
+    seen = {state.rank: process_state(state.pid) for state in states}
+    in_kernel = {state.rank: kernel_view(state.pid) for state in states}
+    from_outside = {state.rank: _py_spy(state.pid) for state in states if state.rank == lost}
+    stopped = [state for state in states if (one := seen[state.rank]) is not None and one.is_stopped]
+    for some in ([state for state in states if state not in stopped], stopped):
+        asked = ask(some)
+        for state in stopped if some is stopped else []:
+            with contextlib.suppress(OSError):
+                os.kill(state.pid, signal.SIGCONT)
+        _settle([stack_file(folder, state.rank) for state in asked])
+    _ask_flight_recorders(folder)
+    files: dict[int, Path] = {}
+    for state in states:
+        own = _text(stack_file(folder, state.rank))
+        parts = [f"rank {state.rank}, process {state.pid}, in {state.place}\n"]
+        parts.append(f"\n== by faulthandler\n{own}" if own else "\n== faulthandler has not answered\n")
+        if text := from_outside.get(state.rank):
+            parts.append(f"\n== by py-spy\n{text}")
+        parts.append(f"\n== in the kernel\n{in_kernel[state.rank]}")
+        with contextlib.suppress(OSError):
+            out.mkdir(parents=True, exist_ok=True)
+            path = out / f"stacks_rank_{state.rank:05d}.txt"
+            path.write_text("".join(parts), encoding="utf-8", errors="replace")
+            files[state.rank] = path
+    _collect_traces(folder, out)
+    return files
+
+
+def innermost(text: str, num_frames: int = 3) -> list[str]:
+    """Where the main thread is, innermost call first, in what `dump` wrote: `File "x.py", line 3 in f`."""
+    # faulthandler lists the oldest thread last; in the last section the words are others
+    blocks = re.split(r"^(?:Current t|T)hread 0x.*$", text.partition("\n== by py-spy")[0], flags=re.MULTILINE)
+    return [line.strip() for line in blocks[-1].splitlines() if line.startswith("  File ")][:num_frames]
+
+
+def _settle(files: Sequence[Path]) -> None:
+    """Until each has grown and stands still, or patience ends."""
+    deadline, sizes, since = time.monotonic() + _PATIENCE_S, [0] * len(files), time.monotonic()
+    while time.monotonic() < deadline:
+        now = [_size(path) for path in files]
+        if now != sizes:
+            sizes, since = now, time.monotonic()
+        if all(now) and time.monotonic() - since > _SETTLED_S:
+            return
+        time.sleep(0.02)
+
+
+def _py_spy(pid: int) -> str:
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    # without pausing it: a pause needs ptrace, which a stopped process does not answer
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
+    except (OSError, subprocess.SubprocessError) as fault:
+        return f"{fault}\n"
+    return done.stdout or done.stderr
+
+
+def _ask_flight_recorders(folder: Path) -> None:
+    """torch listens on a pipe for each rank, and dumps when anything is written to it."""
+    for pipe in folder.glob(f"{_TRACES}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(descriptor, b"1\n")
+            finally:
+                os.close(descriptor)
+
+
+def _collect_traces(folder: Path, out: Path) -> None:
+    for trace in folder.glob("nccl_trace_*"):
+        with contextlib.suppress(OSError):
+            shutil.copyfile(trace, out / trace.name)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

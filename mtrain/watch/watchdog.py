@@ -1,0 +1,226 @@
+"""The watchdog's process: `python -m mtrain.watch.watchdog` with its settings as JSON; `mtrain.watch.rank` starts it.
+
+It imports no torch, holds no GPU, and leaves when the ranks of its node have left. See docs/survive.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mtrain.base.errors import RankLostError
+from mtrain.base.heartbeat import Beat, read_beat
+from mtrain.base.pulse import PulseState, read_pulse
+from mtrain.runs.failure import FailureClass, FailureRecord, record_failure, records_folder, summary
+from mtrain.watch.judge import Judge, Limits, Loss, Lost, Seen
+from mtrain.watch.process import memory_kills, process_state
+from mtrain.watch.stacks import ask, dump, innermost
+
+ENDING = "ending"
+"""File beside the pulses: the watchdog ends the job; the folder goes when it has said everything."""
+
+_LOOKS_PER_TIMEOUT = 30
+_LOOK_S = (0.1, 0.5)
+_LONGEST_GAP = 4.0
+"""In looks; what is longer was no time for the ranks either."""
+_FIRST_S = 60.0
+"""In which the first rank has to be there."""
+_HEAD_START_S = 3.0
+"""In which the node of the lost rank ends it, so that it is the first to end."""
+_EARLY = 0.8
+"""Part of the time of a rank after which all are asked for their stacks."""
+_GRACE_S = 6.0
+"""In which the other ranks leave by themselves when one has been ended."""
+_GONE_S = 0.7
+"""A launcher that ends all ranks ends the watchdog, too: so long it waits before it calls a rank lost."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the watchdog is told."""
+
+    node: str
+    """Folder of the pulses."""
+    run_dir: str
+    local_world_size: int
+    world_size: int
+    parent: int
+    """Process that has started it."""
+    step_s: float
+    start_s: float
+    save_s: float
+    launch: str | None
+
+    def as_json(self) -> str:
+        """On one line."""
+        return json.dumps(asdict(self))
+
+
+class Watchdog:
+    """Of one node of one start."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Args:
+        settings: As they come.
+        """
+        self._settings, self._node, self._run_dir = settings, Path(settings.node), Path(settings.run_dir)
+        shortest, longest = _LOOK_S
+        self._look_s = min(max(settings.step_s / _LOOKS_PER_TIMEOUT, shortest), longest)
+        limits = Limits(settings.step_s, settings.start_s, settings.save_s)
+        self._judge = Judge(limits, _LONGEST_GAP * self._look_s, self._beats_of_others)
+        self._memory_kills = memory_kills()
+        self._known_gone: set[int] = set()
+        self._began_s, self._has_asked = time.monotonic(), False
+
+    def run(self) -> None:
+        """Until the ranks of this node have left, or the job is ended."""
+        while not self._is_over():
+            now = time.monotonic()
+            states = self._states()
+            seen = [Seen(state, process_state(state.pid)) for state in states if state.left_with is None]
+            seen = [one for one in seen if one.state.pid not in self._known_gone]
+            expected = self._settings.local_world_size - (len(states) - len(seen))
+            loss = self._judge.look(now, seen, expected)
+            if loss is not None and loss.how is Lost.GONE:
+                self._note_gone(loss, [one.state for one in seen if one.process is None])
+            elif loss is None:
+                self._ask_early(states)
+            else:
+                self._end(self._named(loss, states), states)
+                return
+            time.sleep(self._look_s)
+
+    def _ask_early(self, states: Sequence[PulseState]) -> None:
+        """For stacks a while before the end: ranks that wait for the lost one leave as soon as it comes."""
+        if self._judge.nearness < _EARLY:
+            self._has_asked = False
+        elif not self._has_asked:
+            self._has_asked = True
+            ask([state for state in states if state.left_with is None])
+
+    def _is_over(self) -> bool:
+        """Whether nobody is left to be watched."""
+        states = self._states()
+        if any(state.left_with is None and process_state(state.pid) is not None for state in states):
+            return False
+        if any(state.left_with is None and state.pid not in self._known_gone for state in states):
+            return False  # one is gone without a word, which is still to be said
+        if len(states) >= self._settings.local_world_size or process_state(self._settings.parent) is None:
+            return True
+        return time.monotonic() - self._began_s > max(_FIRST_S, self._settings.step_s)
+
+    def _states(self) -> list[PulseState]:
+        found = (read_pulse(path) for path in sorted(self._node.glob("rank_*")))
+        return [state for state in found if state is not None]
+
+    def _beats_of_others(self) -> Mapping[int, Beat]:
+        here = {state.rank for state in self._states()}
+        if len(here) >= self._settings.world_size:
+            return {}
+        others = (rank for rank in range(self._settings.world_size) if rank not in here)
+        number = max((state.start_number for state in self._states()), default=0)
+        beats = ((rank, read_beat(self._run_dir / "heartbeats", rank)) for rank in others)
+        return {rank: beat for rank, beat in beats if beat is not None and beat.start == number}
+
+    def _named(self, loss: Loss, states: Sequence[PulseState]) -> Loss:
+        """With the number of a rank that has never begun, where there is one node."""
+        if loss.rank >= 0 or self._settings.local_world_size != self._settings.world_size:
+            return loss
+        missing = set(range(self._settings.world_size)) - {state.rank for state in states}
+        return Loss(min(missing, default=-1), loss.how, loss.place, loss.silent_s, loss.is_here)
+
+    def _note_gone(self, loss: Loss, gone: Sequence[PulseState]) -> None:
+        """A rank has ended and has not said why; who started it knows more, and ends the others."""
+        time_s = time.time()
+        time.sleep(_GONE_S)
+        self._known_gone |= {state.pid for state in gone}
+        kind, text = FailureClass.LOST_PEER, f"{loss}: killed, or crashed in a library"
+        if memory_kills() > self._memory_kills:
+            kind, text = FailureClass.OUT_OF_MEMORY, f"{loss}: the kernel killed a process for memory meanwhile"
+        self._record(loss, kind, text, gone, time_s)
+
+    def _end(self, loss: Loss, states: Sequence[PulseState]) -> None:
+        """Says who is lost, keeps all stacks of this node, and ends its ranks, the lost one first."""
+        time_s = time.time()
+        print(f"watchdog: {loss}; this job is ended", file=sys.stderr, flush=True)
+        (self._node / ENDING).touch()
+        running = [state for state in states if process_state(state.pid) is not None]
+        if loss.is_here:  # at once: whoever ends the job may end this process, too
+            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s)
+        out = records_folder(self._run_dir, _number(states))
+        files = dump(self._node, states, loss.rank, out)
+        if (own := files.get(loss.rank)) is not None:
+            stack = innermost(own.read_text(errors="replace"))
+            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, stack, [str(own)])
+        if not loss.is_here:
+            time.sleep(_HEAD_START_S)
+        self._kill([state for state in running if state.rank == loss.rank])
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and any(process_state(state.pid) is not None for state in running):
+            time.sleep(self._look_s)
+        self._kill(running)
+
+    def _kill(self, states: Sequence[PulseState]) -> None:
+        for state in states:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGKILL)
+
+    def _record(
+        self,
+        loss: Loss,
+        kind: FailureClass,
+        text: str,
+        states: Sequence[PulseState],
+        time_s: float,
+        stack: Sequence[str] = (),
+        files: Sequence[str] = (),
+    ) -> None:
+        """In the run folder, where this start has it; and for whoever reads the log of the node's first rank."""
+        failure = FailureRecord(
+            rank=loss.rank,
+            kind=kind,
+            error=loss.how.name.lower(),
+            message=text,
+            exit_code=RankLostError.exit_code,
+            told_by="watchdog",
+            time_s=time_s,
+            place=loss.place or None,
+            start=_number(states),
+            launch=self._settings.launch,
+            host=socket.gethostname(),
+            stack=tuple(stack),
+            files=tuple(files),
+        )
+        if failure.start:
+            with contextlib.suppress(OSError):  # a full disk: the line on standard error is all there is
+                record_failure(self._run_dir, failure, again=True)
+        elif files or not loss.is_here:
+            print(summary(failure, self._run_dir), end="", file=sys.stderr, flush=True)
+
+
+def _number(states: Sequence[PulseState]) -> int:
+    return max((state.start_number for state in states), default=0)
+
+
+def main() -> None:
+    """Reads the settings from the command line."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for the ranks, which may save for minutes yet
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    os.nice(5)
+    settings = Settings(**json.loads(sys.argv[1]))
+    Watchdog(settings).run()
+    shutil.rmtree(settings.node, ignore_errors=True)  # not where it fails: another one may be started
+
+
+if __name__ == "__main__":
+    main()
