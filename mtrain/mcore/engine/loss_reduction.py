@@ -153,15 +153,50 @@ class StepTotals:
         return self.terms[MAIN_TERM].denominator == 0
 
 
+@dataclass(frozen=True)
+class _VectorFields:
+    """Where each part of the vector lies that `GlobalTotals` sums."""
+
+    num_terms: int
+    has_norm: bool
+
+    @property
+    def pairs(self) -> slice:
+        """Numerator and denominator of each term in turn; the main term is the first."""
+        return slice(0, 2 * self.num_terms)
+
+    @property
+    def planned(self) -> slice:
+        """Of each term."""
+        return slice(self.pairs.stop, self.pairs.stop + self.num_terms)
+
+    @property
+    def tokens(self) -> slice:
+        """As `TokenCounts` lists them."""
+        return slice(self.planned.stop, self.planned.stop + len(NO_TOKENS))
+
+    @property
+    def stop_requested(self) -> int:
+        """Ranks that ask to stop."""
+        return self.tokens.stop
+
+    @property
+    def norm_sq(self) -> int | None:
+        """The squared norm of the gradients, where it is there."""
+        return self.stop_requested + 1 if self.has_norm else None
+
+    @property
+    def size(self) -> int:
+        """Of the vector."""
+        return self.stop_requested + 1 + self.has_norm
+
+
 class GlobalTotals:
     """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
 
     Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
     pipeline stage, once for each replica of the data (`Groups.counts_plan`); all other ranks add zeros. So the same
     collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
-
-    The vector: [pairs of each term | planned denominator of each term | tokens | stop request | squared norm]. The last
-    one is there only where a norm is given.
     """
 
     def __init__(
@@ -174,20 +209,23 @@ class GlobalTotals:
         local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
         """
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
+        self._fields = fields = _VectorFields(len(self._terms), local_grad_norm_sq is not None)
         # Host numbers first, those of the device copied over them: one transfer to the device and none back.
-        pairs, count = [0.0] * (2 * len(self._terms)), len(self._terms)
-        of_batch = [*sums.planned.values(), *sums.tokens] if groups.counts_plan else [0.0] * (count + len(sums.tokens))
+        host = [0.0] * fields.size
+        if groups.counts_plan:
+            host[fields.planned], host[fields.tokens] = sums.planned.values(), sums.tokens
+            assert len(host) == fields.size, "a term has no plan"
         # The stop request rides along: a collective of its own would cost a latency every step.
-        host = [*pairs, *of_batch, float(stop_requested)]
-        vector = _on_device(host if local_grad_norm_sq is None else [*host, 0.0], groups.device)
-        vector[: len(pairs)].copy_(sums.pairs.owned(groups).view(-1))
+        host[fields.stop_requested] = float(stop_requested)
+        vector = _on_device(host, groups.device)
+        vector[fields.pairs].copy_(sums.pairs.owned(groups).view(-1))
         if local_grad_norm_sq is not None:
-            vector[-1].copy_(local_grad_norm_sq)
+            vector[fields.norm_sq].copy_(local_grad_norm_sq)
         self._sum = AsyncAllReduce(vector)  # over the world; the host goes on
 
     def main_denominator(self) -> Tensor:
         """The first term's measured denominator: float64 scalar on the device."""
-        return self._sum.get()[1]  # [0, 1] are the main term's numerator and denominator: it is the first
+        return self._sum.get()[self._fields.pairs][1]
 
     def read(self, coefficients: Mapping[str, float]) -> StepTotals:
         """Everything on the host. One device synchronisation.
@@ -195,11 +233,18 @@ class GlobalTotals:
         Args:
             coefficients: Of the terms in the objective.
         """
-        values = iter(self._sum.get().tolist())  # where the host waits for the step's kernels
-        pairs = [(next(values), next(values)) for _ in self._terms]
-        terms = {term: TermTotals(*pair, next(values)) for term, pair in zip(self._terms, pairs)}
-        tokens = TokenCounts(*(int(next(values)) for _ in NO_TOKENS))  # exact: float64 holds whole numbers to 2^53
-        return StepTotals(terms, next(values) > 0, tokens, self._num_positions, next(values, None), coefficients)
+        values: list[float] = self._sum.get().tolist()  # where the host waits for the step's kernels
+        fields = self._fields
+        numerators, denominators = values[fields.pairs][::2], values[fields.pairs][1::2]
+        of_terms = zip(numerators, denominators, values[fields.planned], strict=True)
+        return StepTotals(
+            terms={term: TermTotals(*each) for term, each in zip(self._terms, of_terms, strict=True)},
+            stop_requested=values[fields.stop_requested] > 0,
+            tokens=TokenCounts(*map(int, values[fields.tokens])),  # exact: float64 holds whole numbers to 2^53
+            num_positions=self._num_positions,
+            grad_norm_sq=None if fields.norm_sq is None else values[fields.norm_sq],
+            coefficients=coefficients,
+        )
 
 
 class PlannedTotals:
