@@ -1,4 +1,4 @@
-"""One training step: plan, pipeline schedule, one division, guard, update."""
+"""One training step: plan, pipeline schedule, one division, check, update."""
 
 from __future__ import annotations
 

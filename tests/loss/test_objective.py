@@ -46,7 +46,7 @@ def test_one_backward_gives_each_term_its_own_denominator() -> None:
         torch.testing.assert_close(found / planned[MAIN_TERM], right, rtol=1e-6, atol=1e-8)
 
 
-def test_a_premultiplier_changes_exponents_only() -> None:
+def test_a_scaled_numerator_changes_exponents_only() -> None:
     objective = Objective.from_config(SECTION)
     inputs = term_inputs(torch.ones(2, 4))
     pairs = objective.pairs({MAIN_TERM: inputs, "z": inputs})

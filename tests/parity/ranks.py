@@ -217,8 +217,8 @@ def scaled_steps(
     return steps
 
 
-def premultiplied_gradients(
-    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch, premultipliers: Sequence[float]
+def scaled_gradients(
+    groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch, numerator_scales: Sequence[float]
 ) -> list[Arrays | None]:
     """The gradients of one batch for each factor that the objective is multiplied by before backward."""
     built = build(groups, config, parameters)
@@ -231,13 +231,13 @@ def premultiplied_gradients(
         groups,
     )
     found = []
-    for numerator_scale in premultipliers:
+    for numerator_scale in numerator_scales:
         accumulator = PairAccumulator((MAIN_TERM,), groups.device)
         built.optimizer.zero_grad()
         run_schedule(
             built.chunks,
             slice_for_rank(batches, groups),
-            _premultiplied(objective, numerator_scale, config, groups),
+            _scaled(objective, numerator_scale, config, groups),
             accumulator,
             config,
         )
@@ -247,7 +247,7 @@ def premultiplied_gradients(
     return found
 
 
-def _premultiplied(objective: Objective, numerator_scale: float, config: Config, groups: Groups) -> LossOfLogits:
+def _scaled(objective: Objective, numerator_scale: float, config: Config, groups: Groups) -> LossOfLogits:
     def loss(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
         pairs = objective.pairs(term_inputs(logits, batch, config, groups))
         return objective.scalar(pairs, {}, numerator_scale), pairs

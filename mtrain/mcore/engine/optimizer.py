@@ -1,4 +1,4 @@
-"""megatron-core's optimizer, stepped in the open: unscale, norm, guard, clip, update."""
+"""megatron-core's optimizer, stepped in the open: unscale, norm, check, clip, update."""
 
 from __future__ import annotations
 

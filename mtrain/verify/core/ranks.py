@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+from mtrain.base.environment import program_versions
 from mtrain.base.errors import MtrainError
 from mtrain.plan.layout import Layout
 
@@ -38,6 +39,11 @@ _PRELOADED = (
 
 class RankFailedError(RuntimeError):
     """A rank raised, died or hung; carries its traceback."""
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """What ranks of a kind of device run on, for the reader of a report."""
+    return {**program_versions(), "device": device, "backend": "gloo" if device == "cpu" else "nccl"}
 
 
 def reason_of(fault: RankFailedError | MtrainError) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.base.environment import program_versions
 from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
@@ -27,7 +26,7 @@ from mtrain.loss.pair import MAIN_TERM
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import refuse_incomparable
@@ -72,11 +71,10 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     inputs = _inputs(exact, request.num_steps)
     reference = _reference(exact, inputs, progress)
     layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
-    versions = {key: str(value) for key, value in program_versions().items()}
     return HfReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=request.command,
-        environment=versions | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        environment=environment_of(device),
         config=exact.model_dump(mode="json"),
         changes=changes,
         data="the first batches of the run's own data" if exact.data.kind != "mock" else "random tokens",

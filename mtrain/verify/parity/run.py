@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mtrain.base.environment import program_versions
 from mtrain.base.errors import ConfigError, MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
@@ -22,7 +21,7 @@ from mtrain.verify.core.compare import Expected, compared
 from mtrain.verify.core.exact import ExactJob, exact_run, exact_steps, text_places
 from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import Shrunk, shrink
@@ -68,11 +67,10 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     plan = _plan(shrunk, config, request.num_steps)
     check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
     layouts = check.run(progress)
-    environment = {key: str(value) for key, value in program_versions().items()}
     return ParityReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=request.command,
-        environment=environment | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        environment=environment_of(device),
         config=check.config.model_dump(mode="json"),
         changes=shrunk.changes,
         data=check.plan.describe(),

@@ -32,7 +32,6 @@ from mtrain.mcore.model.attention.mla import LatentCore
 from mtrain.mcore.model.moe.balance import Factors, RouterBalance
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan import padded_vocab_size
 from mtrain.training.output.loss import OutputLoss
 from mtrain.training.step import StepParts
@@ -217,18 +216,9 @@ class _DepthsByMain(NumeratorFactors):
 
 
 class _PaddingIsReal(OutputLoss):
-    def __init__(
-        self,
-        whole: Sequence[Microbatch] | None,
-        rows: Sequence[Microbatch],
-        config: Config,
-        groups: Groups,
-        objective: Objective,
-        teacher: Teacher | None = None,
-    ) -> None:
+    def __init__(self, whole: Any, rows: Any, config: Config, groups: Groups, *others: Any) -> None:
         size = padded_vocab_size(config.model, groups.layout.tp)
-        config = configured("model", lambda model: {"vocab_size": size})(config)
-        super().__init__(whole, rows, config, groups, objective, teacher)
+        super().__init__(whole, rows, configured("model", lambda model: {"vocab_size": size})(config), groups, *others)
 
 
 class _RankOrder(RowAttention):

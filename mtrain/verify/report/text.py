@@ -116,6 +116,14 @@ _PLURALS = {
     "grad_norm": "their norm",
 }
 
+
+def _curves(band: str, runs: str) -> str:
+    return (
+        f"Above: the values. The broad grey band is {band}; on it the {runs} take turns in a striped line, so that "
+        "equal curves stay visible. Those that fail have filled markers and lines of their own."
+    )
+
+
 PARITY = ReportText(
     verb="parity",
     noun="layout",
@@ -132,11 +140,10 @@ PARITY = ReportText(
         "Worst relative deviation from the exact value over all steps. The reference is one process with one batch in "
         "float64 at the same weights."
     ),
-    curves=(
-        "Above: the values. The broad grey band is the reference; on it the layouts take turns in a striped line, so "
-        "that equal curves stay visible. Layouts that fail have filled markers and lines of their own; after a wrong "
-        "update they go their own way. Below: the relative deviation from the exact value of each step, which is taken "
-        "at the weights that the layout had; layouts side by side."
+    curves=_curves("the reference", "layouts")
+    + (
+        " After a wrong update they go their own way. Below: the relative deviation from the exact value of each step, "
+        "which is taken at the weights that the layout had; layouts side by side."
     ),
     tensors=(
         "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors stand in the "
@@ -174,11 +181,7 @@ RESUME = ReportText(
         "compared bit by bit with the files, samples, learning rates and counters must be the same, and every step is "
         "compared with its exact values in float64 at the weights that it started from, within the tolerances below."
     ),
-    curves=(
-        "Above: the values. The broad grey band is the straight run; on it the resumed runs take turns in a striped "
-        "line, so that equal curves stay visible. Those that fail have filled markers and lines of their own. Below: "
-        "the relative deviation."
-    ),
+    curves=_curves("the straight run", "resumed runs") + " Below: the relative deviation.",
     tensors=(
         "Each square is the worst moment of one tensor in one case: 0, or deviating. Tensors stand in the order of the "
         "forward pass. A cross marks what must not be."
@@ -237,10 +240,7 @@ HF = ReportText(
         "Worst relative deviation over all steps. Both sides start from the same weights and go their own way: what "
         "deviates in one step is carried into the next."
     ),
-    curves=(
-        "Above: the values. The broad grey band is transformers; on it the layouts take turns in a striped line. "
-        "Below: the relative deviation."
-    ),
+    curves=_curves("transformers", "layouts") + " Below: the relative deviation.",
     tensors="",
     everything="every layout fails, one process too: not a fault of a layout",
 )

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mtrain.base.environment import program_versions
 from mtrain.base.errors import ConfigError, MtrainError, NumericError
 from mtrain.config import Config
 from mtrain.config.rules import layout_dependent_keys
@@ -27,7 +26,7 @@ from mtrain.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, reason_of
+from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import Shrunk, small
@@ -88,11 +87,10 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
         check = ResumeCheck(plan, request.at, Path(folder), pool or Pool(device, PRELOADED))
         check.prepare()
         results = check.run(progress, request.fault)
-    environment = {key: str(value) for key, value in program_versions().items()}
     return ResumeReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=request.command,
-        environment=environment | {"device": device, "backend": "gloo" if device == "cpu" else "nccl"},
+        environment=environment_of(device),
         config=plan.base.config.model_dump(mode="json"),
         changes=(*plan.shrunk.changes, *plan.notes),
         data=_data(plan, request),

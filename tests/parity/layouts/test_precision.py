@@ -118,10 +118,10 @@ def test_an_overflow_is_skipped_and_lowers_the_loss_scale(pool: Pool, case: Case
 
 
 @pytest.mark.parametrize("case", [case(4, tp=2, dp=2), case(4, pp=2, cp=2)], ids=str)
-def test_the_premultiplier_changes_no_bit(pool: Pool, case: Case) -> None:
+def test_the_numerator_scale_changes_no_bit(pool: Pool, case: Case) -> None:
     config = case.config()
     arguments = (config, initial_parameters(config), three_steps()[0], [1.0, 2.0**-9, 2.0**7])
-    plain, small, large = pool.run(ranks.premultiplied_gradients, case.resolved(config), *arguments)[0]
+    plain, small, large = pool.run(ranks.scaled_gradients, case.resolved(config), *arguments)[0]
     for name, value in plain.items():
         assert value.any()
         assert value.tobytes() == small[name].tobytes() == large[name].tobytes()
@@ -135,7 +135,7 @@ def test_plain_sums_would_overflow_in_fp16(pool: Pool) -> None:
     tokens = sum(sample.mask.sum() for sample in batch)
     near = 2.0 ** -round(math.log2(tokens))
     plain, tamed = pool.run(
-        ranks.premultiplied_gradients, one.resolved(config), config, initial_parameters(config), batch, [1.0, near]
+        ranks.scaled_gradients, one.resolved(config), config, initial_parameters(config), batch, [1.0, near]
     )[0]
     assert not all(np.isfinite(value).all() for value in plain.values())
     (exact,) = run_oracle(config, [batch])

@@ -23,13 +23,15 @@ def without_target(kind: type) -> list[str]:
         replaced = next((vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)), None)
         if (name.startswith("__") and name != "__init__") or not (callable(value) or isinstance(value, property)):
             continue
-        if replaced is None or (inspect.isfunction(value) and names(value) != names(replaced)):
+        if replaced is None or (inspect.isfunction(value) and names(value) != names(replaced)[: len(names(value))]):
             missing.append(f"{kind.__name__}.{name}")
     return missing
 
 
 def names(function: object) -> list[str]:
-    return list(inspect.signature(function).parameters) if callable(function) else []
+    """Of its arguments, but for those that it hands on as `*others`."""
+    parameters = inspect.signature(function).parameters.values() if callable(function) else ()
+    return [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL]
 
 
 def collaborators(file: str) -> list[type]:
