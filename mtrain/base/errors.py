@@ -4,6 +4,8 @@ A message says what was given, what is needed and what to change. `cli` prints i
 leaves with `exit_code`.
 """
 
+from typing import Any
+
 
 class MtrainError(Exception):
     """A fault that the user can act on."""
@@ -31,6 +33,28 @@ class NumericError(MtrainError):
 
     exit_code = 4
     on_every_rank = True
+
+
+class BadStepError(NumericError):
+    """The gradient of a step must not be applied; weights and optimizer state are those before it.
+
+    Raised on all ranks alike, so that train.on_nonfinite and train.on_spike decide alike.
+    """
+
+    totals: Any = None
+    """The step's `StepTotals`, where they were summed up."""
+
+
+class NonFiniteError(BadStepError):
+    """A loss or the gradient is nan or inf, or leaves the range of float32."""
+
+
+class SpoiledStateError(NonFiniteError):
+    """Weights or optimizer state are not finite, so that no other batch can do better."""
+
+
+class SpikeError(BadStepError):
+    """A loss or the gradient's norm lies far above those of the steps before (train.on_spike)."""
 
 
 class RankLostError(MtrainError):

@@ -30,11 +30,11 @@ class InjectedFault(NamedTuple):
     kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
     stops for ever. slow: it takes a second longer, every time. await_stop: the thread makes the file that the
     environment variable REACHED names, and waits until this process is sent a stop signal. full: the disk has no space
-    left. nan, huge: a number of the training state becomes nan or 3e38."""
+    left. nan, huge, flip: a number of the training state becomes nan or 3e38, or its lowest bit another one."""
     rank: int
     step: int
     phase: str
-    """Of a save; of nan and huge: key of a tensor in checkpoints and index in this rank's part, such as `key:-1`."""
+    """Of a save; of nan, huge and flip: key of a tensor in checkpoints and index in this rank's part, as `key:-1`."""
 
     def __str__(self) -> str:
         return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"

@@ -66,6 +66,8 @@ class StepEntry:
     digest: int
     """Sum of the samples' digests modulo 2^64: of tokens, labels, mask and weight, whoever read them in what order."""
     sources: tuple[SourceEntry, ...]
+    skipped: bool = False
+    """Read, but no update came of it."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ def from_line(line: bytes) -> StartEntry | StepEntry:
         lists = {"sources": tuple(content["sources"]), "sizes": tuple(content["sizes"]), "phases": phases}
         return StartEntry(**{**content, **lists})
     sources = tuple(SourceEntry(**{**each, "ids": _ids(each["ids"])}) for each in content["sources"])
-    return StepEntry(content["step"], content["num_samples"], int(content["digest"], 16), sources)
+    counts = content["step"], content["num_samples"], int(content["digest"], 16)
+    return StepEntry(*counts, sources, content.get("skipped", False))
 
 
 def to_line(entry: StartEntry | StepEntry) -> bytes:
@@ -192,6 +195,8 @@ def to_line(entry: StartEntry | StepEntry) -> bytes:
     if isinstance(entry, StepEntry):
         sources = [{**asdict(each), "ids": ranges(each.ids)} for each in entry.sources]
         values |= {"digest": f"{entry.digest:016x}", "sources": sources}
+        if not entry.skipped:
+            del values["skipped"]  # nearly every line
     return json.dumps(values).encode() + b"\n"
 
 
@@ -291,7 +296,8 @@ class Ledger:
             for key, parts in sorted(merged.items())
         )
         digest = sum(entry.digest for entry in self.steps[step]) % _DIGESTS
-        return StepEntry(step, self.steps[step][0].num_samples, digest, sources)
+        first = self.steps[step][0]
+        return StepEntry(step, first.num_samples, digest, sources, first.skipped)
 
     def incomplete_steps(self) -> dict[int, str]:
         """Step -> what it lacks or has too much, from step 1 to the last."""
@@ -304,6 +310,10 @@ class Ledger:
             if count != (wanted := self.steps[step][0].num_samples):
                 found[step] = f"has {count} of {wanted} samples"
         return found
+
+    def skipped_steps(self) -> list[int]:
+        """Those of whose samples no update came, ascending."""
+        return sorted(step for step, entries in self.steps.items() if entries[0].skipped)
 
     def epochs(self) -> list[EpochTotals]:
         """By source and epoch, in the order in which they began; where a start brought other data, these are other

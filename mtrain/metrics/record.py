@@ -69,7 +69,7 @@ class StepRecord:
     empty: bool = False
     """No token of the global batch was in the loss; weights and optimizer state stayed as they were."""
     skipped: str | None = None
-    """Why the update was not applied, e.g. "fp16 overflow"."""
+    """Why the update was not applied, e.g. "fp16 overflow", or what made the step bad."""
     loss_scale: float | None = None
     """fp16 only."""
     mfu: float | None = None

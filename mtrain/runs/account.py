@@ -86,6 +86,13 @@ class StartAccount:
         self._saves = [*self._saves, (step, trained_s)][-_NUM_SAVES:]
         self._at = {later: at for later, at in self._at.items() if later > step}
 
+    def gone_back(self, step: int) -> None:
+        """The run goes on from this checkpoint: what was trained since is made anew."""
+        # of the checkpoint that this start began with, nothing was trained in it
+        self._step, self._trained_s = step, dict(self._saves).get(step, 0.0)
+        self._saves = [save for save in self._saves if save[0] <= step]
+        self._at.clear()
+
     def write(self) -> None:
         """Puts the account down; called by the thread of the heartbeat.
 

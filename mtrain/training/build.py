@@ -9,6 +9,7 @@ from typing import Any
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
@@ -50,6 +51,8 @@ class Run:
     """Keys that the run changed on its way, with consent; those of `start_step` come with this start."""
     learning_rate: LearningRate = learning_rate
     """By step and schedule."""
+    history: BadStepHistory = NO_BAD_STEPS
+    """Of the bad steps before `start_step`."""
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
@@ -130,7 +133,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     validation = ValidationSet.open_all(loader)
     resumed = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
-    return Run(config, groups, *model, loader, validation, resumed.step, resumed.changes)
+    known = (resumed.step, resumed.changes)
+    return Run(config, groups, *model, loader, validation, *known, history=resumed.history)
 
 
 def _opened_loader(config: Config, groups: Groups) -> StepLoader | None:

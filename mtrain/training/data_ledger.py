@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -35,7 +36,8 @@ class LedgerSink:
     def write(self, record: Record) -> None:
         """Appends the entry of a step; other records are passed over."""
         if isinstance(record, StepRecord):
-            self._file.append(record.step, to_line(self._entries.next_entry(record.step)))
+            entry = replace(self._entries.next_entry(record.step), skipped=record.skipped is not None)
+            self._file.append(record.step, to_line(entry))
 
     def close(self) -> None:
         """Closes the file.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from mtrain.runs.folder import RunFolder
 _NUM_WORKERS = 1
 """Files in work at once: training goes first. The exporter's own thread does it, which the end need not wait for."""
 _POLL_S = 0.1
+_STEP = re.compile(r"step_(\d+)")
 _PATIENCE_S = 2.0
 """How long the end waits for an export that was asked to stop between two pieces of its work; a dead disk holds it."""
 
@@ -96,6 +98,7 @@ class Exporter:
         self._running: tuple[_Export, Future[None]] | None = None
         self._fault: MtrainError | None = None
         self._is_stopped = threading.Event()
+        self._forgotten: set[int] = set()
         for step in due_steps(folder, every_steps):  # before a save of this start can delete them
             self._note(step)
 
@@ -118,6 +121,30 @@ class Exporter:
         if self._running is None and self._waiting and not self._is_stopped.is_set():
             export = self._waiting.pop(0)
             self._running = export, started(lambda: self._run(export), f"export-{export.step}")
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from this checkpoint: exports of later steps are none of its history, and go.
+
+        Raises:
+            MachineError: The disk refuses.
+        """
+        if self._every == 0:
+            return
+        self._expected = [each for each in self._expected if each <= step]
+        if self._running is not None and self._running[0].step > step:
+            export, work = self._running
+            self._forgotten.add(export.step)
+            concurrent.futures.wait([work])
+            self._end(export, work)
+            self._forgotten.clear()
+        for export in [each for each in self._waiting if each.step > step]:
+            self._waiting.remove(export)
+            export.held.close()
+        with disk_faults(f"clean {self._folder.exports}"):
+            # unfinished ones too, or the next export of the step would go on from them
+            for path in [*self._folder.exports.glob("step_*"), *staging_folders(self._folder.exports)]:
+                if (found := _STEP.search(path.name)) is not None and int(found[1]) > step:
+                    remove(path)
 
     def stop(self) -> None:
         """Begins no further export and asks a running one to end; does not wait.
@@ -185,7 +212,7 @@ class Exporter:
 
         def go_on() -> None:
             fault_point("export.piece", 0, export.step)
-            if self._is_stopped.is_set():
+            if self._is_stopped.is_set() or export.step in self._forgotten:
                 raise _StoppedError
 
         export_hf(self._checkpoint(export.step), _target(self._folder, export.step), None, None, _NUM_WORKERS, go_on)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError, RunFolderError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
+from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
@@ -37,6 +38,7 @@ class Resumed(NamedTuple):
     """Completed updates."""
     changes: tuple[ChangeInfo, ...] = ()
     """Of the run so far; those of this very step come with this start."""
+    history: BadStepHistory = NO_BAD_STEPS
 
 
 def resume_or_initialize(
@@ -71,7 +73,7 @@ def resume_or_initialize(
     # a checkpoint of its own goes first: initialize_from says where a run began, not where it is
     if config.adapter is not None:  # its checkpoints do not hold the frozen model
         load_base(config, groups, chunks, optimizer)
-    resumed = _resume(config, folder, groups, chunks, optimizer, loader)
+    resumed = load_newest(config, folder, groups, chunks, optimizer, loader)
     if resumed is None and config.adapter is None:
         initialize(config, groups, chunks, optimizer)
     elif resumed is None:
@@ -128,20 +130,39 @@ def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Opt
         _refuse_non_finite(source, chunks, optimizer, groups)
 
 
-def _resume(
+def load_newest(
     config: Config,
     folder: RunFolder,
     groups: Groups,
     chunks: list[Any],
     optimizer: Optimizer,
     loader: StepLoader | None,
+    passed_over: Mapping[int, str] | None = None,
 ) -> Resumed | None:
-    """From the newest good checkpoint, which is loaded; None where the run has none."""
+    """Goes on from the newest good checkpoint of the run; None where it has none. Collective over the world.
+
+    What is found damaged is set aside.
+
+    Args:
+        config: Of the run.
+        folder: The run folder.
+        groups: The process groups.
+        chunks: This rank's model chunks.
+        optimizer: Their optimizer.
+        loader: As for `resume_or_initialize`.
+        passed_over: Of a run that goes back: step -> why, of checkpoints that are not to be loaded.
+
+    Raises:
+        DataError, RunFolderError: As `resume_or_initialize`.
+    """
     damaged: dict[int, str] = {}
 
     def find(unusable: Mapping[int, str]) -> Newest:
         damaged.update(unusable)
-        return _resumable(config, folder, damaged)
+        if passed_over is None:
+            return _resumable(config, folder, damaged)
+        # checkpoint.resume=never means a start
+        return newest_good(folder.checkpoints, {**damaged, **passed_over})
 
     while True:
         with opened_checkpoint(find, say) as newest:
@@ -155,7 +176,7 @@ def _resume(
             if fault is None:
                 # only now that another one is known to be good: nothing is moved where the start fails
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
-                return Resumed(state.step, changes)
+                return Resumed(state.step, changes, BadStepHistory(entry.manifest.skipped, state.recent))
         damaged[entry.step] = fault  # the next one overwrites all that was loaded
 
 

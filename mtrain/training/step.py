@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import BadStepError, ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
@@ -24,6 +24,7 @@ from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, StepTo
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
 from mtrain.mcore.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule, start_grad_sync
+from mtrain.mcore.health.non_finite import largest_local_gradients
 from mtrain.mcore.model.moe.balance import RouterBalance
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
@@ -81,6 +82,9 @@ class TrainingStep:
         self._optimizer, self._objective, self._teacher = optimizer, objective, teacher
         self._num_microbatches, self._parts = num_microbatches(config, groups), parts
         self.routers = parts.routers(config, groups, self._chunks)
+        self.local_gradients: Tensor | None = None
+        """Of the last step: the largest gradient of each parameter on this rank alone; None where reductions overlap
+        the backward pass, so that no such moment is there."""
         # once: the hooks stay in the chunks' config from step to step
         connect(self._chunks, optimizer, config)
 
@@ -173,9 +177,12 @@ class TrainingStep:
         """Sums gradients and pairs over all ranks, and divides once. Collective over the world.
 
         Raises:
+            NonFiniteError: A loss is not finite; on all ranks alike, as the next one.
             NumericError: A denominator is not what the batch planned, negative, not finite or beyond what float32
-                carries, or a loss is not finite; on all ranks alike.
+                carries.
         """
+        if not self._config.train.overlap_grad_reduce:
+            self.local_gradients = largest_local_gradients(self._chunks)
         if step.is_deferred:
             start_grad_sync(self._chunks, self._config)
         # fp16: gradients carry the loss scale until the update takes it out, so their norm is taken there
@@ -183,7 +190,11 @@ class TrainingStep:
         reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, local_grad_norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
-        self.check(totals.terms)
+        try:
+            self.check(totals.terms)
+        except BadStepError as error:
+            error.totals = totals  # for the record of the step
+            raise
         return totals
 
     def check(self, terms: Mapping[str, TermTotals]) -> None:
@@ -192,16 +203,28 @@ class TrainingStep:
         denominators = {term: each.denominator for term, each in terms.items()}
         check_factors(self._objective.coefficients, denominators)
 
-    def update(self, totals: StepTotals, lr: float) -> Update | None:
+    def update(
+        self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
+    ) -> Update | None:
         """The optimizer step, and where it succeeded that of the experts' biases.
 
         None where the batch was empty: weights and state stay bit-identical.
+
+        Args:
+            totals: Of the step.
+            lr: Learning rate.
+            judge: Is given the gradient's norm before anything is applied, and raises where it must not be; not called
+                where fp16 overflowed.
+
+        Raises:
+            NonFiniteError: The gradient is not finite; weights and state are untouched.
         """
         if totals.is_empty:
             return None
         if totals.grad_norm is None:
-            update = self._optimizer.unscale_and_update(lr)
+            update = self._optimizer.unscale_and_update(lr, judge)
         else:
+            judge(totals.grad_norm)
             update = self._optimizer.update(lr, totals.grad_norm)
         # biases move with the weights: on an overflow neither does
         if not update.overflowed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mtrain.base.errors import NumericError
+from mtrain.base.errors import NonFiniteError, NumericError
 from mtrain.data.batch import Microbatch
 from mtrain.loss.router import ROUTER_TERMS, router_denominator
 from mtrain.loss.scaling import check_denominator
@@ -49,7 +49,7 @@ def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> No
                 "look at the sample weights of the data"
             )
         if not math.isfinite(totals.numerator):
-            raise NumericError(f"the loss of term {term!r} is {totals.numerator}")
+            raise NonFiniteError(f"the loss of term {term!r} is {totals.numerator}")
         difference = abs(totals.denominator - totals.planned)
         # abs(planned): at 0 only 0 agrees
         if compare_with_plan and difference > _WEIGHT_TOLERANCE * abs(totals.planned):

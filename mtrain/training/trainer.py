@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mtrain.base import pulse
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
-from mtrain.base.errors import NumericError
+from mtrain.base.errors import NumericError, SpoiledStateError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
@@ -31,6 +33,7 @@ from mtrain.mcore.distributed.init import (
     naming_lost_ranks,
     on_first_rank,
 )
+from mtrain.mcore.health.replicas import ReplicaCheck
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
@@ -42,9 +45,12 @@ from mtrain.training.build import Run, build_run
 from mtrain.training.checkpoint_self_test import run_self_test
 from mtrain.training.evaluate import evaluate_all
 from mtrain.training.export import Exporter
+from mtrain.training.faults.attempt import RollBackError, StepTrial, named
+from mtrain.training.faults.guard import Guard
+from mtrain.training.faults.rollback import as_rollback, roll_back
 from mtrain.training.recording.life import Life
 from mtrain.training.recording.sinks import SignsOfLife, open_sinks
-from mtrain.training.recording.step_record import step_record
+from mtrain.training.recording.step_record import attempt_record
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
 
@@ -77,6 +83,8 @@ def train(config: Config) -> None:
 
 
 Build = Callable[[Config, Groups, RunFolder], Run]
+Reopen = Callable[[Run], Sinks]
+"""The sinks of a run that goes on after its start step."""
 
 
 def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = build_run) -> None:
@@ -119,16 +127,17 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
-        sinks = held.enter_context(open_sinks(run, folder, lock, SignsOfLife(life, heartbeat, account)))
+        records = held.enter_context(contextlib.ExitStack())
+        signs = SignsOfLife(life, heartbeat, account)
         known = (config, _origin(run), lock.check, run.start_step, _tellers(life, account))
         saver = Saver(folder.checkpoints, run.groups, *known)
         every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
         exporter = Exporter(folder, every, lock.check)
         held.callback(exporter.close)
+        reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
+        course = _Course(run, Guard(config.train, run.history), saver, exporter, signal, heartbeat, life)
         try:
-            stopped_after = _loop(run, saver, exporter, sinks, signal, heartbeat)
-            heartbeat.enter(Phase.SAVE, config.train.num_steps if stopped_after is None else stopped_after)
-            saver.finish()
+            stopped_after = _with_rollbacks(course, folder, account, records, reopen)
         except NumericError as error:  # on all ranks
             raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
@@ -192,12 +201,45 @@ def _write_first_samples(run: Run, folder: RunFolder) -> None:
             write_atomically(folder.first_samples, text)
 
 
-def _loop(
-    run: Run, saver: Saver, exporter: Exporter, sinks: Sinks, signal: StopSignal, heartbeat: Heartbeat
+@dataclass
+class _Course:
+    """What the loop works with."""
+
+    run: Run
+    guard: Guard
+    saver: Saver
+    exporter: Exporter
+    signal: StopSignal
+    heartbeat: Heartbeat
+    life: Life
+
+
+def _with_rollbacks(
+    course: _Course, folder: RunFolder, account: StartAccount, opened: contextlib.ExitStack, reopen: Reopen
 ) -> int | None:
+    """As `_loop`, from the start step and from every checkpoint that a bad step leads back to; saves are on disk."""
+    heartbeat, saver = course.heartbeat, course.saver
+    while True:
+        try:
+            stopped_after = _loop(course, opened.enter_context(reopen(course.run)))
+            heartbeat.enter(Phase.SAVE, course.run.config.train.num_steps if stopped_after is None else stopped_after)
+            saver.finish()
+            return stopped_after
+        except (RollBackError, SpoiledStateError) as error:
+            wanted = as_rollback(error, course.guard, heartbeat.step)
+        heartbeat.enter(Phase.BUILD, wanted.step)
+        opened.close()  # what the sinks hold beyond the checkpoint is taken back when they open again
+        course.run = roll_back(course.run, folder, saver, course.exporter, course.guard, wanted)
+        account.gone_back(course.run.start_step)
+        course.life.rolled_back(course.run.start_step, wanted.step, str(wanted))
+
+
+def _loop(course: _Course, sinks: Sinks) -> int | None:
     """All steps; the number of the last one where a signal stopped the run early."""
+    run, guard, saver, exporter, heartbeat = course.run, course.guard, course.saver, course.exporter, course.heartbeat
     config, start, last = run.config, run.start_step, run.config.train.num_steps
     tokens = on_first_rank(lambda: _tokens_before(run))
+    trial, replicas = StepTrial(run, guard, heartbeat), ReplicaCheck(run.groups)
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0, heartbeat)
     with _batches(run) as batches:
@@ -206,42 +248,49 @@ def _loop(
             heartbeat.enter(Phase.DATA, step + 1)
             own = None if batches is None else next(batches)
             done, valid_loss = step + 1, None
-            lr = run.learning_rate(step, config.optimizer, last)
-            with _named(f"step {done}"):
-                heartbeat.enter(Phase.FORWARD_BACKWARD, done)
-                totals = run.training.forward_backward(own, stop_requested=signal.received is not None)
-                heartbeat.enter(Phase.UPDATE, done)
-                update = run.training.update(totals, lr)
-            if update is not None and not update.overflowed:
+            lr = run.learning_rate(guard.updates_before(done), config.optimizer, last)
+            made = trial.make(own, lr, done, stop_requested=course.signal.received is not None)
+            if made.is_applied:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
             spoil_point(run.chunks, run.optimizer, run.groups, done)
-            record = step_record(run, done, totals, update, lr, time.perf_counter() - began)
-            tokens += record.tokens
+            record = attempt_record(run, done, made, lr, time.perf_counter() - began)
+            tokens += record.tokens if made.refused is None else 0
             sinks.write(record)
+            if made.refused is not None:
+                course.life.alarmed(done, f"step {done} is left out: {made.refused}")
             # on every rank at the same place: while a save is in flight this is a collective
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)
-            if totals.stop_requested:
+            if made.stop_requested:
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
-            is_stopped = totals.stop_requested and done < last
+            is_stopped = made.stop_requested and done < last
             at_end = done == last and config.checkpoint.at_end
             is_saved = at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps)
+            every = config.train.check_replicas_every_steps
+            if _is_due(done, every) or (is_saved and every > 0):
+                with named(f"after step {done}"):
+                    replicas.run(run.chunks, run.optimizer)
             if valid_loss is not None:
                 saver.confirm(done)
-            elif is_saved and done == last and not totals.is_empty:
-                heartbeat.enter(Phase.VALIDATION, done)
-                with _named(f"the weights that step {done}, the last one, has left"):
-                    run.training.try_weights(own)  # no later step will say whether they can be used
+            elif is_saved and done == last and made.has_learned:
+                _try_last_weights(run, own, done, heartbeat)
                 saver.confirm(done)
             if is_saved:
                 heartbeat.enter(Phase.SAVE, done)
                 exporter.expect(done)
-                saver.save(run.chunks, run.optimizer, done, valid_loss, tokens)
+                saver.save(run.chunks, run.optimizer, done, valid_loss, tokens, guard.history)
             exporter.poll()
             if is_stopped:
                 return done
     return None
+
+
+def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, heartbeat: Heartbeat) -> None:
+    """No later step will say whether they can be used."""
+    heartbeat.enter(Phase.VALIDATION, done)
+    with named(f"the weights that step {done}, the last one, has left"):
+        run.training.try_weights(own)
 
 
 def _tokens_before(run: Run) -> int:
@@ -249,15 +298,6 @@ def _tokens_before(run: Run) -> int:
     folder = RunFolder(Path(run.config.run.dir)).checkpoints
     steps = [step for step in published_steps(folder) if step <= run.start_step]
     return load_entry(folder / step_name(steps[-1])).manifest.tokens if steps else 0
-
-
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Says where a numeric error arose."""
-    try:
-        yield
-    except NumericError as error:
-        raise NumericError(f"{what}: {error}") from error
 
 
 def _is_due(step: int, interval_steps: int) -> bool:
@@ -280,7 +320,7 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
         return None
     heartbeat.enter(Phase.VALIDATION, step)
     model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
-    with _named(f"validation after step {step}"):
+    with named(f"validation after step {step}"):
         record = evaluate_all(*model, run.validation, step, run.teacher)
     sinks.write(record)
     return record.valid_loss

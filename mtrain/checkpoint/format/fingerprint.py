@@ -56,8 +56,9 @@ def _places(start: int, count: int, at: TensorSlice, global_shape: Sequence[int]
     left = torch.arange(start, start + count, dtype=torch.int64, device=device)
     place = torch.zeros_like(left)
     # the last axis is the fastest in the slice and in the whole
-    for axis in reversed(range(len(global_shape))):
+    for axis in reversed(range(1, len(global_shape))):
         stride = math.prod(global_shape[axis + 1 :])
         place += (left % at.shape[axis] + at.offset[axis]) * stride
         left = left // at.shape[axis]
-    return place
+    # what is left are numbers along the first axis; divisions cost more than all else here
+    return place + (left + at.offset[0]) * math.prod(global_shape[1:]) if global_shape else place

@@ -27,6 +27,15 @@ class LossScaler(BaseModel):
     """Overflows left before the scale goes down."""
 
 
+class RecentUpdates(BaseModel):
+    """The latest updates, by which train.on_spike judges the next step; the oldest first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+
+
 class TrainingState(BaseModel):
     """What a checkpoint holds beside tensors."""
 
@@ -45,12 +54,16 @@ class TrainingState(BaseModel):
     """cpu or cuda: random states of one mean nothing to the other."""
     vocab_size: int = Field(gt=0)
     """Rows of the embedding that are tokens; the rest is padding and follows the layout."""
+    recent: RecentUpdates | None = None
+    """Where train.on_spike is set."""
 
 
 def write_state(folder: Path, state: TrainingState) -> None:
     """Writes the state into a checkpoint's folder; OSError as the disk gives it."""
     # in place: the folder is published as a whole, and the manifest has the SHA-256 of this file
-    (folder / STATE_NAME).write_text(state.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    # left out where there is none: versions that do not know the key read the rest
+    absent = {"recent"} if state.recent is None else set[str]()
+    (folder / STATE_NAME).write_text(state.model_dump_json(indent=1, exclude=absent) + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path) -> TrainingState:

@@ -104,5 +104,7 @@ def described(contents: Contents) -> dict[str, str]:
             f"after step {each.step} {each.key}: {each.old or 'missing'} -> {each.new or 'missing'}"
             for each in manifest.changes
         )
+    if manifest.skipped:
+        shown["left out"] = "; ".join(f"step {each.step}: {each.reason}" for each in manifest.skipped)
     size = sum(facts.size_bytes for facts in manifest.files.values())
     return shown | {"files": f"{len(manifest.files)}, {size:,} bytes"}

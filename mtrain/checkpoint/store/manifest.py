@@ -68,6 +68,18 @@ class ChangeInfo(BaseModel):
     new: str | None
 
 
+class SkippedInfo(BaseModel):
+    """A step whose batch is left out of the run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(gt=0, le=_MOST_COUNT)
+    """Counted from 1; it may lie beyond the checkpoint, which a rollback went back to."""
+    reason: str
+    is_margin: bool = False
+    """Whether it only lies near a bad one."""
+
+
 class BaseInfo(BaseModel):
     """The frozen model that a checkpoint of adapters does not hold."""
 
@@ -103,6 +115,8 @@ class CheckpointInfo(BaseModel):
     """Of a validation at this step, in nats; None where there was none."""
     changes: tuple[ChangeInfo, ...] = ()
     """Of the run up to this step, in order."""
+    skipped: tuple[SkippedInfo, ...] = ()
+    """Steps that were left out of the run as train.on_nonfinite and train.on_spike say, ascending."""
     base: BaseInfo | None = None
     """None where the checkpoint holds a whole model."""
 

@@ -121,6 +121,25 @@ class Retention:
         self._pending: int | None = start_step if start_step > 0 else None
         self._work: Future[None] | None = None
 
+    def rewind(self, step: int) -> None:
+        """The run goes on from this checkpoint, which is good: newer ones of the same steps will be others."""
+        self.confirmed, self._pending = step, None
+
+    def doubtful(self, below: int) -> dict[int, str]:
+        """Step -> why, of the published checkpoints that a run with a numeric error must not go back to.
+
+        Where none is confirmed, as in the first step of a start, what lies before `below` has to do: it is whole, and
+        the step that follows judges it.
+
+        Args:
+            below: Of this step and later ones are too new.
+        """
+        steps = list(whole_steps(self._root))
+        limit = max((step for step in steps if step < below and step <= self.confirmed), default=below - 1)
+        return {
+            step: f"no finite loss followed, or it is not from before step {below}" for step in steps if step > limit
+        }
+
     def note_published(self, step: int) -> None:
         """Older ones may go when this one is confirmed."""
         self._pending = step

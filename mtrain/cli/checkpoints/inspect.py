@@ -142,6 +142,8 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
     print(f"step {step}: digest of what was trained {entry.digest:016x}, read by {len(ledger.steps[step])} ranks")
     if number := phase_number(start.phases, step):
         print(f"phase {number} of the curriculum, {start.phases[number - 1]}")
+    if entry.skipped:
+        print("the step was skipped: no update came of it")
     for part in entry.sources:
         if source in (None, names[part.source]):
             counts = f"{len(part.ids)} samples, {part.tokens:,} tokens, {part.loss_tokens:,} in the loss"
@@ -169,6 +171,9 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
     incomplete = ledger.incomplete_steps()
     for number, words in [*incomplete.items()][:_MOST_LINES]:
         print(f"step {number} {words}")
+    if skipped := ledger.skipped_steps():
+        shown = ", ".join(map(str, skipped[:_MOST_LINES])) + (", ..." if len(skipped) > _MOST_LINES else "")
+        print(f"read and skipped, no update came of them: steps {shown}")
     for each in epochs:
         if each.repeated:
             print(f"{each.source}, epoch {each.epoch}: repeated {list(each.repeated[:_MOST_LINES])}")

@@ -11,6 +11,33 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto: this rank's GPU where there is one, else the CPU."""
 Precision = Literal["fp32", "bf16", "fp16"]
 """What weights and activations are held in; gradients are summed in fp32."""
+BadStepAction = Literal["stop", "skip", "rollback"]
+"""What becomes of a step whose gradient must not be applied."""
+
+
+class SpikeSection(Section):
+    """When a loss or a gradient norm is far above those before it, and what follows.
+
+    Of the latest `window_steps` updates the median m and the spread s = 1.4826 x the median distance from m are taken
+    (for normally distributed values s is the standard deviation), s being at least 1 % of m. A step spikes where its
+    loss or its gradient norm is above m + deviations x s. It is judged before its gradient is applied, and only once
+    as many updates were made; a step that spiked does not enter the window.
+    """
+
+    action: BadStepAction
+    """As train.on_nonfinite."""
+    window_steps: int = Field(64, ge=8, le=1024)
+    """Updates that a step is compared with."""
+    loss_deviations: float | None = Field(12.0, gt=0)
+    """Of the main term's loss; null: it is not compared."""
+    grad_norm_deviations: float | None = Field(50.0, gt=0)
+    """Of the gradient's norm before clipping, whose values spread more; null: it is not compared."""
+
+    @rule
+    def something_is_compared(self) -> str | None:
+        if self.loss_deviations is not None or self.grad_norm_deviations is not None:
+            return None
+        return "loss_deviations and grad_norm_deviations are both null, so nothing is compared; set one, or no on_spike"
 
 
 class TrainSection(Section):
@@ -44,6 +71,20 @@ class TrainSection(Section):
     """fp16 only; dynamic from there."""
     max_skipped_steps: int = Field(100, gt=0)
     """fp16 only: so many overflows in a row, or two at the smallest loss scale (1), end the run with exit code 4."""
+
+    on_nonfinite: BadStepAction = "stop"
+    """A loss or gradient that is nan, inf or beyond float32: stop ends the run with exit code 4; skip leaves the step
+    out, as if its batch were not there; rollback goes back to the newest good checkpoint and leaves the batch out."""
+    on_spike: SpikeSection | None = None
+    """What to do where a loss or gradient norm jumps; by default it is not looked for."""
+    rollback_margin_steps: int = Field(0, ge=0, le=10_000)
+    """rollback: so many batches before and behind the bad one are left out, too."""
+    max_bad_steps: int = Field(10, gt=0, le=1000)
+    """skip, rollback: more bad steps than this in 1000 end the run with exit code 4; batches of the margin not
+    counted."""
+    check_replicas_every_steps: int = Field(100, ge=0)
+    """Ranks that hold the same weights or optimizer state compare their bits every so many steps, and before every
+    save; a difference ends the run with exit code 4. 0: never."""
 
     @rule
     def gathering_parameters_needs_its_conditions(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from mtrain.base.errors import NumericError
+from mtrain.base.errors import NonFiniteError, NumericError
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
@@ -159,7 +159,7 @@ class Optimizer:
             grad_norm: Their global L2 norm.
 
         Raises:
-            NumericError: The gradient norm is not finite, or float32 does not hold what it stands for; weights and
+            NonFiniteError: The gradient norm is not finite, or float32 does not hold what it stands for; weights and
                 state are untouched.
         """
         # Before anything is touched: the norm is the same number on all ranks, so all of them raise or none.
@@ -181,8 +181,13 @@ class Optimizer:
         return Update(grad_norm, overflowed=False)
 
     @torch.no_grad()
-    def unscale_and_update(self, lr: float) -> Update:
+    def unscale_and_update(self, lr: float, judge: Callable[[float], None] = lambda grad_norm: None) -> Update:
         """One step in fp16, unless a gradient overflowed. Two host synchronisations; one more where it did.
+
+        Args:
+            lr: The learning rate.
+            judge: Is given the norm before anything but the loss scale has changed, and raises where the gradient must
+                not be applied.
 
         Raises:
             NumericError: As `update` and `Skips.count`.
@@ -191,9 +196,12 @@ class Optimizer:
             # The same scale on all ranks, so a run that gives up does so everywhere.
             self._skips.count(self.loss_scale())
             return Update(math.nan, overflowed=True)
-        self._skips.clear()
         # A collective of its own: when the losses were summed, the gradients still carried the loss scale.
-        return self.update(lr, math.sqrt(AsyncAllReduce(self._sum_of_squares().view(1)).get().item()))
+        grad_norm = math.sqrt(AsyncAllReduce(self._sum_of_squares().view(1)).get().item())
+        judge(grad_norm)
+        update = self.update(lr, grad_norm)
+        self._skips.clear()
+        return update
 
     def _overflows(self) -> bool:
         """Divides all gradients by the loss scale and moves it; whether one was not finite, on all ranks alike.
@@ -273,16 +281,16 @@ def check_norm(grad_norm: float, clip_grad: float) -> None:
         clip_grad: What it is clipped to; 0: not at all.
 
     Raises:
-        NumericError: It is not finite, or one of the three overflows or underflows.
+        NonFiniteError: It is not finite, or one of the three overflows or underflows.
     """
     if not math.isfinite(grad_norm):
-        raise NumericError(f"the gradient norm is {grad_norm}; the weights were not updated")
+        raise NonFiniteError(f"the gradient norm is {grad_norm}; the weights were not updated")
     # The factor that clip_grad_by_total_norm_fp32 will apply, computed on the host in advance.
     clipping = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
     # Conservative: no element exceeds the norm, so what passes cannot overflow anywhere in Adam.
     largest = torch.finfo(torch.float32).max
     if grad_norm > largest or (grad_norm * clipping) ** 2 > largest or clipping < torch.finfo(torch.float32).tiny:
-        raise NumericError(
+        raise NonFiniteError(
             f"the gradient norm is {grad_norm}: with optimizer.clip_grad={clip_grad} the gradient, its clipping factor "
             "or its square leaves the range of float32; the weights were not updated. Look at the sample weights and "
             "the loss function, or set optimizer.clip_grad to about 1"

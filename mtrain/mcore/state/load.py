@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
+from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, TrainingState, read_state
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
@@ -56,6 +56,8 @@ class LoadedState(NamedTuple):
     """Optimizer updates completed."""
     random_states_continue: bool
     """False where the layout is another one: the generators were seeded anew from the run's seed and the step."""
+    recent: RecentUpdates | None
+    """By which train.on_spike judges the next step."""
 
 
 def save_checkpoint(
@@ -146,7 +148,7 @@ def load_checkpoint(
         rng.set_random_states(randomness)
     else:
         _reseed(state, groups, config)
-    return LoadedState(state.step, is_same_layout)
+    return LoadedState(state.step, is_same_layout, state.recent)
 
 
 @torch.no_grad()

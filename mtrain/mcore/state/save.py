@@ -14,9 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -26,7 +25,7 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import disk_faults
-from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.checkpoint.format.finite import Finding, non_finite
 from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
 from mtrain.checkpoint.format.writer import Shard, Written, write_metadata, write_shards
@@ -38,6 +37,7 @@ from mtrain.checkpoint.store.directory import (
     open_attempt,
     publish,
 )
+from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo, CheckpointInfo, FileInfo, GitState
 from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.checkpoint.store.steps import step_name
@@ -48,6 +48,7 @@ from mtrain.mcore.distributed.init import any_rank, on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.base import base_of
+from mtrain.mcore.state.pending_save import Outcome, PendingSave, first_fault
 from mtrain.mcore.state.shards import local_shards
 
 _POLL_S = 0.02
@@ -63,26 +64,6 @@ class Provenance(NamedTuple):
     git: GitState | None = None
     changes: tuple[ChangeInfo, ...] = ()
     """Keys that the run changed on its way."""
-
-
-@dataclass
-class _PendingSave:
-    """A save that has begun."""
-
-    attempt: StagingDir
-    state: TrainingState
-    facts: CheckpointInfo
-    work: Future[Any]
-    """What this rank does for it now."""
-    began_s: float
-    blocked_s: float = 0.0
-    """How long training waited for the copy; without checkpoint.async_save it waits for all of the save."""
-    has_written: bool = field(default=False)
-    """Whether all ranks have; then the first one publishes."""
-
-
-_Outcome: TypeAlias = Written | Finding | MtrainError
-"""How the writing of one rank ended."""
 
 
 class Saver:
@@ -116,7 +97,7 @@ class Saver:
         self._retention = Retention(folder, keep, check, start_step)
         self._config_hash, self._versions = config_hash(config), program_versions()
         self._snapshot = Snapshot()
-        self._flight: _PendingSave | None = None
+        self._flight: PendingSave | None = None
         self._stuck: list[Future[Any]] = []
         self._cleaning: Future[None] | None = None
         self._fault: MtrainError | None = None
@@ -128,6 +109,7 @@ class Saver:
         step: int,
         valid_loss: float | None = None,
         tokens: int = 0,
+        history: BadStepHistory = NO_BAD_STEPS,
     ) -> None:
         """Saves everything that continuing needs; with checkpoint.async_save it is on disk some steps later.
 
@@ -140,16 +122,17 @@ class Saver:
             step: Optimizer updates completed.
             valid_loss: Of the validation at this step, if there was one.
             tokens: Of text that the run has consumed.
+            history: Of bad steps.
 
         Raises:
-            NumericError: What was to be saved is not finite; nothing was published. On all ranks, as all of these.
+            SpoiledStateError: What was to be saved is not finite; nothing was published. On all ranks, as all of these.
             RunFolderError: The step is published already, or the folder belongs to another run now.
             MachineError: A save failed and checkpoint.on_save_failure is `stop`.
         """
         self.wait()  # one save in flight: a second copy of the state would need its memory again
         began = time.monotonic()
         optimizer.gather_parameters()  # else a rank would save weights from before the update
-        state = self._training_state(optimizer, step)
+        state = self._training_state(optimizer, step, history)
         attempt = on_first_rank(lambda: self._named_attempt(step))  # one folder name for all ranks
         fault_point("snapshot", self._groups.rank, step)
         parts = local_shards(chunks, optimizer, self._groups)
@@ -164,11 +147,12 @@ class Saver:
             dataset=self._origin.dataset,
             git=self._origin.git,
             changes=self._origin.changes,
+            skipped=history.skipped,
             valid_loss=valid_loss,
             base=base_of(chunks, self._groups, self._config),
         )
         work = started(lambda: self._write(attempt, parts), f"save-{step}")
-        self._flight = _PendingSave(attempt, state, facts, work, began, time.monotonic() - began)
+        self._flight = PendingSave(attempt, state, facts, work, began, time.monotonic() - began)
         if not self._config.checkpoint.async_save:
             self.wait()
 
@@ -201,6 +185,33 @@ class Saver:
         Returns:
             What the user can go back to.
         """
+        self._settle()
+        return on_first_rank(self._way_back)
+
+    def rewind(self, step: int, changes: tuple[ChangeInfo, ...]) -> None:
+        """The run goes on from an older checkpoint: what was confirmed since then is not.
+
+        Args:
+            step: Of the checkpoint that was loaded.
+            changes: Keys that the run has changed up to there.
+        """
+        self._origin = self._origin._replace(changes=changes)
+        self._fault = None
+        self._retention.rewind(step)
+
+    def doubtful(self, below: int) -> dict[int, str]:
+        """Ends the saves after a numeric error, as `give_up`, and names what a rollback must not go back to.
+
+        Args:
+            below: Checkpoints of this step and later ones are too new.
+
+        Returns:
+            Step -> why, of what is published.
+        """
+        self._settle()
+        return on_first_rank(lambda: self._retention.doubtful(below))
+
+    def _settle(self) -> None:
         flight = self._flight
         if flight is not None and flight.facts.step > self._retention.confirmed and not flight.has_written:
             while any_rank(self._is_busy(flight), self._groups.device):
@@ -209,7 +220,6 @@ class Saver:
                 self._fail(flight, NumericError("no finite loss followed"))
         with contextlib.suppress(MtrainError):  # the numeric error came first and is the one to report
             self.finish()
-        return on_first_rank(self._way_back)
 
     def _way_back(self) -> str:
         try:
@@ -247,7 +257,7 @@ class Saver:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         return named_attempt(self._folder, step)
 
-    def _training_state(self, optimizer: Optimizer, step: int) -> TrainingState:
+    def _training_state(self, optimizer: Optimizer, step: int, history: BadStepHistory) -> TrainingState:
         return TrainingState(
             step=step,
             consumed_samples=step * self._config.train.global_batch_size,
@@ -256,6 +266,7 @@ class Saver:
             layout=str(self._groups.layout),
             device=self._groups.device.type,
             vocab_size=self._config.model.vocab_size,
+            recent=history.recent,
         )
 
     def _write(self, attempt: StagingDir, shards: Sequence[Shard]) -> Written | Finding:
@@ -279,7 +290,7 @@ class Saver:
             fault_point("written", rank, step)
         return written
 
-    def _publish(self, flight: _PendingSave, everyone: Sequence[Written]) -> None:
+    def _publish(self, flight: PendingSave, everyone: Sequence[Written]) -> None:
         """In a thread of the first rank."""
         step = flight.facts.step
         files: dict[str, FileInfo] = {}
@@ -302,7 +313,7 @@ class Saver:
         except AfterPublishingError as fault:
             _tell(f"warning: {fault}")
 
-    def _advanced(self, flight: _PendingSave) -> MtrainError | None:
+    def _advanced(self, flight: PendingSave) -> MtrainError | None:
         """The next phase, or the end; what went wrong on any rank."""
         own = self._outcome(flight)
         if flight.has_written:
@@ -310,9 +321,9 @@ class Saver:
             if fault is None:
                 self._land(flight)
             return fault
-        everyone: list[_Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
+        everyone: list[Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
         dist.gather_object(own, everyone)
-        fault = on_first_rank(lambda: _first_fault(everyone or []))
+        fault = on_first_rank(lambda: first_fault(everyone or []))
         if fault is None:
             flight.has_written = True
             flight.work = Future()
@@ -324,7 +335,7 @@ class Saver:
                 flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return fault
 
-    def _outcome(self, flight: _PendingSave) -> _Outcome | None:
+    def _outcome(self, flight: PendingSave) -> Outcome | None:
         if not flight.work.done():
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
@@ -337,7 +348,7 @@ class Saver:
             return fault
         return MachineError(f"{type(fault).__name__}: {fault}")
 
-    def _land(self, flight: _PendingSave) -> None:
+    def _land(self, flight: PendingSave) -> None:
         self._flight, self._fault = None, None
         if self._groups.rank == 0:
             self._retention.note_published(flight.facts.step)
@@ -351,10 +362,10 @@ class Saver:
             )
             self._on_saved(flight.facts.step, seconds)
 
-    def _fail(self, flight: _PendingSave, fault: MtrainError) -> None:
+    def _fail(self, flight: PendingSave, fault: MtrainError) -> None:
         """The same on all ranks."""
         if not isinstance(fault, RunFolderError):
-            kind = NumericError if isinstance(fault, NumericError) else MachineError
+            kind = type(fault) if isinstance(fault, NumericError) else MachineError
             fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
         fault.on_every_rank = True  # so that one rank prints it
         self._flight, self._fault = None, fault
@@ -366,24 +377,13 @@ class Saver:
         if self._groups.rank == 0:
             _tell(f"warning: {fault}; training goes on")
 
-    def _is_busy(self, flight: _PendingSave) -> bool:
+    def _is_busy(self, flight: PendingSave) -> bool:
         limit = self._config.checkpoint.save_timeout_s
         return not flight.work.done() and time.monotonic() - flight.began_s < limit
 
     def _is_stuck(self) -> bool:
         self._stuck = [work for work in self._stuck if not work.done()]
         return bool(self._stuck)
-
-
-def _first_fault(everyone: Sequence[_Outcome | None]) -> MtrainError | None:
-    """A state that is not finite goes before a disk that refuses: no later save can be better."""
-    not_finite = described([outcome if isinstance(outcome, Finding) else None for outcome in everyone])
-    for rank, outcome in enumerate(everyone):
-        if isinstance(outcome, RunFolderError):
-            return outcome
-        if isinstance(outcome, MtrainError) and not_finite is None:
-            return MachineError(f"rank {rank}: {outcome}")
-    return None if not_finite is None else NumericError(not_finite)
 
 
 def _abandoned(attempt: StagingDir) -> None:

@@ -20,6 +20,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.state.local_state import local_state
 from mtrain.mcore.state.sharded_parameters import (
     checkpoint_parameters,
     has_own_shard,
@@ -80,8 +81,13 @@ def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, gr
 def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, step: int) -> None:
     """Spoils a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
     fault = wanted_fault(groups.rank, step)
-    if fault is None or fault.kind not in _SPOILED:
+    if fault is None or fault.kind not in (*_SPOILED, "flip"):
         return
     key, index = fault.phase.split(":")
-    part = next(part for part in local_shards(chunks, optimizer, groups) if part.key == key)
-    part.data.view(-1)[int(index)] = _SPOILED[fault.kind]  # `data` is a view of the live state
+    # views of the live state, replicas too
+    parts = (held.shard for held in local_state(chunks, optimizer, groups))
+    values = next(part for part in parts if part.key == key).data.view(-1)
+    if fault.kind == "flip":
+        values.view(torch.uint8)[int(index) * values.element_size()] ^= 1  # the lowest bit
+    else:
+        values[int(index)] = _SPOILED[fault.kind]

@@ -73,6 +73,17 @@ class Life:
         self._folder.note_save(seconds)
         self._log.write(EventKind.SAVE, step, facts={"seconds": round(seconds, 3)})
 
+    def alarmed(self, step: int, text: str) -> None:
+        """Something that people should see, while the run goes on."""
+        if self._rank == 0:
+            self._log.write(EventKind.ALARM, step, text)
+
+    def rolled_back(self, step: int, from_step: int, text: str) -> None:
+        """The run goes on from the checkpoint of `step`, and `from_step` was bad."""
+        self._step = step
+        if self._rank == 0:
+            self._log.write(EventKind.ROLLBACK, step, text, {"from_step": from_step})
+
     def stopped(self, reason: str) -> None:
         """The run ends early and wants to be started again. On rank 0."""
         self._check()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
 import psutil
 import torch
@@ -14,18 +16,52 @@ from mtrain.metrics.record import StepRecord
 from mtrain.plan import Work, flops_of_step, mfu, peak_flops
 from mtrain.training.build import Run
 from mtrain.training.evaluate import term_records
+from mtrain.training.faults.attempt import Attempt
+
+
+def attempt_record(run: Run, done: int, made: Attempt, lr: float, seconds: float) -> StepRecord:
+    """What a step came to, applied or not.
+
+    Args:
+        run: The run.
+        done: Updates completed, this one included.
+        made: The step.
+        lr: Learning rate of the update.
+        seconds: Wall time of the step.
+    """
+    if made.totals is None:
+        return StepRecord(
+            step=done,
+            loss=0.0,
+            denominator=0.0,
+            grad_norm=0.0,
+            lr=lr,
+            tokens=0,
+            seconds=seconds,
+            tokens_per_second=0.0,
+            empty=True,
+            skipped=made.refused,
+            layout_dependent=run.config.is_layout_dependent,
+            time_s=time.time(),
+        )
+    record = step_record(run, done, made.totals, made.update, lr, seconds)
+    if made.refused is None:
+        return record
+    # what was judged; in fp16 it is not known
+    norm = made.totals.grad_norm
+    return replace(record, skipped=made.refused, grad_norm=math.nan if norm is None else norm)
 
 
 def step_record(
     run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float
 ) -> StepRecord:
-    """What a step came to.
+    """What a step came to whose gradient was applied, or was empty.
 
     Args:
         run: The run.
         done: Updates completed, this one included.
         totals: Of the step.
-        update: None where the batch was empty.
+        update: None where nothing was applied.
         lr: Learning rate of the update.
         seconds: Wall time of the step.
     """

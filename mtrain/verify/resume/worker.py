@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,10 +163,12 @@ class WatchedStep(TrainingStep):
     def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
         super().try_weights(self._all_folded(batches))
 
-    def update(self, totals: StepTotals, lr: float) -> Update | None:
+    def update(
+        self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
+    ) -> Update | None:
         gathers, run = self._start.gathers, self._run
         gradients = gathered(gradient_shards(run.chunks, run.groups)) if gathers else None
-        update = super().update(totals, lr)
+        update = super().update(totals, lr, judge)
         self._done += 1
         self._note_state()
         if gathers:

@@ -20,7 +20,8 @@ from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.shards import local_shards
-from mtrain.training.trainer import train_on
+from mtrain.training.build import build_run
+from mtrain.training.trainer import Build, train_on
 from tests.mcore.state.checkpoint_ranks import build
 
 
@@ -34,7 +35,7 @@ class Ending(NamedTuple):
     """What this rank printed."""
 
 
-def run(groups: Groups, config: Config, fault: str | None = None) -> Ending:
+def run(groups: Groups, config: Config, fault: str | None = None, build: Build = build_run) -> Ending:
     """One start of the run; a fault strikes where it is named."""
     os.environ.pop(fault_points.VARIABLE, None)
     if fault is not None:
@@ -43,7 +44,7 @@ def run(groups: Groups, config: Config, fault: str | None = None) -> Ending:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             with StopSignal() as signal:
-                train_on(groups, config, signal)
+                train_on(groups, config, signal, build)
         except MtrainError as error:
             return Ending(error.exit_code, str(error), printed.getvalue())
     return Ending(0, "", printed.getvalue())

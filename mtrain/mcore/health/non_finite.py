@@ -1,0 +1,100 @@
+"""Which rank a nan or inf comes from: its weights, its optimizer state, or a gradient of its own.
+
+Losses and reduced gradients are sums, so one such number on one rank is everywhere a moment later. What each rank holds
+alone is therefore looked at: its state where a step has failed, and what its own backward pass gave, of which each step
+notes one number a parameter before the ranks add their gradients up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.checkpoint.format.finite import Finding, described, non_finite
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.local_state import local_state
+from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
+
+
+class Cause(NamedTuple):
+    """Where numbers that are not finite come from."""
+
+    text: str
+    """Names rank and tensor; empty where no rank holds such a number."""
+    is_state: bool
+    """Whether weights or optimizer state are spoiled: no other batch will do better."""
+
+
+class _Seen(NamedTuple):
+    """By one rank."""
+
+    state: Finding | None
+    gradient: Finding | None
+
+
+@torch.no_grad()
+def largest_local_gradients(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
+    """The largest absolute value of each parameter's gradient, before ranks add theirs up.
+
+    One pass over the gradients, no communication, no host synchronisation.
+
+    Args:
+        chunks: This rank's model chunks in DDP, after the last backward pass.
+
+    Returns:
+        [parameters with gradients], on the device; None where there are none.
+    """
+    gradients = [gradient for _, gradient in _gradients(chunks)]
+    return torch.stack(torch._foreach_norm(gradients, float("inf"))) if gradients else None
+
+
+def cause_of_non_finite(
+    chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, local_gradients: Tensor | None
+) -> Cause:
+    """Names the rank and its first tensor, the same on all ranks. One all-gather of short objects over the world.
+
+    Args:
+        chunks: This rank's model chunks, their parameters complete.
+        optimizer: Their optimizer.
+        groups: The process groups.
+        local_gradients: From `largest_local_gradients` in the step that failed; None where it was not taken.
+    """
+    parts = [held.shard for held in local_state(chunks, optimizer, groups)]
+    own = _Seen(non_finite(parts), _in_gradients(chunks, groups, local_gradients))
+    everyone: list[_Seen] = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    # weights first: one that is nan makes every gradient behind it nan, also on ranks whose own state is sound
+    state = described([each.state for each in everyone])
+    if state is not None:
+        return Cause(state, is_state=True)
+    gradient = described([each.gradient for each in everyone])
+    return Cause("" if gradient is None else f"the gradient of {gradient}, before ranks add theirs up", is_state=False)
+
+
+def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters with the float32 buffers that their gradients are added up in."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad and parameter.numel():
+                yield parameter, parameter.main_grad  # type: ignore[attr-defined]
+
+
+def _in_gradients(chunks: Sequence[torch.nn.Module], groups: Groups, largest: Tensor | None) -> Finding | None:
+    if largest is None:
+        return None
+    flags = largest.isfinite().tolist()
+    bad = [parameter for (parameter, _), is_finite in zip(_gradients(chunks), flags, strict=True) if not is_finite]
+    if not bad:
+        return None
+    places = {id(place.data): place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    place = places[id(bad[0])]
+    first = next(shards(place, place.key, place.data))
+    name = global_name(place.key, tuple(first.global_offset[: first.prepend_axis_num]))
+    return Finding(f"{name} is not finite", len(bad))

@@ -1,0 +1,1 @@
+"""Bad steps: found before they are applied, and what follows."""

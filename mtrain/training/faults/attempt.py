@@ -1,0 +1,147 @@
+"""One step of the loop: applied, left out, or a reason to go back."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mtrain.base.errors import BadStepError, NonFiniteError, NumericError, SpoiledStateError
+from mtrain.base.heartbeat import Heartbeat, Phase
+from mtrain.checkpoint.format.training_state import LossScaler
+from mtrain.config.rules import dropout_keys
+from mtrain.data.batch import Microbatch
+from mtrain.mcore.distributed import rng
+from mtrain.mcore.engine import optimizer_state
+from mtrain.mcore.engine.loss_reduction import StepTotals
+from mtrain.mcore.engine.optimizer import Update
+from mtrain.mcore.health.non_finite import cause_of_non_finite
+from mtrain.training.build import Run
+from mtrain.training.faults.guard import Guard, Verdict
+
+
+class Attempt(NamedTuple):
+    """What became of a step."""
+
+    totals: StepTotals | None
+    """None where nothing was computed, or not to the end."""
+    update: Update | None
+    """None where nothing was applied."""
+    refused: str | None = None
+    """Why the batch was left out."""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether weights moved."""
+        return self.update is not None and not self.update.overflowed
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether there was something to learn, and nothing wrong with it."""
+        return self.totals is not None and not self.totals.is_empty and self.refused is None
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank asked for it; where nothing was computed, the next step will hear of it."""
+        return self.totals is not None and self.totals.stop_requested
+
+
+class RollBackError(NumericError):
+    """The run goes back to a checkpoint and on from there; on all ranks. Leaves the loop and never the trainer."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+        """Counted from 1: the one that was bad, or the last one made where the state was found spoiled."""
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Says where a numeric error arose."""
+    try:
+        yield
+    except BadStepError as error:
+        told = type(error)(f"{what}: {error}")
+        told.totals = error.totals
+        raise told from error
+    except NumericError as error:
+        raise NumericError(f"{what}: {error}") from error
+
+
+class StepTrial:
+    """Makes the steps of a run, and undoes what a bad one has touched."""
+
+    def __init__(self, run: Run, guard: Guard, heartbeat: Heartbeat) -> None:
+        """
+        Args:
+            run: Whose steps.
+            guard: Judges them.
+            heartbeat: Is told of each phase.
+        """
+        self._run, self._guard, self._heartbeat = run, guard, heartbeat
+        self._draws = bool(dropout_keys(run.config))
+
+    def make(self, own: Sequence[Microbatch] | None, lr: float, step: int, stop_requested: bool) -> Attempt:
+        """Computes and applies a step. Collective over the world.
+
+        A bad one that is skipped leaves weights, optimizer state and its counters, loss scale and random states as they
+        were, bit for bit.
+
+        Args:
+            own: As for `TrainingStep.forward_backward`.
+            lr: Of this update.
+            step: Counted from 1.
+            stop_requested: As for `TrainingStep.forward_backward`.
+
+        Raises:
+            RollBackError: It was bad, and train.on_nonfinite or train.on_spike says rollback.
+            NumericError: The run ends.
+        """
+        if (reason := self._guard.left_out(step)) is not None:
+            return Attempt(None, None, f"left out: {reason}")
+        before = self._before()
+        totals = None
+        try:
+            with named(f"step {step}"):
+                self._heartbeat.enter(Phase.FORWARD_BACKWARD, step)
+                totals = self._run.training.forward_backward(own, stop_requested=stop_requested)
+                self._heartbeat.enter(Phase.UPDATE, step)
+                loss = totals.loss
+                update = self._run.training.update(totals, lr, lambda grad_norm: self._guard.judge(loss, grad_norm))
+        except BadStepError as fault:
+            told = self._with_cause(fault)
+            if self._guard.refuse(step, told) is Verdict.ROLL_BACK:
+                raise RollBackError(step, str(told)) from fault
+            self._restore(before)
+            if self._run.groups.rank == 0:
+                print(f"warning: {told}; the step is left out", file=sys.stderr, flush=True)
+            return Attempt(fault.totals if totals is None else totals, None, str(told))
+        if update is not None and not update.overflowed:
+            self._guard.accept(totals.loss, update.grad_norm)
+        return Attempt(totals, update)
+
+    def _with_cause(self, fault: BadStepError) -> BadStepError:
+        if not isinstance(fault, NonFiniteError):
+            return fault
+        run = self._run
+        cause = cause_of_non_finite(run.chunks, run.optimizer, run.groups, run.training.local_gradients)
+        kind = SpoiledStateError if cause.is_state else NonFiniteError
+        return kind(f"{fault} ({cause.text})" if cause.text else str(fault))
+
+    def _before(self) -> tuple[dict[str, Tensor], LossScaler | None] | None:
+        """What a step changes before it is judged; None where no bad step is survived."""
+        if not self._guard.may_go_on:
+            return None
+        states = rng.random_states(self._run.groups) if self._draws else {}
+        return states, optimizer_state.loss_scaler(self._run.optimizer.inner)
+
+    def _restore(self, before: tuple[dict[str, Tensor], LossScaler | None] | None) -> None:
+        assert before is not None, "only a guard that goes on skips"
+        states, scaler = before
+        if states:
+            rng.set_random_states(states)
+        if scaler is not None:
+            optimizer_state.set_loss_scaler(self._run.optimizer.inner, scaler)

@@ -1,0 +1,168 @@
+"""Which steps are bad, and what follows: arithmetic on numbers that all ranks have alike, so that all decide alike.
+
+Loss and gradient norm are sums over the whole global batch, and the window that a step is compared with is part of
+every checkpoint. So decisions depend neither on the layout nor on where a run was stopped, but for the rounding of the
+sums themselves.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from mtrain.base.errors import BadStepError, NonFiniteError, NumericError, SpikeError, SpoiledStateError
+from mtrain.checkpoint.format.training_state import RecentUpdates
+from mtrain.checkpoint.store.history import BadStepHistory
+from mtrain.checkpoint.store.manifest import SkippedInfo
+from mtrain.config.schema.train import BadStepAction, TrainSection
+
+BUDGET_STEPS = 1000
+"""train.max_bad_steps counts in so many steps."""
+_OF_NORMAL = 1.4826
+"""Standard deviation / median distance from the median, of a normal distribution."""
+_SMALLEST_SPREAD = 0.01
+"""Of the median: losses that hardly change would else call any change a spike."""
+
+
+class Verdict(enum.Enum):
+    """What becomes of a bad step, where the run goes on."""
+
+    SKIP = enum.auto()
+    ROLL_BACK = enum.auto()
+
+
+class Guard:
+    """Judges steps, and remembers which were left out."""
+
+    def __init__(self, train: TrainSection, history: BadStepHistory) -> None:
+        """
+        Args:
+            train: How.
+            history: Of the checkpoint that the run goes on from.
+        """
+        self._train = train
+        self._skipped = {each.step: each for each in history.skipped}
+        self._refused = {each.step for each in history.skipped if not each.is_margin}
+        window = 0 if train.on_spike is None else train.on_spike.window_steps
+        recent = history.recent or RecentUpdates()
+        self._losses = deque(recent.losses, maxlen=window)
+        self._grad_norms = deque(recent.grad_norms, maxlen=window)
+
+    @property
+    def history(self) -> BadStepHistory:
+        """For the next checkpoint."""
+        skipped = tuple(self._skipped[step] for step in sorted(self._skipped))
+        if self._train.on_spike is None:
+            return BadStepHistory(skipped)
+        return BadStepHistory(skipped, RecentUpdates(losses=tuple(self._losses), grad_norms=tuple(self._grad_norms)))
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether some bad step can be survived; then its beginning has to be remembered."""
+        spike = self._train.on_spike
+        return self._train.on_nonfinite != "stop" or (spike is not None and spike.action != "stop")
+
+    def left_out(self, step: int) -> str | None:
+        """Why the batch of a step, counted from 1, is not computed at all; None where it is."""
+        known = self._skipped.get(step)
+        return None if known is None else known.reason
+
+    def updates_before(self, step: int) -> int:
+        """Steps before this one, counted from 1, without those that were left out: what its learning rate follows."""
+        return step - 1 - sum(each < step for each in self._skipped)
+
+    def judge(self, loss: float, grad_norm: float) -> None:
+        """To be called before the gradient is applied.
+
+        Args:
+            loss: The main term's mean over the global batch.
+            grad_norm: Before clipping.
+
+        Raises:
+            SpikeError: One of them is far above the window's.
+        """
+        spike = self._train.on_spike
+        if spike is None or len(self._losses) < spike.window_steps:
+            return
+        seen = (
+            ("loss", loss, self._losses, spike.loss_deviations),
+            ("gradient norm", grad_norm, self._grad_norms, spike.grad_norm_deviations),
+        )
+        for name, value, window, deviations in seen:
+            if deviations is not None and value > (limit := highest(window, deviations)):
+                raise SpikeError(
+                    f"the {name} is {value:.6g}, above {limit:.6g}: the median of the {len(window)} updates before is "
+                    f"{median(window):.6g} (train.on_spike)"
+                )
+
+    def accept(self, loss: float, grad_norm: float) -> None:
+        """The gradient was applied."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._losses.append(loss)
+            self._grad_norms.append(grad_norm)
+
+    def refuse(self, step: int, fault: BadStepError) -> Verdict:
+        """Decides, and notes which batches are left out.
+
+        A spoiled state is no fault of the batch: a rollback makes the step again, once, and skipping repairs nothing.
+
+        Args:
+            step: Counted from 1.
+            fault: What `judge`, or the step itself, has found.
+
+        Raises:
+            NumericError: The run ends.
+        """
+        action = self._action(fault)
+        is_spoiled = isinstance(fault, SpoiledStateError)
+        if action == "stop" or (action == "skip" and is_spoiled):
+            raise fault
+        reason = str(fault)
+        if step in self._refused:
+            raise NumericError(f"{reason}, a second time at this step; the run is not repeated for ever")
+        self._refused.add(step)
+        if not is_spoiled:
+            self._leave_out(step, reason, action)
+        bad = [each for each in self._refused if each > step - BUDGET_STEPS]
+        if len(bad) > self._train.max_bad_steps:
+            raise NumericError(
+                f"{reason}; {len(bad)} of the latest {BUDGET_STEPS} steps were bad, more than train.max_bad_steps="
+                f"{self._train.max_bad_steps}. Lower optimizer.lr, look at the data, or raise train.max_bad_steps"
+            )
+        return Verdict.SKIP if action == "skip" else Verdict.ROLL_BACK
+
+    def _leave_out(self, step: int, reason: str, action: BadStepAction) -> None:
+        margin = self._train.rollback_margin_steps if action == "rollback" else 0
+        for each in range(max(1, step - margin), step + margin + 1):
+            near = SkippedInfo(step=each, reason=f"near step {step}: {reason}", is_margin=True)
+            self._skipped.setdefault(each, near)
+        self._skipped[step] = SkippedInfo(step=step, reason=reason)
+
+    def first_left_out_for(self, step: int) -> int:
+        """The first step that a rollback because of `step` leaves out; the checkpoint has to be from before it."""
+        return max(1, step - self._train.rollback_margin_steps)
+
+    def rewind(self, history: BadStepHistory) -> None:
+        """Goes on from a checkpoint; what was found since is still left out."""
+        self._skipped = {each.step: each for each in history.skipped} | self._skipped
+        recent = history.recent or RecentUpdates()
+        for window, values in ((self._losses, recent.losses), (self._grad_norms, recent.grad_norms)):
+            window.clear()
+            window.extend(values)
+
+    def _action(self, fault: BadStepError) -> BadStepAction:
+        if isinstance(fault, SpikeError):
+            assert self._train.on_spike is not None, "nobody else judges"
+            return self._train.on_spike.action
+        assert isinstance(fault, NonFiniteError), fault
+        return self._train.on_nonfinite
+
+
+def highest(window: Sequence[float] | deque[float], deviations: float) -> float:
+    """The largest value that is no spike: median + deviations x spread (`SpikeSection`)."""
+    middle = median(window)
+    distance = median(abs(value - middle) for value in window)
+    return middle + deviations * max(_OF_NORMAL * distance, _SMALLEST_SPREAD * abs(middle))

@@ -1,0 +1,55 @@
+"""What ranks do in the tests of replicas."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mtrain.base.errors import NumericError
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.health.replicas import ReplicaCheck
+from mtrain.mcore.state.local_state import local_state
+from tests.mcore.state.checkpoint_ranks import build
+
+
+class Found(NamedTuple):
+    """By flipping one bit after the other."""
+
+    equal: list[str]
+    """What the check said of the untouched state."""
+    compared: list[str]
+    """Keys of which another rank holds the same slice, counted by hand."""
+    flipped: list[str]
+    """Keys in which the check has found a flipped bit."""
+
+
+def flipped_one_by_one(groups: Groups, config: Config) -> Found:
+    """In everything that rank 1 holds, one after the other."""
+    built = build(groups, config)
+    check = ReplicaCheck(groups)
+
+    def said() -> list[str]:
+        try:
+            check.run(built.chunks, built.optimizer)
+        except NumericError as error:
+            return [str(error)]
+        return []
+
+    equal = said()
+    parts = [each.shard for each in local_state(built.chunks, built.optimizer, groups)]
+    places: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(places, [f"{part.key} {part.at}" for part in parts])
+    others = {place for rank, held in enumerate(places) if rank != 1 for place in held}
+    compared, flipped = [], []
+    for number, place in enumerate(places[1]):
+        if place in others:
+            compared.append(place)
+        for _ in range(2):  # there and back
+            if groups.rank == 1:
+                parts[number].data.view(-1).view(torch.uint8)[0] ^= 1
+            if said():
+                flipped.append(place)
+    return Found(equal, compared, flipped)

@@ -1,0 +1,152 @@
+"""What ranks do in the tests of bad steps: the real trainer, and what it began with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mtrain.base import fault_points
+from mtrain.base.signals import StopSignal
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.loader import StepLoader
+from mtrain.data.prefetch import Prefetch
+from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer_state import adam_step, loss_scaler
+from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.mcore.state.local_state import local_state
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import Run, build_run
+from mtrain.training.step import TrainingStep
+from mtrain.training.trainer import train_on
+from tests.training.faults.numeric_fault_ranks import Ending, run
+
+
+def poisoned(inputs: TermInputs, token: int) -> LossPair:
+    """The loss of next tokens, nan on the ranks that hold a token of this id."""
+    numerator, denominator = weigh(inputs.logits.cross_entropy(inputs.labels), inputs)
+    return LossPair(torch.where((inputs.tokens == token).any(), torch.nan, numerator), denominator)
+
+
+def raised(inputs: TermInputs, token: int, factor: float) -> LossPair:
+    """The same, so many times as large."""
+    numerator, denominator = weigh(inputs.logits.cross_entropy(inputs.labels), inputs)
+    return LossPair(torch.where((inputs.tokens == token).any(), factor * numerator, numerator), denominator)
+
+
+class Outcome(NamedTuple):
+    """Of a run, on one rank."""
+
+    ending: Ending
+    initial: dict[str, Any] | None
+    """Parameters by global name before the first step, as numpy; on rank 0."""
+
+
+def watched(groups: Groups, config: Config, fault: str | None = None) -> Outcome:
+    """One start of a run."""
+    seen: list[dict[str, Any] | None] = []
+
+    def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
+        built = build_run(config, groups, folder)
+        whole = gather_whole(parameter_shards(built.chunks, groups))
+        seen.append(None if whole is None else {name: value.numpy() for name, value in whole.items()})
+        return built
+
+    return Outcome(run(groups, config, fault, build), seen[0])
+
+
+class Standing(NamedTuple):
+    """Everything that a rank goes on from."""
+
+    tensors: dict[str, Any]
+    """As numpy, by name and place: weights, main weights, moments, random states."""
+    adam_step: int
+    scaler: Any
+
+
+class _LeavesOut:
+    """A loader without one of its steps."""
+
+    def __init__(self, loader: StepLoader, step: int) -> None:
+        self._loader, self._step = loader, step
+
+    def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
+        """As of the loader."""
+        return Prefetch(lambda each: self._loader.batches(each + (each + 1 >= self._step)), from_step, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def standing_after(groups: Groups, config: Config, left_out: int | None = None) -> Standing:
+    """Trains to the end, of a loader that lacks a step where it is named, counted from 1."""
+    built: list[Run] = []
+
+    def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
+        made = build_run(config, groups, folder)
+        if left_out is not None and made.loader is not None:
+            loader: Any = _LeavesOut(made.loader, left_out)
+            made = replace(made, loader=loader)
+        built.append(made)
+        return made
+
+    train_on(groups, config, StopSignal(), build)
+    chunks, optimizer = built[0].chunks, built[0].optimizer
+    optimizer.gather_parameters()
+    tensors = {f"{each.shard.key}{each.shard.at}": each.shard.data for each in local_state(chunks, optimizer, groups)}
+    tensors["random"] = torch.get_rng_state()
+    copies = {name: values.detach().float().numpy().copy() for name, values in tensors.items()}
+    return Standing(copies, adam_step(optimizer.inner), loss_scaler(optimizer.inner))
+
+
+def with_hook(groups: Groups, config: Config, rank: int, step: int, name: str) -> Ending:
+    """A run in which the backward pass of one rank gives nan in one parameter, in one step."""
+
+    def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
+        made = build_run(config, groups, folder)
+        if groups.rank == rank:
+            parameter = dict(_named_parameters(made.chunks))[name]
+            passes = iter(range(1, 1000))
+            spoil: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: (  # noqa: E731
+                gradient * torch.nan if next(passes) == step else gradient
+            )
+            parameter.register_hook(spoil)
+        return made
+
+    return run(groups, config, None, build)
+
+
+def _named_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            yield name.removeprefix("module.").removeprefix("module."), parameter
+
+
+def spoiled_once(groups: Groups, config: Config, fault: str) -> Ending:
+    """A run whose state a fault strikes the first time that it comes to its step, and not again."""
+
+    def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
+        built = build_run(config, groups, folder)
+        chunks: Any = built.chunks
+        return replace(built, training=_ForgetsFaults(built.config, groups, chunks, built.optimizer, built.objective))
+
+    return run(groups, config, fault, build)
+
+
+class _ForgetsFaults(TrainingStep):
+    """Takes the fault's name away when the step after it is made."""
+
+    _made = 0
+
+    def forward_backward(self, *arguments: Any, **named: Any) -> Any:
+        """As of a step; the fault has struck behind the one before."""
+        self._made += 1
+        text = os.environ.get(fault_points.VARIABLE)
+        if text is not None and self._made > fault_points.InjectedFault.parsed(text).step:
+            del os.environ[fault_points.VARIABLE]
+        return super().forward_backward(*arguments, **named)

@@ -1,0 +1,307 @@
+"""Bad steps are left out, or gone back from: what follows is the run that never had their batch, on every layout."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.steps import published_steps, step_name
+from mtrain.config import Config
+from mtrain.data.ledger import Ledger
+from mtrain.data.loader import StepLoader
+from mtrain.metrics.jsonl import read_records
+from mtrain.metrics.record import StepRecord
+from mtrain.plan.layout import Layout
+from mtrain.runs.events import EventKind, read_events
+from tests.fault_table import Notice
+from tests.mcore.state.test_save_and_load import configured
+from tests.oracle.loss import Sequence
+from tests.oracle.run import StepResult, oracle_steps
+from tests.pool import Pool
+from tests.training.faults import bad_step_ranks as ranks
+from tests.training.faults import numeric_fault_ranks
+from tests.training.test_engine import parameters_of
+
+NUM_STEPS = 12
+BAD = 10
+"""The step with the bad batch, counted from 1; a window of 8 updates lies before it."""
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)]
+
+
+def config_of(run: Path, **changes: Any) -> Config:
+    """A vocabulary so large that many a token occurs once in the whole run; a rate that falls with each update."""
+    given = {
+        "run.dir": str(run),
+        "model.vocab_size": 1024,
+        "model.num_layers": 2,
+        "train.num_steps": NUM_STEPS,
+        "optimizer.schedule": "linear",
+        "optimizer.lr": 1e-3,
+        "optimizer.epsilon": 1e-4,  # a gradient near 0 would else move a weight by as much as one that is none
+        "checkpoint.interval_steps": 3,
+        "loss.function": "tests.training.faults.bad_step_ranks:poisoned",
+        "loss.options": {"token": bad_token()},
+    }
+    return configured(**{**given, **changes})
+
+
+def spikes(action: str) -> dict[str, Any]:
+    """A loss that jumps in the bad step, and what follows."""
+    options = {"token": bad_token(), "factor": 100.0}
+    spike = {"action": action, "window_steps": 8}
+    return {
+        "loss.function": "tests.training.faults.bad_step_ranks:raised",
+        "loss.options": options,
+        "train.on_spike": spike,
+    }
+
+
+@cache
+def bad_token() -> int:
+    """Of all tokens that the run reads, one that is read in the bad step alone."""
+    loader = StepLoader(_plain(), 0, 1)
+    others = set().union(*(_tokens(loader, step) for step in range(NUM_STEPS) if step != BAD - 1))
+    return min(_tokens(loader, BAD - 1) - others)
+
+
+def _tokens(loader: StepLoader, step: int) -> set[int]:
+    return {token for batch in loader.batches(step) for token in batch.tokens.flatten().tolist()}
+
+
+def _plain() -> Config:
+    return configured(**{"model.vocab_size": 1024, "model.num_layers": 2, "train.num_steps": NUM_STEPS})
+
+
+def exact_without(config: Config, initial: dict[str, Any], left_out: set[int]) -> list[StepResult]:
+    """One process in float64 that reads all batches but those, each update at the rate of its own number."""
+    loader, kept = StepLoader(config, 0, 1), [step for step in range(NUM_STEPS) if step + 1 not in left_out]
+    samples = [loader.samples(step) for step in kept]
+    batches = [[Sequence.of_sample(each) for slot in range(4) if (each := of.sample(slot))] for of in samples]
+    rates = [config.optimizer.lr * (1 - number / NUM_STEPS) for number in range(len(kept))]
+    given = {name: torch.from_numpy(values) for name, values in initial.items()}
+    plain = _plain().loss
+    return oracle_steps(given, config.model, plain, config.optimizer, rates, batches)
+
+
+def steps_of(run: Path) -> list[StepRecord]:
+    return [record for record in read_records(run / "metrics.jsonl") if isinstance(record, StepRecord)]
+
+
+def assert_is_the_run_without(run: Path, config: Config, initial: dict[str, Any], left_out: set[int]) -> None:
+    """Losses, norms, rates and the last weights, with float64; one record a step."""
+    exact, records = exact_without(config, initial, left_out), steps_of(run)
+    assert [record.step for record in records] == list(range(1, NUM_STEPS + 1))
+    assert {record.step for record in records if record.skipped is not None} == left_out
+    made = [record for record in records if record.skipped is None]
+    for record, wanted in zip(made, exact, strict=True):
+        assert record.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert record.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    rates = [config.optimizer.lr * (1 - number / NUM_STEPS) for number in range(len(made))]
+    assert [record.lr for record in made] == pytest.approx(rates, rel=1e-12)
+    last = run / "checkpoints" / step_name(NUM_STEPS)
+    for name, values in parameters_of(last).items():
+        wanted_values = exact[-1].parameters[name].numpy()
+        assert np.abs(values.numpy() - wanted_values).max() <= 1e-5 * np.abs(wanted_values).max(), name
+    manifest = load_entry(last).manifest
+    assert {each.step for each in manifest.skipped} == left_out
+    ledger = Ledger(run / "ledger")
+    assert set(ledger.skipped_steps()) == left_out
+    assert ledger.incomplete_steps() == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.fault(
+    "numbers",
+    "a batch whose loss is NaN, with train.on_nonfinite=skip",
+    happens="its step is left out on all ranks; the run is that of float64 without the batch (tp, pp, cp, dp)",
+    exit_code=None,
+)
+def test_a_skipped_step_leaves_the_run_without_its_batch(
+    pool: Pool, tmp_path: Path, layout: Layout, notice: Notice
+) -> None:
+    config = config_of(tmp_path, **{"train.on_nonfinite": "skip"})
+    with notice:
+        outcomes = pool.run(ranks.watched, layout, config)
+    for outcome in outcomes:
+        assert (outcome.ending.exit_code, outcome.ending.message) == (0, "")
+    assert f"warning: step {BAD}: the loss of term 'main' is nan" in outcomes[0].ending.output
+    assert outcomes[0].initial is not None
+    assert_is_the_run_without(tmp_path, config, outcomes[0].initial, {BAD})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.fault(
+    "numbers",
+    "a batch whose loss is a hundred times too large, with train.on_spike.action=rollback",
+    happens="back to the newest good checkpoint in the same process, and on without the batch; as float64 without it",
+    exit_code=None,
+)
+def test_a_rollback_leaves_the_run_without_the_batches_around(
+    pool: Pool, tmp_path: Path, layout: Layout, notice: Notice
+) -> None:
+    """The margin of 1 leaves out two good batches, one of them trained already: weights go back."""
+    config = config_of(tmp_path, **spikes("rollback"), **{"train.rollback_margin_steps": 1})
+    with notice:
+        outcomes = pool.run(ranks.watched, layout, config)
+    for outcome in outcomes:
+        assert (outcome.ending.exit_code, outcome.ending.message) == (0, "")
+    assert f"rolling back: step {BAD}: the loss is" in outcomes[0].ending.output
+    assert outcomes[0].initial is not None
+    assert_is_the_run_without(tmp_path, config, outcomes[0].initial, {BAD - 1, BAD, BAD + 1})
+    (event,) = [each for each in read_events(tmp_path / "events.jsonl") if each.kind == EventKind.ROLLBACK]
+    assert (event.step, event.facts["from_step"]) == (6, BAD), "the checkpoint of step 9 has the margin in it"
+    assert published_steps(tmp_path / "checkpoints") == [9, 12]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(dp=2), {"train.precision": "fp16", "train.initial_loss_scale": 256.0}),
+        (Layout(tp=2), {"model.hidden_dropout": 0.1, "train.on_spike": None, "train.on_nonfinite": "skip"}),
+        (Layout(dp=2), {"train.overlap_grad_reduce": True, "train.overlap_param_gather": True}),
+    ],
+    ids=["fp16-dp2", "dropout-tp2", "overlap-dp2"],
+)
+def test_a_skipped_step_leaves_every_bit_of_the_state_alone(
+    pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any]
+) -> None:
+    """Weights, moments, counters, loss scale, random states: those of a run whose loader lacks the batch."""
+    common = {**spikes("skip"), **changes, "metrics.data_ledger": False, "optimizer.decay_steps": NUM_STEPS}
+    if common["train.on_spike"] is None:
+        common |= {
+            "loss.function": "tests.training.faults.bad_step_ranks:poisoned",
+            "loss.options": {"token": bad_token()},
+        }
+    skipped = pool.run(ranks.standing_after, layout, config_of(tmp_path / "skipped", **common))
+    shorter = config_of(tmp_path / "without", **{**common, "train.num_steps": NUM_STEPS - 1})
+    without = pool.run(ranks.standing_after, layout, shorter, BAD)
+    assert [record.step for record in steps_of(tmp_path / "skipped") if record.skipped] == [BAD]
+    assert not any(record.skipped for record in steps_of(tmp_path / "without"))
+    for one, other in zip(skipped, without, strict=True):
+        assert (one.adam_step, one.scaler) == (other.adam_step, other.scaler)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, values in one.tensors.items():
+            np.testing.assert_array_equal(values, other.tensors[name], err_msg=name)
+
+
+@pytest.mark.fault(
+    "numbers",
+    "kill -9 after a rollback, between two saves",
+    happens="the next start leaves the same batches out; its metrics are those of the run that was not killed",
+    exit_code=None,
+)
+def test_a_start_after_a_rollback_leaves_out_the_same(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+    """What a kill leaves: the checkpoint of step 9, which was saved after the rollback to 6 and knows what is ahead."""
+    layout, changes = Layout(dp=2), {**spikes("rollback"), "train.rollback_margin_steps": 1}
+    whole = config_of(tmp_path / "whole", **changes)
+    (first, *_) = pool.run(numeric_fault_ranks.run, layout, whole)
+    assert first.exit_code == 0
+    killed = config_of(tmp_path / "killed", **changes)
+    pool.run(numeric_fault_ranks.run, layout, killed, f"usr1 rank=0 step={BAD + 2} phase=data")
+    for step in published_steps(tmp_path / "killed" / "checkpoints"):
+        if step > 9:
+            (tmp_path / "killed" / "checkpoints" / step_name(step)).rename(tmp_path / "lost")
+    with notice:
+        (again, *_) = pool.run(numeric_fault_ranks.run, layout, killed)
+    assert again.exit_code == 0
+    assert "rolling back" not in again.output
+    one, other = steps_of(tmp_path / "whole"), steps_of(tmp_path / "killed")
+    for mine, theirs in zip(one, other, strict=True):
+        for name in ("step", "loss", "grad_norm", "lr", "skipped"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+@pytest.mark.fault(
+    "numbers",
+    "every batch is bad, with train.on_nonfinite=skip or rollback",
+    happens="the run ends after train.max_bad_steps, or where there is no checkpoint to go back to",
+    exit_code=4,
+)
+def test_bad_steps_without_end_end_the_run(pool: Pool, tmp_path: Path, action: str, notice: Notice) -> None:
+    changes = {"loss.function": "tests.parity.losses:times", "loss.options": {"factor": 1e38}}
+    config = config_of(tmp_path, **changes, **{"train.on_nonfinite": action, "train.max_bad_steps": 3})
+    with notice:
+        endings = pool.run(numeric_fault_ranks.run, Layout(dp=2), config)
+    for ending in endings:
+        assert ending.exit_code == notice.exit_code
+        if action == "skip":
+            assert "4 of the latest 1000 steps were bad, more than train.max_bad_steps=3" in ending.message
+        else:
+            assert "there is no checkpoint of a step before 1 to roll back to" in ending.message
+
+
+NORM = "decoder.final_layernorm.weight"
+
+
+@pytest.mark.fault(
+    "numbers",
+    "a weight becomes NaN in a rank's memory, with train.on_nonfinite=rollback",
+    happens="rank and tensor are named; back to the newest good checkpoint and on with all batches",
+    exit_code=None,
+)
+def test_a_spoiled_weight_is_rolled_back_once(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+    """The batch is not to blame, so it is trained: the run is the one without the fault."""
+    layout = Layout(tp=2)
+    sound = config_of(tmp_path / "sound", **plain_loss(), **{"train.on_nonfinite": "rollback"})
+    config = config_of(tmp_path / "spoiled", **plain_loss(), **{"train.on_nonfinite": "rollback"})
+    pool.run(numeric_fault_ranks.run, layout, sound)
+    with notice:
+        endings = pool.run(ranks.spoiled_once, layout, config, f"nan rank=1 step=7 phase={NORM}:0")
+    assert [ending.exit_code for ending in endings] == [0, 0], endings[0].message
+    assert f"{NORM}[0] is nan on rank 1" in endings[0].output
+    one, other = steps_of(tmp_path / "sound"), steps_of(tmp_path / "spoiled")
+    assert [(record.step, record.loss, record.skipped) for record in one] == [
+        (record.step, record.loss, record.skipped) for record in other
+    ]
+
+
+def plain_loss() -> dict[str, Any]:
+    """No batch is bad."""
+    return {"loss.options": {"token": 1023, "factor": 1.0}, "loss.function": f"{ranks.__name__}:raised"}
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+@pytest.mark.fault(
+    "numbers",
+    "a weight becomes NaN again and again, with train.on_nonfinite=skip or rollback",
+    happens="skip stops at once, since no batch is to blame; rollback stops the second time at the same step",
+    exit_code=4,
+)
+def test_a_weight_that_is_spoiled_again_and_again_ends_the_run(
+    pool: Pool, tmp_path: Path, action: str, notice: Notice
+) -> None:
+    config = config_of(tmp_path, **plain_loss(), **{"train.on_nonfinite": action})
+    with notice:
+        endings = pool.run(numeric_fault_ranks.run, Layout(dp=2), config, f"nan rank=1 step=7 phase={NORM}:0")
+    for ending in endings:
+        assert ending.exit_code == notice.exit_code
+        assert f"step 8: the loss of term 'main' is nan ({NORM}[0] is nan on rank 1" in ending.message
+        assert ("a second time at this step" in ending.message) == (action == "rollback")
+    assert published_steps(tmp_path / "checkpoints")[-1] == 6
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2)], ids=str)
+@pytest.mark.fault(
+    "numbers",
+    "one rank's gradient becomes NaN before ranks add theirs up",
+    happens="rank, layer and parameter are named; nothing is applied",
+    exit_code=4,
+)
+def test_the_rank_of_a_gradient_that_is_nan_is_named(
+    pool: Pool, tmp_path: Path, layout: Layout, notice: Notice
+) -> None:
+    config = config_of(tmp_path, **plain_loss(), **{"train.global_batch_size": 2})
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    with notice:
+        endings = pool.run(ranks.with_hook, layout, config, 1, 5, name)
+    for ending in endings:
+        assert ending.exit_code == notice.exit_code
+        assert f"(the gradient of {name} is not finite on rank 1, before ranks add theirs up)" in ending.message
