@@ -19,32 +19,42 @@ started=$SECONDS
 step() { printf '\n== %s\n' "$*"; }
 mtrain() { "$python" -W ignore -m mtrain "$@"; }
 
-if [[ ! -f $work/qa-valid.jsonl ]]; then
-  step "1/6 building a corpus from the sources of Python's standard library"
+if [[ ! -f $work/chat-valid.jsonl ]]; then
+  step "1/7 building a corpus from the sources of Python's standard library"
   mtrain stdlib-corpus --output "$work"
 fi
-if [[ ! -f $work/tokenizer.model ]]; then
-  step "2/6 training a sentencepiece tokenizer"
-  mtrain train-tokenizer "$work/text-train.jsonl" --output "$work/tokenizer.model" --vocab-size 4096
+if [[ ! -f $work/tokenizer/tokenizer.json ]]; then
+  step "2/7 training a tokenizer with the chat template ChatML"
+  mtrain train-tokenizer "$work/text-train.jsonl" --kind hf --chat-template chatml \
+    --output "$work/tokenizer" --vocab-size 4096
 fi
 for part in train valid; do
   if [[ ! -f $work/text-$part.idx ]]; then
-    step "3/6 tokenising the $part part"
-    mtrain tokenize "$work/text-$part.jsonl" --tokenizer "$work/tokenizer.model" \
+    step "3/7 tokenising the $part part"
+    mtrain tokenize "$work/text-$part.jsonl" --tokenizer "$work/tokenizer" \
       --output-prefix "$work/text-$part" --workers 2
   fi
 done
 
-step "4/6 pretraining under tensor parallelism (TP=2, sequence parallel)"
+step "4/7 pretraining under tensor parallelism (TP=2, sequence parallel)"
 mtrain launch local -n 2 configs/model/quickstart.yaml configs/layout/tp2sp.yaml configs/run/quickstart_pretrain.yaml
+if [[ ! -d $work/base ]]; then
+  step "5/7 exporting the model as a folder of Hugging Face"
+  mtrain convert export --checkpoint "$work/pretrain" --out "$work/base"
+fi
 
-step "5/6 finetuning on question/answer pairs under context parallelism (CP=2)"
-mtrain launch local -n 2 configs/model/quickstart.yaml configs/layout/cp2.yaml configs/run/quickstart_finetune.yaml
+step "6/7 finetuning that folder on dialogues under context parallelism (CP=2), packed"
+mtrain launch local -n 2 configs/layout/cp2.yaml configs/run/quickstart_finetune.yaml
+if [[ ! -d $work/chat ]]; then
+  mtrain convert export --checkpoint "$work/finetune" --out "$work/chat"
+fi
 
-step "6/6 a look at the result"
-mtrain generate "$work/finetune" --max-new-tokens 40 \
-  --prompt "def os.path.join(a, *p)" --prompt "def json.dumps(obj, *, skipkeys=False)"
+step "7/7 a look at the result: questions in the model's chat template"
+# shellcheck disable=SC2016 # backquotes are part of the questions
+mtrain generate "$work/finetune" --chat --max-new-tokens 40 \
+  --prompt 'What does `def os.path.join(a, *p)` do?' --prompt 'What is `class json.JSONEncoder(object)`?'
 picture=$(mtrain plot "$work/pretrain" "$work/finetune" --output "$work/losses.png")
 
-printf '\nrun folders   %s\n              %s\nloss curves   %s\n' "$PWD/$work/pretrain" "$PWD/$work/finetune" "$PWD/$picture"
+printf '\nrun folders   %s\n              %s\nchat model    %s (Hugging Face)\nloss curves   %s\n' \
+  "$PWD/$work/pretrain" "$PWD/$work/finetune" "$PWD/$work/chat" "$PWD/$picture"
 echo "took $((SECONDS - started)) s without the installation"

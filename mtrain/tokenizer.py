@@ -17,7 +17,7 @@ from mtrain.base.plain_files import parsed_json, read_plain_file
 
 Result = TypeVar("Result")
 
-_HF_FILE = "tokenizer.json"
+HF_TOKENIZER_FILE = "tokenizer.json"
 _HF_SETTINGS = "tokenizer_config.json"
 _MOST_BYTES = 1 << 28
 """Of one file; the largest have about forty million."""
@@ -270,8 +270,8 @@ def tokenizer_file(path: str | Path) -> Path:
         raise DataError(f"tokenizer {path} does not exist; give a .model file, a tokenizer.json or their directory")
     if not path.is_dir():
         return path
-    if (path / _HF_FILE).is_file():
-        return path / _HF_FILE
+    if (path / HF_TOKENIZER_FILE).is_file():
+        return path / HF_TOKENIZER_FILE
     models = sorted(path.glob("*.model"))
     if len(models) != 1:
         raise DataError(

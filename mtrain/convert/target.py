@@ -13,6 +13,7 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
+from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
@@ -40,6 +41,8 @@ class ModelSource(NamedTuple):
     """Folder with config.json, tokenizer and shard names of the weights that training started from."""
     context_tokens: int | None
     """Longest sequence that training saw, where there is no origin to say it."""
+    tokenizer: Path | None = None
+    """That of the run, where there is no origin to have one."""
 
 
 class ExportTarget(NamedTuple):
@@ -53,6 +56,8 @@ class ExportTarget(NamedTuple):
     origin: Path | None
     """As of its source, or as the user wants it."""
     context_tokens: int | None
+    tokenizer: Path | None
+    """As of its source."""
     main_weights: bool
     """Whether float32 main weights are wanted where they are there."""
 
@@ -105,6 +110,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         table,
         origin,
         source.context_tokens,
+        source.tokenizer if origin is None else None,
         main_weights=dtype == torch.float32,
     )
     _check_keys(target)
@@ -128,10 +134,16 @@ def source_of(checkpoint: Path) -> ModelSource:
         return ModelSource(run.model, Path(run.model.hf), run.data.seq_length)
     start = run.checkpoint.initialize_from
     if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
-        return ModelSource(run.model, None, run.data.seq_length)
+        return _without_origin(run)
     entry = checkpoint_at(Path(start)).entry
     assert entry is not None, "checkpoint_at raises where there is none"
-    return ModelSource(run.model, source_of(entry.path).origin, run.data.seq_length)
+    origin = source_of(entry.path).origin
+    return _without_origin(run) if origin is None else ModelSource(run.model, origin, run.data.seq_length)
+
+
+def _without_origin(run: Config) -> ModelSource:
+    tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
+    return ModelSource(run.model, None, run.data.seq_length, tokenizer)
 
 
 def _check_keys(target: ExportTarget) -> None:

@@ -79,8 +79,8 @@ def test_the_quickstart_runs_without_a_checkout(tmp_path: Path, monkeypatch: pyt
     assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.chdir(tmp_path / "project")
     lines = [line.removeprefix("-W ignore -m mtrain ") for line in Path("calls").read_text().splitlines()]
-    verbs = ["stdlib-corpus", "train-tokenizer", "tokenize", "tokenize", "launch", "launch", "generate", "plot"]
-    assert [line.split()[0] for line in lines] == verbs
+    verbs = ["stdlib-corpus", "train-tokenizer", "tokenize", "tokenize", "launch", "convert", "launch", "convert"]
+    assert [line.split()[0] for line in lines] == [*verbs, "generate", "plot"]
     for line in lines:
         given = parsed(line)
         for name in given.get("arguments", []):

@@ -1,18 +1,20 @@
 """A small real corpus that every Python has: the sources of its standard library.
 
 `text`: each module's source is a document. `qa`: for each documented function, method and class, the signature is the
-question and the first paragraph of the docstring the answer. Sources are parsed, never imported.
+question and the first paragraph of the docstring the answer. `chat`: the same as conversations, about a class and
+its methods in turn, or about a function. Sources are parsed, never imported.
 """
 
 import ast
 import inspect
+import itertools
 import json
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, write_atomically
@@ -26,7 +28,10 @@ _PUBLIC_NAMES = {"posixpath": "os.path"}
 """Modules that are known by another name."""
 _HOLD_OUT_EVERY = 20
 
-Kind = Literal["text", "qa"]
+_MOST_TURNS = 4
+"""Questions of a conversation."""
+
+Kind = Literal["text", "qa", "chat"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class WrittenCorpus:
 def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -> list[WrittenCorpus]:
     """Writes `<kind>-train.jsonl` and, with every twentieth document, `<kind>-valid.jsonl`, in a fixed order.
 
-    `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}. No answer of the held-out pairs occurs
-    among the others.
+    `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}, `chat` lines {"messages", "path"}. No
+    answer of what is held out occurs among the others.
 
     Args:
         kind: What is made of the sources.
@@ -53,17 +58,60 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
         MachineError: the output cannot be written.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
-    found = list(_texts(root) if kind == "text" else _pairs(root))
+    found = list(_found(kind, root))
     if not found:
         raise DataError(f"{root} holds no Python sources; install them or use another Python")
     train = [one for number, one in enumerate(found) if number % _HOLD_OUT_EVERY]
     valid = found[::_HOLD_OUT_EVERY]
-    if kind == "qa":
-        answers = {one["response"] for one in train}
-        valid = [one for one in valid if one["response"] not in answers]
+    if kind != "text":
+        answers = {answer for one in train for answer in _answers(one)}
+        valid = [one for one in valid if answers.isdisjoint(_answers(one))]
     with disk_faults(f"write the corpus into {output}"):
         output.mkdir(parents=True, exist_ok=True)
         return [_write(output / f"{kind}-{part}.jsonl", lines) for part, lines in (("train", train), ("valid", valid))]
+
+
+def _found(kind: Kind, root: Path) -> Iterator[dict[str, Any]]:
+    match kind:
+        case "text":
+            return _texts(root)
+        case "qa":
+            return _pairs(root)
+        case "chat":
+            return _conversations(root)
+        case _:
+            assert_never(kind)
+
+
+def _answers(line: dict[str, Any]) -> list[str]:
+    if "messages" not in line:
+        return [line["response"]]
+    return [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+
+
+def _conversations(root: Path) -> Iterator[dict[str, Any]]:
+    for path, pairs in itertools.groupby(_pairs(root), key=lambda pair: pair["path"]):
+        # what is documented of one class stands together in a source
+        for _, group in itertools.groupby(pairs, key=lambda pair: _topic(pair["prompt"])):
+            own = list(group)
+            for first in range(0, len(own), _MOST_TURNS):
+                turns = [_turn(pair) for pair in own[first : first + _MOST_TURNS]]
+                yield {"messages": [message for turn in turns for message in turn], "path": path}
+
+
+def _topic(signature: str) -> str:
+    """The class that is documented, or whose method is; a function has none but itself."""
+    name = signature.partition("(")[0].split()[-1]
+    scope = name.rpartition(".")[0]
+    is_method = not signature.startswith("class ") and scope.rpartition(".")[2][:1].isupper()
+    return scope if is_method else name
+
+
+def _turn(pair: dict[str, str]) -> list[dict[str, str]]:
+    question = f"What does `{pair['prompt']}` do?"
+    if pair["prompt"].startswith("class "):
+        question = f"What is `{pair['prompt']}`?"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": pair["response"]}]
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> WrittenCorpus:

@@ -90,6 +90,26 @@ def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp
     assert any(pair["prompt"] == "def os.path.join(a, *p)" for pair in pairs + lines(tmp_path / "qa-valid.jsonl"))
 
 
+def test_a_conversation_is_about_a_class_or_a_function(library: Path, tmp_path: Path) -> None:
+    methods = "".join(f'    def m{number}(self):\n        """Method {number}."""\n' for number in range(5))
+    (library / "deep.py").write_text(f'class Deep:\n    """Depth."""\n{methods}def f():\n    """A function."""\n')
+    written = build_stdlib_corpus("chat", tmp_path / "out", library)
+    found = [one for file in written for one in lines(file.path)]
+    texts = [[message["content"] for message in one["messages"]] for one in found if one["path"] == "deep.py"]
+    assert sorted(texts, key=len, reverse=True) == [  # one of them is held out
+        ["What is `class deep.Deep`?", "Depth."]
+        + [text for n in range(3) for text in (f"What does `def deep.Deep.m{n}(self)` do?", f"Method {n}.")],
+        [text for n in (3, 4) for text in (f"What does `def deep.Deep.m{n}(self)` do?", f"Method {n}.")],
+        ["What does `def deep.f()` do?", "A function."],
+    ]
+    assert {tuple(message["role"] for message in one["messages"][:2]) for one in found} == {("user", "assistant")}
+    train, valid = (lines(file.path) for file in written)
+    answers = {message["content"] for one in train for message in one["messages"][1::2]}
+    assert answers.isdisjoint(message["content"] for one in valid for message in one["messages"][1::2])
+    pairs = [one for file in build_stdlib_corpus("qa", tmp_path / "qa", library) for one in lines(file.path)]
+    assert {one["response"] for one in pairs} == {m["content"] for one in found for m in one["messages"][1::2]}
+
+
 def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no Python sources"):
         build_stdlib_corpus("text", tmp_path / "out", tmp_path)
