@@ -25,35 +25,35 @@ class TokenizerKind(Enum):
     HF = "hf"
 
 
+AlgorithmOption = Annotated[
+    Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
+]
+SpecialTokenOption = Annotated[
+    list[str], typer.Option(help="hf: a text that is one token where a chat template writes it; may be given again.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")
+]
+BosOption = Annotated[int | None, typer.Option(min=-1, help="sentencepiece: begins a sample; -1 for none; default 1.")]
+EosOption = Annotated[int | None, typer.Option(min=0, help="sentencepiece: ends a document; default 2.")]
+PadOption = Annotated[int | None, typer.Option(min=-1, help="sentencepiece: fills rows; -1 for none; default 3.")]
+
+
 def train_tokenizer(
     inputs: TextInputs,
     output: Annotated[Path, typer.Option(help="The .model to write; with --kind hf a folder.", show_default=False)],
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens, bytes and control tokens included.")],
     kind: Annotated[
-        TokenizerKind,
-        typer.Option(
-            help="hf: byte-level BPE as tokenizer.json, which chat templates need; else a sentencepiece model."
-        ),
+        TokenizerKind, typer.Option(help="hf: byte-level BPE as tokenizer.json, which chat templates need.")
     ] = TokenizerKind.SENTENCEPIECE,
-    algorithm: Annotated[
-        Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
-    ] = None,
-    special_token: Annotated[
-        list[str],
-        typer.Option(help="hf: a text that is one token where a chat template writes it; may be given again."),
-    ] = [],  # noqa: B006 - typer copies it
-    chat_template: Annotated[
-        str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")
-    ] = None,
+    algorithm: AlgorithmOption = None,
+    special_token: SpecialTokenOption = [],  # noqa: B006 - typer copies it
+    chat_template: TemplateOption = None,
     glob: GlobOption = "**/*.txt",
     text_key: TextKeyOption = "text",
-    bos_id: Annotated[
-        int | None, typer.Option(min=-1, help="sentencepiece: begins a sample; -1 for none; default 1.")
-    ] = None,
-    eos_id: Annotated[int | None, typer.Option(min=0, help="sentencepiece: ends a document; default 2.")] = None,
-    pad_id: Annotated[
-        int | None, typer.Option(min=-1, help="sentencepiece: fills rows; -1 for none; default 3.")
-    ] = None,
+    bos_id: BosOption = None,
+    eos_id: EosOption = None,
+    pad_id: PadOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Trains a tokenizer that spells every text: what the vocabulary lacks is written in bytes."""
