@@ -36,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what this machine cannot run; a search that was asked for takes the time it takes."""
     leave_out(config, items)
+    # first: at the end the other worker would wait for them, since a test that has begun cannot be taken over
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--max-examples") is not None:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))

@@ -12,9 +12,13 @@ from tests import warm
 __all__ = ["Pool", "RankFailed"]
 
 
+FUNCTIONS = ("tests.parity.ranks", "tests.mcore.state.checkpoint_ranks", "mtrain.verify.core.exact")
+"""What most ranks call, which each would import anew: a hundred ranks, two to five seconds."""
+
+
 class Pool(ranks.Pool):
     """Ranks on gloo."""
 
     def __init__(self) -> None:
-        before = ["pytest", "tests.pool", "mtrain.verify.resume.worker", *warm.PRELOADED]
+        before = ["pytest", "tests.pool", "mtrain.verify.resume.worker", *FUNCTIONS, *warm.PRELOADED]
         super().__init__(preloaded=[*before, "tests.base.strict_warnings"])  # last: not of what they import

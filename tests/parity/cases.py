@@ -78,6 +78,19 @@ def lean(one: Case, num_layers: int = 2) -> Case:
     )
 
 
+def affordable(one: Case) -> Case:
+    """The same layout with what a further layer or microbatch would only repeat left out: two layers where no pipeline
+    divides them, and few microbatches where every one of them costs collectives."""
+    degrees = {axis: one.layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp")}
+    has_collectives = degrees["tp"] * degrees["cp"] > 1
+    count = 2 if degrees["pp"] == 1 else 4
+    return replace(
+        one,
+        num_layers=one.num_layers if degrees["pp"] > 1 else 2,
+        micro_batch_size=max(one.micro_batch_size, BATCH // (count * degrees["dp"]) if has_collectives else 1),
+    )
+
+
 SINGLE = case()
 
 LAYOUTS = [

@@ -64,7 +64,7 @@ def multi_token() -> Iterator[Row]:
 
 def families() -> Iterator[Row]:
     """Gemma-3, OLMo-2, OLMo-3, GPT-OSS and DeepSeek-V3 as a whole."""
-    for changes, case in test_families.CASES:
+    for changes, case in (*test_families.CASES, *test_families.MEASURED):
         yield Row(test_families.family(changes), changes, case, test_families.steps_of(changes))
 
 

@@ -62,35 +62,42 @@ def outcomes(
     return found
 
 
+AGGREGATED = [*ALL.values(), *COUNTED.values()]
+CUT = [
+    case(2, num_layers=2),
+    case(4, num_layers=2, cp=4),
+    case(2, num_layers=2, cp=2, pp=2),
+    case(4, num_layers=2, tp=2, dp=2),
+    case(2, pp=2, vpp=2, dp=2),
+    case(4, num_layers=2, tp=2, sp=True, cp=2, cp_comm="ulysses"),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        case(2),
-        case(cp=4),
-        case(2, cp=2, pp=2),
-        case(2, tp=2, dp=2),
-        case(pp=2, vpp=2, dp=2),
-        case(2, tp=2, sp=True, cp=2, cp_comm="ulysses"),
-    ],
-    ids=str,
+    ("case", "changes"), [(each, AGGREGATED[i % 2 :: 2]) for i, each in enumerate(CUT)], ids=[*map(str, CUT)]
 )
-def test_packed_rows_are_rows_of_one_sample_in_every_aggregation(pool: Pool, case: Case) -> None:
-    changes = [*ALL.values(), *COUNTED.values()]
+def test_packed_rows_are_rows_of_one_sample_in_every_aggregation(
+    pool: Pool, case: Case, changes: list[dict[str, Any]]
+) -> None:
+    """Half of the aggregations a layout, so that each meets three layouts, context and data parallelism among them."""
     packed = outcomes(pool, case, [PACKED | each for each in changes])
     for each, found in zip(changes, packed, strict=True):
-        config = SINGLE.config(**each)
+        config = case.config(**each)
         deviation(found, run_oracle(config, steps()), config).assert_below()
 
 
 MODELS: dict[str, tuple[Case, list[dict[str, Any]]]] = {
-    "experts and their losses": (case(2, cp=2, dp=2, ep=2), [ROUTED, ROUTED | {"train__recompute": "full"}]),
-    "experts over tensor ranks": (case(2, tp=2, sp=True, pp=2, ep=2), [SIGMOID]),
-    "tokens ahead": (case(2, cp=2, pp=2), [AHEAD, AHEAD | {"loss__aggregation": "seq-mean-token-sqrt"}]),
-    "tokens ahead of experts": (case(2, tp=2, sp=True, cp=2), [ROUTED | AHEAD]),
-    "latent attention": (case(2, cp=2), [DEEPSEEK_ATTENTION]),
-    "windows and sinks": (case(2, cp=2, cp_comm="ulysses"), [SEEN]),
-    "windows and sinks of gathered rows": (case(2, cp=4), [SEEN]),
-    "losses of sequences": (case(2, cp=2, dp=2), [JUDGED, JUDGED | {"loss__empty_sequences": "include"}]),
+    "experts and their losses": (
+        case(2, num_layers=2, cp=2, dp=2, ep=2),
+        [ROUTED, ROUTED | {"train__recompute": "full"}],
+    ),
+    "experts over tensor ranks": (case(2, num_layers=2, tp=2, sp=True, pp=2, ep=2), [SIGMOID]),
+    "tokens ahead": (case(2, num_layers=2, cp=2, pp=2), [AHEAD, AHEAD | {"loss__aggregation": "seq-mean-token-sqrt"}]),
+    "tokens ahead of experts": (case(4, num_layers=2, tp=2, sp=True, cp=2), [ROUTED | AHEAD]),
+    "latent attention": (case(2, num_layers=2, cp=2), [DEEPSEEK_ATTENTION]),
+    "windows and sinks": (case(2, num_layers=2, cp=2, cp_comm="ulysses"), [SEEN]),
+    "windows and sinks of gathered rows": (case(2, num_layers=2, cp=4), [SEEN]),
+    "losses of sequences": (case(2, num_layers=2, cp=2, dp=2), [JUDGED, JUDGED | {"loss__empty_sequences": "include"}]),
 }
 
 
@@ -101,15 +108,15 @@ def test_packed_rows_train_every_model_as_samples_alone_do(pool: Pool, name: str
     batches = steps(all_have_text="experts" in name or "latent" in name)
     for each in changes:
         (found,) = outcomes(pool, case, [PACKED | each], batches)
-        config = SINGLE.config(**each)
+        config = case.config(**each)
         deviation(found, run_oracle(config, batches), config).assert_below()
 
 
-@pytest.mark.parametrize("case", [case(cp=2), case(tp=2, sp=True, pp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(num_layers=2, cp=2), case(num_layers=2, tp=2, sp=True, pp=2)], ids=str)
 def test_rows_may_be_wider_than_samples(pool: Pool, case: Case) -> None:
     changes = [ALL["seq-mean-token-mean"], ALL["sum"]]
     for each, found in zip(changes, outcomes(pool, case, [WIDE | each for each in changes]), strict=True):
-        config = SINGLE.config(**each)
+        config = case.config(**each)
         deviation(found, run_oracle(config, steps()), config).assert_below()
 
 

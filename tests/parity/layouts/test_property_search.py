@@ -24,7 +24,7 @@ from tests.parity.search import TieError, Trial, judge
 from tests.paths import ROOT
 from tests.pool import Pool
 
-NUM_EXAMPLES, NUM_RANKS = 3, 4
+NUM_EXAMPLES, NUM_RANKS = 2, 4
 """Along each axis, in the suite."""
 NUM_AT_A_TIME = 10
 """Later examples of one search would be variants of earlier ones."""

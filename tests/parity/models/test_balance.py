@@ -58,7 +58,7 @@ def steps_of(run: str) -> list[GlobalBatch]:
     return {"packed": documents_steps, "rows": three_steps}.get(run, padded_steps)()[:2]
 
 
-LEAN = [Row(run, RUNS[run], lean(each, 4), steps_of(run)) for run, each in CASES]
+LEAN = [Row(run, RUNS[run], lean(each), steps_of(run)) for run, each in CASES]
 
 
 @pytest.mark.parametrize("rows", by_layout(LEAN))

@@ -73,8 +73,9 @@ OPTIONS = [
 
 
 def row_of(run: Run) -> Row:
-    """Of two steps and few microbatches."""
-    return Row(run.name, run.changes, lean(run.case, 4), steps_of(run.changes)[:2])
+    """Of two steps, few microbatches and layers; QWEN's seed is of four layers."""
+    num_layers = 4 if run.changes.items() >= QWEN.items() else 2
+    return Row(run.name, run.changes, lean(run.case, num_layers), steps_of(run.changes)[:2])
 
 
 @pytest.mark.parametrize("rows", by_layout(map(row_of, (*RUNS, *OPTIONS))))

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from mtrain.hf.schema.registry import FAMILIES
-from tests.parity.cases import Case, case
+from tests.parity.cases import case
 from tests.parity.models import test_against_transformers as plain
 from tests.pool import Pool
 
@@ -43,6 +43,11 @@ def reference(request: pytest.FixtureRequest) -> plain.Reference:
     return plain.computed(lambda: deepseek(*request.param))
 
 
-@pytest.mark.parametrize("case", CASES, ids=["one process", "tp2-pp2-ep2"])
-def test_the_choice_is_that_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
-    plain.assert_like_the_reference(pool, reference, case)
+def test_the_choice_is_that_of_transformers(pool: Pool, reference: plain.Reference) -> None:
+    plain.assert_like_the_reference(pool, reference, CASES[0])
+
+
+@pytest.mark.parametrize("choice", [(2, 1), (5, 4)], ids=str)
+def test_the_choice_is_the_same_on_several_ranks(pool: Pool, choice: tuple[int, int]) -> None:
+    """One group and all: a rank chooses for its own tokens, by whatever rule."""
+    plain.assert_like_the_reference(pool, plain.computed(lambda: deepseek(*choice)), CASES[1])

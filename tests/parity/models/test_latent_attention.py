@@ -99,6 +99,6 @@ def reference(request: pytest.FixtureRequest) -> plain.Reference:
     return plain.computed(request.param)
 
 
-@pytest.mark.parametrize("case", [case(8), case(8, tp=2, sp=True, pp=2, cp=2, cp_comm="ulysses")], ids=str)
+@pytest.mark.parametrize("case", [case(8), case(8, tp=2, sp=True, cp=2, cp_comm="ulysses")], ids=str)
 def test_latents_are_those_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
     plain.assert_like_the_reference(pool, reference, case)

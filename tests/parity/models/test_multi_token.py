@@ -91,9 +91,9 @@ def test_depths_do_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> No
 
 
 ROUTERS = [
-    Row("softmax", TWO | SOFTMAX, case(8), padded_steps()),
-    Row("sigmoid", TWO | SIGMOID, case(4, tp=2, sp=True, dp=2, ep=2), padded_steps()),
-    Row("recomputed", ONE | SIGMOID | FULL, case(8, tp=2, sp=True, pp=2), padded_steps()),
+    Row("softmax", TWO | SOFTMAX, case(8, num_layers=2), padded_steps()),
+    Row("sigmoid", TWO | SIGMOID, case(4, num_layers=2, tp=2, sp=True, dp=2, ep=2), padded_steps()),
+    Row("recomputed", ONE | SIGMOID | FULL, case(8, num_layers=2, tp=2, sp=True, pp=2), padded_steps()),
 ]
 
 
@@ -133,7 +133,7 @@ def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str,
     deviation(reports[0].outcome, run_oracle(config, batches, teacher), config).assert_below()
 
 
-@pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, pp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(4, num_layers=2, tp=2, sp=True), case(4, num_layers=2, pp=2)], ids=str)
 def test_the_next_token_is_predicted_alone_where_no_more_are_asked_for(pool: Pool, case: Case) -> None:
     """As generation asks: the same logits, bit for bit."""
     config = case.config(**TWO)

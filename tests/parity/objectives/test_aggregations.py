@@ -52,7 +52,7 @@ def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str)
 )
 def test_a_denominator_below_one_is_not_clamped(pool: Pool, aggregation: str) -> None:
     """Sample weights cancel, however small: the run is that of weights 1."""
-    one, batch = case(4, dp=2), three_steps()[0]
+    one, batch = CASES[1], three_steps()[0]
     light = [replace(sample, weight=2.0**-12) for sample in batch]
     config = one.config(**knobs(aggregation))
     oracle = run_oracle(config, [batch])

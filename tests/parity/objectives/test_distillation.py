@@ -56,8 +56,11 @@ FOUR_TERMS: dict[str, Any] = NEEDED | {
 }
 
 
-@pytest.mark.parametrize("case", [*map(lean, CASES)], ids=str)
-@pytest.mark.parametrize("changes", [ALONE, FOUR_TERMS], ids=["alone", "four terms"])
+RUNS = [("four terms", FOUR_TERMS, lean(each)) for each in CASES]
+RUNS += [("alone", ALONE, lean(each)) for each in (SINGLE, case(cp=2, dp=2), case(tp=2, sp=True, pp=2))]
+
+
+@pytest.mark.parametrize(("changes", "case"), [run[1:] for run in RUNS], ids=[f"{run[0]}-{run[2]}" for run in RUNS])
 def test_a_teacher_is_the_same_under_every_layout(pool: Pool, changes: dict[str, Any], case: Case) -> None:
     batches, config, teacher = weighted_steps()[:2], case.config(**changes), case.config(**TEACHER)
     given = (config, initial_parameters(config), teacher, initial_parameters(teacher, TEACHER_SEED), batches)
@@ -68,7 +71,7 @@ def test_a_teacher_is_the_same_under_every_layout(pool: Pool, changes: dict[str,
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(pool: Pool, direction: str) -> None:
-    case_ = CASES[4]
+    case_ = lean(CASES[4])
     config = case_.config(**{**ALONE, "loss__options": {"direction": direction}})
     given = (config, initial_parameters(config), config, initial_parameters(config), three_steps()[:1])
     (step,) = pool.run(teacher_ranks.train_with_teacher, case_.resolved(config), *given)[0].outcome.steps

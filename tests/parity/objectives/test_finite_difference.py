@@ -27,8 +27,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 CASES = [*map(lean, [case(tp=2, sp=True, pp=2), case(cp=2, dp=2), case(pp=2, vpp=2), case(cp=4, cp_comm="ulysses")])]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+RUNS = [(name, CASES[i]) for i, name in enumerate(OBJECTIVES)] + [("with-z-loss", CASES[3])]
+"""Every objective, every layout: test_aggregations.py has each with each."""
+
+
+@pytest.mark.parametrize(("objective", "case"), RUNS, ids=str)
 def test_logged_losses_have_the_slope_of_the_gradient(pool: Pool, objective: str, case: Case) -> None:
     config, batch = case.config(**OBJECTIVES[objective]), weighted_steps()[0]
     (step,) = run_case(pool, case, [batch], **OBJECTIVES[objective]).steps
