@@ -14,6 +14,8 @@ from tests.paths import CONFIGS
 
 PARAMETERS = {
     "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen3_32b": 32_762_123_264,
     "qwen2.5_7b": 7_615_616_512,
     "qwen3_8b": 8_190_735_360,
     "llama3.2_1b": 1_235_814_400,

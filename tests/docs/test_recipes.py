@@ -1,0 +1,80 @@
+"""Configurations to start from run on the GPUs that they name, and the recipes' own are complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.load import load_config
+from mtrain.plan import memory_per_rank
+from mtrain.plan.layout import Layout
+from tests.cli.command_line import call
+from tests.paths import CONFIGS, ROOT
+
+PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+RECIPES = [page for page in PAGES if page.name != "index.md"]
+STARTS = sorted((CONFIGS / "start").glob("*.yaml"))
+GIB = 2**30
+BESIDE_GIB = 6
+"""Of a GPU's memory: CUDA, NCCL and what torch's allocator cannot use."""
+
+
+def started_on(path: Path) -> tuple[int, float]:
+    """(GPUs, GiB of each), from a file's first line."""
+    found = re.fullmatch(r"# GPUs: (\d+) x \w+ (\d+) GB", path.read_text().splitlines()[0])
+    assert found is not None, path
+    return int(found[1]), int(found[2]) * 1e9 / GIB
+
+
+@pytest.mark.parametrize("path", STARTS, ids=lambda path: path.stem)
+def test_a_start_fits_the_gpus_that_it_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    gpus, gib = started_on(path)
+    text = path.read_text()
+    command = re.search(r"mtrain launch slurm (.*) --nodes (\d+) --gpus-per-node (\d+)$", text, re.MULTILINE)
+    assert command is not None
+    assert int(command[2]) * int(command[3]) == gpus
+    files = [Path(name) for name in command[1].split()]
+    assert path.relative_to(ROOT) in files
+    variants = re.findall(r"^#   \.\.\. ((?:\S+=\S+ )+)", text, re.MULTILINE)
+    for overrides in (variant.split() for variant in variants or [""]):
+        config = load_config(files, overrides)
+        layout = Layout.from_config(config, gpus)
+        most = max(memory_per_rank(config, layout, stage).total_bytes for stage in range(layout.pp))
+        assert most / GIB < gib - BESIDE_GIB, overrides
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_a_recipe_is_complete(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = page.read_text()
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    (command,) = re.findall(r"^mtrain (check .*)$", text, re.MULTILINE)
+    words = command.replace("recipe.yaml", str(tmp_path / "recipe.yaml")).split()
+    code, said = call(*words, "--without-files")
+    assert code == 0, said
+    assert "Memory of a rank" in said
+
+
+KEYS = re.compile(r"`((?:run|model|adapter|layout|train|optimizer|loss|data|valid|checkpoint)\.[a-z_0-9.]+)[:`]")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_key_of_ours_exists(page: Path) -> None:
+    """In the second column of a table; the first has the other program's names."""
+    rows = [line.split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
+    keys = {key for row in rows if len(row) > 3 for key in KEYS.findall(row[2])}
+    assert keys or page.name == "index.md"
+    docs = "\n".join(path.read_text() for path in (ROOT / "mtrain" / "config" / "schema").glob("*.py"))
+    unknown = [key for key in keys if not re.search(rf"^    {key.split('.')[1]}\b", docs, re.MULTILINE)]
+    assert unknown == []
+    named = [name for page in PAGES for name in re.findall(r"configs/\w+/[\w.]+\.yaml", page.read_text())]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_start_is_on_the_page() -> None:
+    text = (ROOT / "docs" / "recipes" / "index.md").read_text()
+    assert [path.name for path in STARTS if f"configs/start/{path.name}" not in text] == []
