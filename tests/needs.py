@@ -54,6 +54,7 @@ NEEDS = (
         "Debian's slurmctld, slurmd and slurm-client, and the right to write /etc/hosts (tests/slurm/install.sh)",
         lambda: not missing(),
     ),
+    Need("flaky_disk", "a C compiler (cc)", lambda: shutil.which("cc") is not None),
     Need("on_a_small_disk", "the right to mount in a namespace of one's own (unshare --map-root-user)", may_mount),
 )
 

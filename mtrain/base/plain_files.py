@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mtrain.base.steady_files import retried
+
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
 )
@@ -35,7 +37,7 @@ def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = retried(lambda: os.open(path, flags), path)
     except ValueError:
         raise OSError(errno.EINVAL, "its name cannot be the name of a file") from None
     try:
@@ -61,6 +63,10 @@ def read_plain_file(path: Path, most_bytes: int, follow_link: bool = True) -> by
     Raises:
         OSError: As `open_plain_file`, and where the file is larger.
     """
+    return retried(lambda: _whole(path, most_bytes, follow_link), path)
+
+
+def _whole(path: Path, most_bytes: int, follow_link: bool) -> bytes:
     with open_plain_file(path, follow_link) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:

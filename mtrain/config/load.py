@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
+from mtrain.base.steady_files import retried
 from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, Location, NotYamlError, YamlTextError, read_yaml, yaml_text
 from mtrain.config.kinds import before_another_kind, of_one_kind
 from mtrain.config.messages import dotted, joined, readable, without_kinds
@@ -124,6 +125,11 @@ def read_file(path: Path) -> Source:
     return Source(str(path), content, read.lines)
 
 
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
 def _text_of(path: Path) -> str:
     """The text of a file of a size that a person writes; neither a pipe nor a device, which may never end."""
     try:
@@ -132,8 +138,7 @@ def _text_of(path: Path) -> str:
             raise ConfigError(f"{path}: this is a folder, but a YAML file is needed; name a file in it")
         if not stat.S_ISREG(mode):
             raise ConfigError(f"{path}: this is a pipe or a device, but a YAML file is needed; save it in a file")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = retried(lambda: _first_bytes(path), path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; fix the path") from None
     except OSError as fault:

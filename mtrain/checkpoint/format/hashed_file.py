@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from mtrain.base.steady_files import SteadyFile
 from mtrain.checkpoint.store.manifest import FileInfo
 
 _SMALL_BYTES = 1 << 18
@@ -117,6 +118,6 @@ def write_hashed(path: Path, data: bytes) -> FileInfo:
 def read_facts(path: Path) -> FileInfo:
     """Size and SHA-256 of what lies there now; reads all of it."""
     # unbuffered: file_digest has a buffer of its own
-    with path.open("rb", buffering=0) as file:
+    with SteadyFile(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileInfo(size_bytes=file.tell(), sha256=digest.hexdigest())

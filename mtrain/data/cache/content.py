@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mtrain.base.errors import DataError
+from mtrain.base.steady_files import SteadyFile
 
 _SETTLED_NS = 10 * 10**9
 """Longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
@@ -99,7 +100,7 @@ def _remembered(note: Path, state: FileState) -> str | None:
 
 def _hashed(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with SteadyFile(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, assert_never, cast
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json
+from mtrain.base.steady_files import SteadyFile
 from mtrain.data.formats.recognise import FileKind, check_text
 from mtrain.data.formats.rows import pyarrow
 
@@ -111,7 +112,7 @@ def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:
 def _opened(path: Path, kind: FileKind) -> BinaryIO:
     match kind:
         case FileKind.LINES:
-            return path.open("rb")
+            return io.BufferedReader(SteadyFile(path))
         case FileKind.GZIP:
             return cast(BinaryIO, gzip.open(path, "rb"))
         case FileKind.ZSTD:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
+from mtrain.base.steady_files import retried
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -51,7 +52,7 @@ class Corpus:
         # before megatron-core opens it: IndexedDataset believes the header and maps what it promises
         element = _check_header(self.idx_path, self.bin_path)
         with _library() as library:
-            self._dataset: Any = library.IndexedDataset(prefix)
+            self._dataset: Any = retried(lambda: library.IndexedDataset(prefix), self.idx_path)
         lengths, edges = self._dataset.sequence_lengths, self._dataset.document_indices
         _check_lengths(self.idx_path, self.bin_path, lengths, self._dataset.index.sequence_pointers, element.itemsize)
         _check_edges(self.idx_path, edges, len(lengths))
@@ -59,7 +60,7 @@ class Corpus:
         self._lengths: NDArray[np.int32] = lengths
         self.document_lengths = _document_lengths(lengths, edges)
         """[documents]: tokens of each document, in file order; a document may be empty."""
-        self.fingerprint = _fingerprint(self.idx_path, self.bin_path)
+        self.fingerprint = retried(lambda: _fingerprint(self.idx_path, self.bin_path), prefix)
         """Changes when documents are added, removed or cut otherwise, or tokens change at one of the places that are
         looked at; see `same_fingerprint`."""
 
