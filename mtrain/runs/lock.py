@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.base.errors import RunFolderError
+from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, try_lock
 
 _OWNER_BYTES = 1000
@@ -82,10 +82,12 @@ class RunLock:
     def check_now_and_then(self) -> None:
         """As `check`, where a second has passed since the last one: for what is written at every step.
 
-        A process that was stopped for longer than that, as long as it takes to lose the folder, looks first of all.
+        A process that was stopped for longer than that, as long as it takes to lose the folder, looks first of all. A
+        disk that does not answer says nothing of the folder: what is written next looks again.
         """
         if time.monotonic() - self.checked[0] > _CHECK_S:
-            self.check()
+            with contextlib.suppress(MachineError):
+                self.check()
 
 
 @contextmanager

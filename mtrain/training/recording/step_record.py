@@ -93,10 +93,13 @@ def step_record(
     )
 
 
-def _memory_bytes(device: torch.device) -> int:
-    """The peak on a GPU since the last call; on a CPU what is resident now."""
+def _memory_bytes(device: torch.device) -> int | None:
+    """The peak on a GPU since the last call; on a CPU what is resident now, None where that cannot be found out."""
     if device.type != "cuda":
-        return int(psutil.Process().memory_info().rss)
+        try:
+            return int(psutil.Process().memory_info().rss)
+        except OSError:  # no file descriptor is left: a number for people must not end a run
+            return None
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak

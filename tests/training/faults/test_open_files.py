@@ -1,0 +1,38 @@
+"""A process that may open no further file trains on, and saves when it may again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.checkpoint.store.steps import published_steps
+from mtrain.plan.layout import Layout
+from tests.fault_table import Notice
+from tests.mcore.state.test_save_and_load import configured
+from tests.pool import Pool
+from tests.training.faults import open_file_ranks as ranks
+from tests.training.test_trainer import numbers
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpoint.async_save": False}], ids=["beside training", "waiting"])
+@pytest.mark.fault(
+    "disk",
+    "a rank has no file descriptor left (EMFILE) for some steps",
+    happens="its save fails with a warning, every step is recorded, and the next save succeeds",
+    exit_code=None,
+)
+def test_a_rank_without_descriptors_trains_on(
+    pool: Pool, tmp_path: Path, changes: dict[str, Any], notice: Notice
+) -> None:
+    config = configured(
+        **{"run.dir": str(tmp_path), "checkpoint.interval_steps": 3, "checkpoint.keep_last": 9, **changes}
+    )
+    with notice:
+        (first, other) = pool.run(ranks.without_descriptors, Layout(dp=2), config, 5, 8)
+    assert (first.exit_code, first.message, other.exit_code) == (0, "", 0)
+    assert "warning: no checkpoint of step 6" in first.output
+    assert "Too many open files" in first.output
+    assert published_steps(tmp_path / "checkpoints") == [3, 9]
+    assert [step for step, *_ in numbers(tmp_path)] == list(range(1, 10))
