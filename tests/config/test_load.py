@@ -16,6 +16,7 @@ from mtrain.config.schema.data import IndexedSection
 from mtrain.config.schema.train import MuonSection
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
+from tests.fault_table import Notice
 
 
 def message(paths: list[Path], overrides: list[str]) -> str:
@@ -107,8 +108,15 @@ def test_lists_are_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
         ("run.dir=[1", "run.dir=[1: the value cannot be read as YAML"),
     ],
 )
-def test_a_bad_override_is_named(base: Path, override: str, expected: str) -> None:
-    found = message([base], [override])
+@pytest.mark.fault(
+    "input",
+    "an unknown key, a value of another type, NaN as a learning rate",
+    happens="refused with the key, the value and the nearest valid name",
+    exit_code=2,
+)
+def test_a_bad_override_is_named(base: Path, override: str, expected: str, notice: Notice) -> None:
+    with notice:
+        found = message([base], [override])
     assert expected in found
     assert len(found.splitlines()) == 1
 
@@ -143,10 +151,17 @@ def test_a_missing_section_is_told_with_the_keys_that_it_needs(tmp_path: Path) -
         (b"1: x\n", "keys should be strings, but 1 was given"),
     ],
 )
-def test_a_bad_file_is_named(base: Path, written: bytes, expected: str) -> None:
+@pytest.mark.fault(
+    "input",
+    "a configuration that is empty, no YAML, of another encoding, or has a key twice",
+    happens="refused with file and line",
+    exit_code=2,
+)
+def test_a_bad_file_is_named(base: Path, written: bytes, expected: str, notice: Notice) -> None:
     bad = base.with_name("bad.yaml")
     bad.write_bytes(written)
-    found = message([base, bad], [])
+    with notice:
+        found = message([base, bad], [])
     assert expected in found
     assert len(found.splitlines()) == 1
 

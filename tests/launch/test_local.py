@@ -167,15 +167,32 @@ def test_what_rank_0_has_said_is_not_repeated(
     assert capfd.readouterr().err == "bad data\n"
 
 
-@pytest.mark.fault("ranks", "kill -9 of a rank", happens="the launcher names the rank and the signal", exit_code=5)
+@pytest.mark.parametrize(
+    ("name", "program_of_rank"),
+    [
+        ("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)"),
+        ("SIGSEGV", "import ctypes; ctypes.string_at(0)"),
+        ("SIGBUS", "os.kill(os.getpid(), signal.SIGBUS)"),
+    ],
+)
+@pytest.mark.fault(
+    "ranks",
+    "kill -9 of a rank, a segmentation fault, an I/O error of a memory map",
+    happens="the launcher names the rank and the signal",
+    exit_code=5,
+)
 def test_a_killed_rank_is_named_with_its_signal(
-    program: Callable[[str], Path], capfd: pytest.CaptureFixture[str], notice: Notice
+    program: Callable[[str], Path],
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    program_of_rank: str,
+    notice: Notice,
 ) -> None:
-    path = program("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    path = program(f"if rank == 1:\n    {program_of_rank}\ntime.sleep(60)")
     with notice:
         code = run(path, 2, grace_s=0.1)
     assert code == notice.exit_code
-    assert "error: rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    assert f"error: rank 1 was killed by {name}" in capfd.readouterr().err
 
 
 def test_ranks_may_end_by_themselves_within_the_grace(program: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.jsonl import JsonlSink, read_records, rewind
 from mtrain.metrics.record import Record
 from tests.base.crash import killed_at_every_file_operation
+from tests.fault_table import Notice
 from tests.metrics.records import step_record, valid_record
 
 
@@ -63,12 +64,19 @@ def test_what_is_kept_is_kept_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 40, -1])
-def test_a_half_line_at_the_end_is_repaired(tmp_path: Path, length: int) -> None:
+@pytest.mark.fault(
+    "disk",
+    "half a line at the end of metrics.jsonl, as a kill leaves it",
+    happens="left out by readers, and taken away by the next start",
+    exit_code=None,
+)
+def test_a_half_line_at_the_end_is_repaired(tmp_path: Path, length: int, notice: Notice) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, step_record(1), step_record(2))
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second[:length])
-    assert list(read_records(path)) == [step_record(1)]
+    with notice:
+        assert list(read_records(path)) == [step_record(1)]
     assert written(path, step_record(2, loss=4.0), resume_step=2) == [step_record(1), step_record(2, loss=4.0)]
 
 

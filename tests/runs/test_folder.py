@@ -18,6 +18,7 @@ from mtrain.config.messages import sections_at
 from mtrain.runs.changes import Change, changes
 from mtrain.runs.folder import RunFolder
 from tests.base.crash import killed_at_every_file_operation
+from tests.fault_table import Notice
 
 HOLD_LOCK = """
 import sys, time
@@ -71,18 +72,31 @@ def test_create_makes_the_folders_and_leaves_no_probe(folder: RunFolder) -> None
     assert sorted(path.name for path in folder.path.rglob("*")) == ["checkpoints", "logs"]
 
 
-def test_a_second_process_is_refused_and_told_who_is_there(folder: RunFolder) -> None:
+@pytest.mark.fault(
+    "ranks",
+    "two launches into one run folder",
+    happens="the second is refused, and told process, machine and job of the first",
+    exit_code=6,
+)
+def test_a_second_process_is_refused_and_told_who_is_there(folder: RunFolder, notice: Notice) -> None:
     with another_process_in(folder, SLURM_JOB_ID="4711") as process:
         expected = rf"in use by process {process.pid} on \S+, Slurm job 4711 .*set another run.dir"
-        with pytest.raises(RunFolderError, match=expected), folder.locked():
+        with notice, pytest.raises(RunFolderError, match=expected) as error, folder.locked():
             pass
+        assert error.value.exit_code == notice.exit_code
 
 
-def test_the_lock_of_a_killed_process_is_no_obstacle(folder: RunFolder) -> None:
+@pytest.mark.fault(
+    "ranks",
+    "the lock that a killed run has left",
+    happens="it ends with its process; the next start takes the folder",
+    exit_code=None,
+)
+def test_the_lock_of_a_killed_process_is_no_obstacle(folder: RunFolder, notice: Notice) -> None:
     with another_process_in(folder) as process:
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=20)
-        with folder.locked() as lock:
+        with notice, folder.locked() as lock:
             lock.check()
         assert f"process {os.getpid()} " in lock.owner
 

@@ -8,6 +8,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.data.formats import jsonl
 from mtrain.data.formats.jsonl import objects
+from tests.fault_table import Notice
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])
@@ -30,19 +31,32 @@ def test_lines_are_read_in_order(tmp_path: Path, ending: str) -> None:
         (b"[" * 100_000, r"a\.jsonl line 3: not JSON"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+@pytest.mark.fault(
+    "input",
+    "a line of JSON that is cut, empty, no object, of another encoding, or has a name twice",
+    happens="refused with file and line",
+    exit_code=3,
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str, notice: Notice) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 2}\n{"n": 4}\n' + line + b'\n{"n": 6}\n')
-    with pytest.raises(DataError, match=message):
+    with notice, pytest.raises(DataError, match=message) as error:
         list(objects(path))
+    assert error.value.exit_code == notice.exit_code
 
 
-def test_a_huge_line_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "input",
+    "a line of 100 MB",
+    happens="refused with file and line before it fills the memory",
+    exit_code=3,
+)
+def test_a_huge_line_is_refused_before_it_fills_the_memory(tmp_path: Path, notice: Notice) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(b'{"n": 2}\n')
         file.truncate(100 * 2**20)
-    with pytest.raises(DataError, match=rf"a\.jsonl line 2: is longer than {jsonl.MAX_LINE_BYTES} bytes"):
+    with notice, pytest.raises(DataError, match=rf"a\.jsonl line 2: is longer than {jsonl.MAX_LINE_BYTES} bytes"):
         list(objects(path))
 
 

@@ -1,7 +1,11 @@
 """Devices, and how ranks agree."""
 
-from collections.abc import Callable
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,12 +98,36 @@ def test_a_lack_of_memory_says_what_to_lower(allocate: Callable[[], object], not
     assert "alloc_cpu.cpp" not in str(error.value)
 
 
-def test_a_world_that_cannot_meet_says_where() -> None:
-    lonely = RankEnvironment(
-        rank=1, world_size=2, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=1
-    )
-    with (
-        pytest.raises(MachineError, match=r"rank 1 of 2 cannot meet the others at 127\.0\.0\.1:1"),
-        init_distributed(lonely, "auto", 1),
-    ):
-        raise AssertionError("not reached")
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    """A port of this machine that another program listens on."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield int(other.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "address"),
+    [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no-such-host.invalid")],
+    ids=["alone", "port", "name"],
+)
+@pytest.mark.fault(
+    "ranks",
+    "no rank 0 at MASTER_ADDR, a port that is in use, a name that cannot be resolved",
+    happens="one message with rank, address and port, after train.process_group_timeout_s at most (here 1 s)",
+    exit_code=7,
+)
+def test_a_world_that_cannot_meet_says_where(rank: int, address: str, notice: Notice) -> None:
+    with taken_port() as taken:
+        port = 1 if rank == 1 else taken
+        place = re.escape(f"{address}:{port}")
+        known: dict[str, Any] = {"local_rank": 0, "local_world_size": 1, "master_addr": address, "master_port": port}
+        lonely = RankEnvironment(rank=rank, world_size=2, **known)
+        with (
+            notice,
+            pytest.raises(MachineError, match=rf"rank {rank} of 2 cannot meet the others at {place}") as error,
+            init_distributed(lonely, "auto", 1),
+        ):
+            raise AssertionError("not reached")
+    assert error.value.exit_code == notice.exit_code
