@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
 from mtrain.base.signals import STOP_SIGNALS
+from mtrain.runs.failure import TOLD_TO, last_failure, last_summary
 
 STOPPED = 75
 """Exit code after a stop signal: what was begun is saved, and may be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -60,6 +64,8 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
+    folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
+    told = Path(os.environ.setdefault(TOLD_TO, str(Path(folder, "run_dir"))))
     try:
         run()
     except SignalException as stop:
@@ -67,10 +73,24 @@ def main() -> None:
         print(text, file=sys.stderr)
         sys.exit(STOPPED)
     except ChildFailedError as failed:
+        if (code := _told(told)) is not None:
+            sys.exit(code)
         rank, failure = failed.get_first_failure()
         print(f"error: rank {rank} failed first on this node, with exit code {failure.exitcode}", file=sys.stderr)
         # negative: the number of the signal that killed it, which shells write as 128 + number
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _told(file: Path) -> int | None:
+    """Shows what the run folder says of the failure; the exit code of its first cause, None where it says nothing."""
+    if not file.exists():
+        return None
+    run_dir = Path(file.read_text())
+    first = last_failure(run_dir)
+    print(last_summary(run_dir), end="", file=sys.stderr, flush=True)
+    return None if first is None else first.exit_code
 
 
 def _let_through() -> None:

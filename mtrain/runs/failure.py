@@ -31,6 +31,8 @@ from mtrain.base.errors import (
 from mtrain.base.files import write_atomically
 
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
+TOLD_TO = "MTRAIN_TELL_LAUNCHER"
+"""Environment variable: a file in which a launcher wants the run folder's path, once there is something to be told."""
 _KEPT_STARTS = 20
 _NUM_FRAMES = 3
 _SUMMARY = "mtrain_summary"
@@ -218,6 +220,8 @@ def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -
     path = folder / f"{failure.told_by}_{max(failure.rank, 0):05d}.json"
     if again or not path.exists():  # the first word counts: an earlier one is nearer to the cause
         write_atomically(path, json.dumps(asdict(failure), indent=2) + "\n")
+    if file := os.environ.get(TOLD_TO):
+        Path(file).write_text(str(run_dir.absolute()))
     told = recorded(run_dir, failure.start) or [failure]
     first = first_cause(told)
     if failure.is_consequence and (run_dir / "failure.json").exists():

@@ -18,6 +18,7 @@ SCRIPTS = [*ROOT.glob("launch/*.s*"), ROOT / "tests" / "run.sh", ROOT / ".ci" / 
 
 SRUN = """#!/bin/bash
 printf '%s|' "$@" MASTER "$MASTER_ADDR" "$MASTER_PORT" > "$CALLS/arguments"
+[[ -n ${SRUN_TELLS:-} ]] && { sleep 0.05; printf '%s\n' "$SRUN_TELLS" > "$RUN_DIR/failure.txt"; }
 [[ -n ${SRUN_CODE:-} ]] && exit "$SRUN_CODE"
 [[ -n ${SRUN_STARTS_S:-} ]] && { touch "$CALLS/starting"; trap '' USR1; sleep "$SRUN_STARTS_S"; }
 [[ -n ${SRUN_DIES:-} ]] || trap 'sleep 0.3; touch "$RUN_DIR/REQUEUE"; exit 0' USR1
@@ -148,3 +149,22 @@ def test_a_failed_run_is_not_requeued_and_its_exit_code_is_kept(tmp_path: Path) 
     (tmp_path / "REQUEUE").touch()
     assert finish(start(tmp_path, str(tmp_path), "run.yaml", SRUN_CODE="4")) == 4
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [("3", 3), ("137", 5)])
+def test_the_batch_script_shows_the_one_summary_of_a_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, ends_with: int
+) -> None:
+    """A rank that the watchdog has killed makes srun say 137; the run has lost a rank."""
+    (tmp_path / "failure.txt").write_text("error: of an earlier start\n")
+    rank = tmp_path / "logs" / "job-712345-0" / "rank_0.log"
+    rank.parent.mkdir(parents=True)
+    rank.write_text("error: of one rank of many\n")
+    told = "error: rank 1 is stopped, for 30 s, in save of step 3"
+    job = {"SRUN_CODE": code, "SRUN_TELLS": told, "JOB_STATE": "COMPLETING"}
+    assert finish(start(tmp_path, str(tmp_path), "run.yaml", **job)) == ends_with
+    errors = capfd.readouterr().err
+    assert told in errors
+    assert errors.count("error:") == 1
+    assert finish(start(tmp_path, str(tmp_path), "run.yaml", SRUN_CODE=code, JOB_STATE="COMPLETING")) == int(code)
+    assert "of one rank of many" in capfd.readouterr().err, "where ranks have left no record"
