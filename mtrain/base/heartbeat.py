@@ -71,6 +71,12 @@ class Beat:
     """Once the rank has left: the error that ended it, or `done`."""
     memory_bytes: int | None = None
     """What the rank needed in its last step: the peak on its GPU, or what is resident on a CPU; None before that."""
+    pace_step: int = 0
+    """Last step of the window that `pace_s` is of; 0 before the first."""
+    pace_s: float = 0.0
+    """Seconds of a step in which the rank worked and did not wait for others."""
+    stage: int = 0
+    """Of the pipeline, with `pace_s`."""
     start: int = 0
     """Number of the run's start that the rank belongs to."""
     changed_s: float = 0.0
@@ -179,6 +185,14 @@ class Heartbeat:
     def note_memory(self, memory_bytes: int) -> None:
         """What this rank's last step needed; goes with the next beat."""
         self._beat = replace(self._beat, memory_bytes=memory_bytes)
+
+    def note_pace(self, step: int, stage: int, seconds: float) -> None:
+        """What a step of this rank's own work takes, over a window that ends with a step."""
+        self._beat = replace(self._beat, pace_step=step, stage=stage, pace_s=seconds)
+
+    def of_all(self) -> list[Beat | None]:
+        """The beats of all ranks; this one's as it is now."""
+        return [*self._others(), self._beat]
 
     def missing(self) -> str:
         """Names the ranks that the others have lost or wait for; empty where the heartbeats do not tell.

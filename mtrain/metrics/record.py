@@ -16,7 +16,16 @@ from mtrain.base.errors import DataError
 MAIN_TERM = "main"
 """The term whose mean is `loss`; all others are beside it."""
 
-OF_THE_MACHINE = ("seconds", "tokens_per_second", "mfu", "memory_bytes", "time_s")
+OF_THE_MACHINE = (
+    "seconds",
+    "waited_seconds",
+    "slow_rank",
+    "slow_rank_ratio",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "time_s",
+)
 """Fields that tell how fast and where a step was made; all others are the same for every repetition of a run."""
 
 _LARGEST_INTEGER = 2**63 - 1
@@ -76,6 +85,13 @@ class StepRecord:
     """Model FLOPs utilisation, 0 to 1, where the device's peak is known."""
     layout_dependent: bool = False
     """The run uses something that changes with the layout by definition: its numbers are those of its layout only."""
+    waited_seconds: float | None = None
+    """Part of `seconds` in which the first rank's host waited for other ranks, on GPUs also for its device; None where
+    it was not recorded."""
+    slow_rank: int | None = None
+    """The rank that the others wait for, by `watch.slow_rank_percent`; None where none is slow."""
+    slow_rank_ratio: float | None = None
+    """Its own work, in medians of its pipeline stage."""
     memory_bytes: int | None = None
     """What the first rank needed: the peak on its GPU, or what is resident on a CPU; None where it was not recorded."""
     time_s: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -46,6 +47,7 @@ class StartAccount:
         self._saves: list[tuple[int, float]] = []
         self._at: dict[int, float] = {}
         self._ended: str | None = None
+        self._beside: Callable[[], None] = lambda: None
 
     def __enter__(self) -> StartAccount:
         return self
@@ -68,6 +70,10 @@ class StartAccount:
     def phases_of(self, phases: Phases) -> None:
         """From now on the account holds them."""
         self._phases = phases
+
+    def beside(self, action: Callable[[], None]) -> None:
+        """The action runs before each account, in the same thread."""
+        self._beside = action
 
     def goes_on(self, step: int) -> None:
         """The run has so many updates when this start begins."""
@@ -99,6 +105,7 @@ class StartAccount:
         Raises:
             OSError: The disk refuses.
         """
+        self._beside()
         if not self._is_writer:
             return
         phases = {} if self._phases is None else self._phases.phases_s

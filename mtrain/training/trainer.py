@@ -25,6 +25,7 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.mcore.distributed import waiting
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import (
     any_rank,
@@ -50,6 +51,7 @@ from mtrain.training.faults.guard import Guard
 from mtrain.training.faults.rollback import as_rollback, roll_back
 from mtrain.training.recording.life import Life
 from mtrain.training.recording.sinks import SignsOfLife, open_sinks
+from mtrain.training.recording.slow_ranks import SlowRanks
 from mtrain.training.recording.step_record import attempt_record
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
@@ -135,7 +137,9 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         exporter = Exporter(folder, every, lock.check)
         held.callback(exporter.close)
         reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
-        course = _Course(run, Guard(config.train, run.history), saver, exporter, signal, heartbeat, life)
+        slow = SlowRanks(config.watch, groups, heartbeat, life)
+        account.beside(slow.look)
+        course = _Course(run, Guard(config.train, run.history), saver, exporter, signal, heartbeat, life, slow)
         try:
             stopped_after = _with_rollbacks(course, folder, account, records, reopen)
         except NumericError as error:  # on all ranks
@@ -212,6 +216,7 @@ class _Course:
     signal: StopSignal
     heartbeat: Heartbeat
     life: Life
+    slow: SlowRanks
 
 
 def _with_rollbacks(
@@ -244,7 +249,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
         _validate(run, sinks, 0, heartbeat)
     with _batches(run) as batches:
         for step in range(start, last):
-            began = time.perf_counter()
+            began, waited_before_s = time.perf_counter(), waiting.waited_s()
             heartbeat.enter(Phase.DATA, step + 1)
             own = None if batches is None else next(batches)
             done, valid_loss = step + 1, None
@@ -253,7 +258,8 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             if made.is_applied:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
             spoil_point(run.chunks, run.optimizer, run.groups, done)
-            record = attempt_record(run, done, made, lr, time.perf_counter() - began)
+            took_s, waited_s = time.perf_counter() - began, waiting.waited_s() - waited_before_s
+            record = course.slow.noted(attempt_record(run, done, made, lr, took_s), waited_s)
             tokens += record.tokens if made.refused is None else 0
             sinks.write(record)
             if made.refused is not None:

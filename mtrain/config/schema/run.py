@@ -80,3 +80,10 @@ class WatchSection(Section):
     start_timeout_s: Annotated[int, bounds.SECONDS] = Field(3600, gt=0)
     """How long a rank may do nothing that can be seen until its first step is done: while programs load, data are built
     and kernels are compiled."""
+    slow_rank_percent: float = Field(25.0, ge=0)
+    """A rank is slow whose own work, without waiting for others, takes so much longer than the median of its pipeline
+    stage; 0 turns the comparison off. On GPUs the host's own work: data, Python, launches."""
+    slow_rank_windows: int = Field(3, gt=0)
+    """In so many windows of window_steps, one after the other, before it is named."""
+    window_steps: int = Field(50, gt=0)
+    """Steps whose mean is compared."""

@@ -6,9 +6,12 @@ host waits there; on GPUs the stream does, and the host only where it reads a nu
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from mtrain.base import pulse
@@ -20,6 +23,15 @@ _plain_wait = Work.wait
 def waited_s() -> float:
     """Seconds that this process's host has waited for other ranks since it began."""
     return _waited_s[0]
+
+
+@contextlib.contextmanager
+def for_device(device: torch.device) -> Iterator[None]:
+    """Inside the block the host waits for a GPU, hence for the ranks that its stream waits for. On CPUs it works."""
+    began = time.perf_counter()
+    yield
+    if device.type != "cpu":
+        _waited_s[0] += time.perf_counter() - began
 
 
 def install() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtrain.base import pulse
 from mtrain.loss.pair import MAIN_TERM, LossPair
+from mtrain.mcore.distributed import waiting
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 
@@ -233,7 +234,9 @@ class GlobalTotals:
         Args:
             coefficients: Of the terms in the objective.
         """
-        values: list[float] = self._sum.get().tolist()  # where the host waits for the step's kernels
+        total = self._sum.get()
+        with waiting.for_device(total.device):
+            values: list[float] = total.tolist()  # where the host waits for the step's kernels
         fields = self._fields
         numerators, denominators = values[fields.pairs][::2], values[fields.pairs][1::2]
         of_terms = zip(numerators, denominators, values[fields.planned], strict=True)

@@ -73,10 +73,10 @@ class Life:
         self._folder.note_save(seconds)
         self._log.write(EventKind.SAVE, step, facts={"seconds": round(seconds, 3)})
 
-    def alarmed(self, step: int, text: str) -> None:
+    def alarmed(self, step: int, text: str, facts: Mapping[str, Fact] | None = None) -> None:
         """Something that people should see, while the run goes on."""
         if self._rank == 0:
-            self._log.write(EventKind.ALARM, step, text)
+            self._log.write(EventKind.ALARM, step, text, facts)
 
     def rolled_back(self, step: int, from_step: int, text: str) -> None:
         """The run goes on from the checkpoint of `step`, and `from_step` was bad."""
