@@ -188,7 +188,8 @@ def publish(
         attempt: From `begin_staging`.
         facts: What is known about it.
         known: Of files that were hashed while they were written and are on disk; the others are read and synced.
-        check: Called immediately before the rename; raises where this run may not write here any more.
+        check: Called immediately before the rename, and before `latest` is written; raises where this run may not write
+            here any more.
 
     Raises:
         DataError: the attempt holds no file, or not the files that are said to be known.
@@ -220,6 +221,8 @@ def publish(
         with disk_faults(f"write {attempt.root / LATEST_NAME}"):
             # the rename itself is on disk only with its folder, and `latest` must not name what a crash takes back
             sync_folder(attempt.root)
+            # again: a process that was stopped since the rename must not put its older name over a later one
+            check()
             write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
     except MachineError as fault:
         raise AfterPublishingError(f"{final} is published, but mtrain {fault}") from fault
