@@ -155,13 +155,14 @@ class Watchdog:
         (self._node / ENDING).touch()
         running = [state for state in states if process_state(state.pid) is not None]
         if loss.is_here:  # at once: whoever ends the job may end this process, too
-            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s)
+            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, is_last=False)
         out = records_folder(self._run_dir, _number(states))
         files = dump(self._node, states, loss.rank, out)
-        if (own := files.get(loss.rank)) is not None:
-            stack = innermost(own.read_text(errors="replace"))
-            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, stack, [str(own)])
-        if not loss.is_here:
+        own = [files[loss.rank]] if loss.rank in files else []
+        stack = [frame for path in own for frame in innermost(path.read_text(errors="replace"))]
+        if loss.is_here:
+            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, stack, list(map(str, own)))
+        else:
             time.sleep(_HEAD_START_S)
         self._kill([state for state in running if state.rank == loss.rank])
         deadline = time.monotonic() + _GRACE_S
@@ -183,6 +184,7 @@ class Watchdog:
         time_s: float,
         stack: Sequence[str] = (),
         files: Sequence[str] = (),
+        is_last: bool = True,
     ) -> None:
         """In the run folder, where this start has it; and for whoever reads the log of the node's first rank."""
         failure = FailureRecord(
@@ -203,7 +205,7 @@ class Watchdog:
         if failure.start:
             with contextlib.suppress(OSError):  # a full disk: the line on standard error is all there is
                 record_failure(self._run_dir, failure, again=True)
-        elif files or not loss.is_here:
+        elif is_last:
             print(summary(failure, self._run_dir), end="", file=sys.stderr, flush=True)
 
 

@@ -1,0 +1,172 @@
+"""A rank's side of the watchdog, in programs without torch: the start of a run, and what a watchdog leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mtrain.base.pulse import Pulse, beating, read_pulse, tick
+from mtrain.watch.place import node_folder
+from mtrain.watch.stacks import flight_recorder
+from tests.fault_table import Notice
+
+PROGRAM = """
+import os, signal, sys, time
+from mtrain.base.environment import RankEnvironment
+from mtrain.config import Config
+from mtrain.watch.rank import watched
+from tests.config.samples import config
+
+here = config(run__dir=sys.argv[1], train__process_group_timeout_s=2, watch__start_timeout_s=int(sys.argv[3]))
+with watched(here, RankEnvironment.from_environ(os.environ)) as pulse:
+    rank = int(os.environ["RANK"])
+    print("ready", sorted({"torch", "psutil", "numpy"} & sys.modules.keys()), flush=True)
+    exec(sys.argv[2])
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """Starts two ranks of a launch of their own, which run the same text."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(text: str, num_ranks: int = 2, start_timeout_s: int = 2) -> list[subprocess.Popen[str]]:
+        for rank in range(num_ranks):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "1",
+                "MTRAIN_LAUNCH": tmp_path.name,
+            }
+            command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), text, str(start_timeout_s)]
+            pipe = subprocess.PIPE
+            running.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+        return running
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def folder_of(tmp_path: Path) -> Path:
+    return node_folder({"MTRAIN_LAUNCH": tmp_path.name})
+
+
+def is_soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def watchdogs() -> list[psutil.Process]:
+    found = (process for process in psutil.process_iter(["cmdline"]))
+    return [one for one in found if (one.info["cmdline"] or [])[1:3] == ["-m", "mtrain.watch.watchdog"]]
+
+
+@pytest.mark.fault(
+    "ranks",
+    "SIGSTOP of one of several ranks while programs load",
+    happens="the watchdog names it after `train.process_group_timeout_s` and ends the job",
+    exit_code=-signal.SIGKILL,
+)
+def test_a_rank_that_is_stopped_while_it_loads_is_named(
+    ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, notice: Notice
+) -> None:
+    first, second = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: time.sleep(0.01)", 2, 60)
+    with notice:
+        assert second.wait(60) == notice.exit_code
+        assert first.wait(60) == -signal.SIGKILL, "it does not notice by itself"
+    errors = first.communicate()[1]
+    assert "error: rank 1 is stopped, for 2 s, in start" in errors
+    assert 'File "<string>", line 1 in <module>' in errors, "the stack of the stopped rank"
+    assert is_soon(lambda: not folder_of(tmp_path).exists())
+
+
+def test_a_rank_that_never_begins_is_named(ranks: Callable[..., list[subprocess.Popen[str]]]) -> None:
+    (first,) = ranks("while True: time.sleep(0.01)", 1, 60)
+    assert first.wait(60) == -signal.SIGKILL
+    assert "error: rank 1 has never begun" in first.communicate()[1]
+
+
+def test_ranks_that_load_for_long_but_live_are_left_alone(ranks: Callable[..., list[subprocess.Popen[str]]]) -> None:
+    begun = ranks("time.sleep(5)", 2, 60)
+    assert [process.wait(60) for process in begun] == [0, 0]
+
+
+def test_a_watchdog_is_light_and_leaves_with_its_ranks(
+    ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    begun = ranks("while not os.path.exists(sys.argv[1] + '.end'): time.sleep(0.01)", 2, 60)
+    own = [process.pid for process in begun]
+    assert is_soon(lambda: any(dog.ppid() in own for dog in watchdogs()))
+    assert is_soon(lambda: len(list(folder_of(tmp_path).glob("rank_*"))) == 2)
+    (dog,) = (dog for dog in watchdogs() if dog.ppid() in own)
+    assert dog.memory_info().rss < 40e6
+    assert not any("libtorch" in entry.path or "nvidia" in entry.path for entry in dog.memory_maps())
+    (tmp_path / "run.end").touch()
+    assert [process.wait(60) for process in begun] == [0, 0]
+    assert all(process.stdout is not None and process.stdout.read() == "ready []\n" for process in begun)
+    assert is_soon(lambda: not dog.is_running() or dog.status() == psutil.STATUS_ZOMBIE)
+    assert is_soon(lambda: not folder_of(tmp_path).exists())
+
+
+def test_the_flight_recorder_of_nccl_is_switched_on(
+    ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    wanted = flight_recorder(folder_of(tmp_path))
+    first, _ = ranks(
+        f"import json; print(json.dumps({{name: os.environ.get(name) for name in {list(wanted)}}}))", 2, 60
+    )
+    lines = first.communicate(timeout=60)[0].splitlines()
+    assert json.loads(lines[-1]) == wanted
+    assert wanted["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert wanted["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"].startswith(str(folder_of(tmp_path)))
+
+
+def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank_00003"
+    pulse = Pulse(path, 3, 8, 4)
+    with beating(pulse):
+        pulse.start_number = 7
+        pulse.enter("forward_backward", 12)
+        pulse.begin_wait(1)
+        state = read_pulse(path)
+        assert state is not None
+        assert (state.pid, state.rank, state.world_size, state.local_world_size) == (os.getpid(), 3, 8, 4)
+        assert (state.start_number, state.step, state.phase) == (7, 12, "forward_backward")
+        assert state.place == "forward_backward of step 12, waiting in all-reduce 1"
+        pulse.end_wait(1)
+        before = read_pulse(path)
+        tick()
+        after = read_pulse(path)
+        assert before is not None
+        assert after is not None
+        assert after.place == "forward_backward of step 12, after all-reduce 1"
+        assert after.changed_s > before.changed_s, "a tick is progress"
+        pulse.beat()
+        beaten = read_pulse(path)
+        assert beaten is not None
+        assert beaten.changed_s == after.changed_s, "a beat is none"
+        assert beaten.beat_s > after.beat_s
+        assert beaten.left_with is None
+    left = read_pulse(path)
+    assert left is not None
+    assert left.left_with == "done"
+    path.write_bytes(b"no pulse")
+    assert read_pulse(path) is None
