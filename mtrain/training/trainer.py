@@ -107,15 +107,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         life = Life(folder, groups.rank)
         lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
         held.enter_context(life)
-        if (own := pulse.current()) is not None:
-            own.start_number = lock.number
-        size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
-        account = held.enter_context(StartAccount(folder.starts, lock.number, groups.rank, size))
-        heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, lock.number, account.write)
-        account.phases_of(held.enter_context(heartbeat))
-        held.enter_context(recording(folder.path, groups.rank, lock.number, lambda: heartbeat.place))
-        held.enter_context(naming_lack_of_memory())
-        held.enter_context(naming_lost_ranks(heartbeat.missing))
+        heartbeat, account = _told_of(folder, lock.number, config, groups, held)
         # agreed by all ranks: one that left alone would let the others wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
@@ -149,6 +141,22 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
         if exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
             life.stopped("stopped by a signal before all checkpoints were exported")
+
+
+def _told_of(
+    folder: RunFolder, number: int, config: Config, groups: Groups, held: contextlib.ExitStack
+) -> tuple[Heartbeat, StartAccount]:
+    """From now on this start tells where it is, how its time goes by, and why it fails."""
+    if (own := pulse.current()) is not None:
+        own.start_number = number
+    size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
+    account = held.enter_context(StartAccount(folder.starts, number, groups.rank, size))
+    heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number, account.write)
+    account.phases_of(held.enter_context(heartbeat))
+    held.enter_context(recording(folder.path, groups.rank, number, lambda: heartbeat.place))
+    held.enter_context(naming_lack_of_memory())
+    held.enter_context(naming_lost_ranks(heartbeat.missing))
+    return heartbeat, account
 
 
 def _tellers(life: Life, account: StartAccount) -> Callable[[int, float], None]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -293,3 +294,26 @@ def test_changes_tell_both_values_and_which_leave_the_run_the_same() -> None:
 def test_neutral_keys_exist(key: str) -> None:
     *place, name = key.split(".")
     assert any(name in section.model_fields for section in sections_at(tuple(place))), key
+
+
+def test_of_two_starts_the_later_one_keeps_the_folder(folder: RunFolder) -> None:
+    """An older start that was held up before it wrote its name, and then wrote it over the later one's."""
+    with folder.locked() as older:
+        pass
+    with folder.locked() as later:
+        assert (older.number, later.number) == (1, 2)
+        folder.lock_file.write_text(older.owner)
+        later.check()
+        assert folder.lock_file.read_text() == later.owner
+        with pytest.raises(RunFolderError, match=r"taken over by .*\(start 2\)"):
+            older.check()
+
+
+def test_what_is_written_often_looks_after_a_pause_only(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with folder.locked() as lock:
+        folder.lock_file.write_text("process 1 on elsewhere (start 9) [0123]\n")
+        lock.check_now_and_then()
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 1.5)
+        with pytest.raises(RunFolderError, match="taken over by process 1 on elsewhere"):
+            lock.check_now_and_then()
