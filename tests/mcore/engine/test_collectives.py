@@ -8,17 +8,17 @@ import pytest
 
 from tests.mcore.engine.counting import Steps, count_our_steps, count_steps
 from tests.parity.batches import three_steps
-from tests.parity.cases import SINGLE, Case, case
+from tests.parity.cases import Case, case
 from tests.pool import Pool
 
 CASES = [
-    SINGLE,
-    case(4, dp=2),
-    case(4, cp=2),
-    case(4, tp=2, sp=True),
-    case(8, pp=2),
+    case(8, num_layers=2),
+    case(4, num_layers=2, dp=2),
+    case(8, num_layers=2, cp=2),
+    case(8, num_layers=2, tp=2, sp=True),
+    case(8, num_layers=2, pp=2),
     case(4, pp=2, vpp=2, dp=2),
-    case(4, tp=2, pp=2),
+    case(8, num_layers=2, tp=2, pp=2),
 ]
 SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
 BROADCAST = "mtrain/mcore/distributed/broadcast.py"

@@ -13,7 +13,7 @@ from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.engine.muon_ranks import count_second_step, overflow, share
 from tests.parity.batches import three_steps
-from tests.parity.cases import SINGLE, Case, case
+from tests.parity.cases import Case, case
 from tests.pool import Pool
 from tests.verify.parity.checks import check, expert_config, rich_config
 
@@ -103,7 +103,7 @@ def test_an_update_that_overflows_leaves_the_momentum(pool: Pool) -> None:
         assert skipped == (True, 0.0, False)
 
 
-@pytest.mark.parametrize("case", [SINGLE, case(4, dp=2), case(4, tp=2, sp=True), case(4, tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(8), case(4, dp=2), case(8, tp=2, sp=True), case(8, tp=2, pp=2)], ids=str)
 def test_a_step_costs_two_exchanges_a_round_and_no_further_read(pool: Pool, case: Case) -> None:
     """Every rank of a stage owns one tensor a round; a layer has four tensors with matrices."""
     given = case.config(**MUON)

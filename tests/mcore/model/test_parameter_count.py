@@ -58,40 +58,47 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2sp-etp2-ep2": {"tp": 2, "sp": True, "ep": 2, "etp": 2},
 }
 CASES = [
-    *[(name, layout, MODELS[name], LAYOUTS[layout]) for name in MODELS for layout in LAYOUTS],
-    *[(name, layout, MIXTURES[name], EXPERT_LAYOUTS[layout]) for name in MIXTURES for layout in EXPERT_LAYOUTS],
+    *[(layout, MODELS, LAYOUTS[layout]) for layout in LAYOUTS],
+    *[(layout, MIXTURES, EXPERT_LAYOUTS[layout]) for layout in EXPERT_LAYOUTS],
 ]
 
 
-def num_built_parameters(groups: Groups, given: Config) -> tuple[int, int]:
-    """All of them, and those in matrices as Muon sees them."""
+def num_built_parameters(groups: Groups, given: list[Config]) -> list[tuple[int, int]]:
+    """Of each model: all of them, and those in matrices as Muon sees them."""
+    return [_num_built(groups, each) for each in given]
+
+
+def _num_built(groups: Groups, given: Config) -> tuple[int, int]:
     chunks = build_model(given, groups)
     places = sharded_parameters([unwrap(chunk) for chunk in chunks], groups)
     num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     return num_parameters, sum(place.data.numel() for place in places if is_matrix(place))
 
 
-@pytest.mark.parametrize(
-    ("knobs", "section"),
-    [
-        pytest.param(knobs, section, id=f"{name}-{layout}")
-        for name, layout, knobs, section in CASES
-        if not (knobs.get("linear_bias") and section.get("etp"))
-    ],
-)
+@pytest.mark.parametrize(("models", "section"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_every_rank_holds_as_many_parameters_as_planned(
-    pool: Pool, knobs: dict[str, Any], section: dict[str, Any]
+    pool: Pool, models: dict[str, dict[str, Any]], section: dict[str, Any]
 ) -> None:
     base = config().model.model_dump()
-    given = config(model={**base, **knobs}, layout=section, train__precision="fp32")
+    given = {
+        name: config(model={**base, **knobs}, layout=section, train__precision="fp32")
+        for name, knobs in models.items()
+        if not (knobs.get("linear_bias") and section.get("etp"))
+    }
     experts = section.get("ep", 1) * section.get("etp", 1)
-    layout = Layout.from_config(given, section.get("pp", 1) * max(section.get("tp", 1), experts))
+    ranks = section.get("pp", 1) * max(section.get("tp", 1), experts)
+    layouts = {name: Layout.from_config(each, ranks) for name, each in given.items()}
+    (layout,) = set(layouts.values())
     stages = [layout.coordinate(rank).pp for rank in range(layout.world_size)]
     planned = [
-        (
-            plan.parameters_on_rank(given.model, layout, pp_rank).total,
-            plan.matrices_on_rank(given.model, layout, pp_rank).total,
-        )
+        {
+            name: (
+                plan.parameters_on_rank(each.model, layout, pp_rank).total,
+                plan.matrices_on_rank(each.model, layout, pp_rank).total,
+            )
+            for name, each in given.items()
+        }
         for pp_rank in stages
     ]
-    assert pool.run(num_built_parameters, layout, given) == planned
+    built = pool.run(num_built_parameters, layout, list(given.values()))
+    assert [dict(zip(given, each, strict=True)) for each in built] == planned

@@ -138,29 +138,38 @@ def test_a_run_that_has_not_stepped_is_saved_and_resumed(pool: Pool, tmp_path: P
     assert_same_standing(straight[0].end, resumed[0].end)
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module")
 def resharding(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A float32 run on tp2pp2dp2 that saved after two steps and went on: (what to change, its folder, rank 0)."""
-    changes = TIED if request.param == "tied" else {}
+    changes = request.param
     folder = tmp_path_factory.mktemp("saved")
     return changes, folder, pool.run(ranks.train, SAVED, configured(**changes), folder, None, 4, 2, ["save", "end"])[0]
 
 
+UNTIED: dict[str, Any] = {}
+ELSEWHERE: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
+    (UNTIED, Layout(), {}),
+    (UNTIED, Layout(tp=4, sp=True), {}),
+    (UNTIED, Layout(pp=2, vpp=2), OVERLAP),
+    (UNTIED, Layout(dp=4), {}),
+    (UNTIED, Layout(tp=2, cp=2), OVERLAP),
+    (UNTIED, Layout(pp=2, stage_layers=(1, 3)), {"layout.pp": 2, "layout.stage_layers": (1, 3)}),
+    (UNTIED, Layout(dp=2), NOT_DISTRIBUTED),
+    (UNTIED, Layout(cp=2, dp=2), OVERLAP),
+    # tables are one where a rank has both ends of the model, and two where a pipeline or tensor ranks part them
+    (TIED, Layout(), {}),
+    (TIED, Layout(dp=2), NOT_DISTRIBUTED),
+    (TIED, Layout(pp=2, vpp=2), OVERLAP),
+    (TIED, Layout(pp=4), {}),
+    (TIED, Layout(tp=2, sp=True, pp=2, cp=2), {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        (Layout(), {}),
-        (Layout(tp=4, sp=True), {}),
-        (Layout(pp=2, vpp=2), OVERLAP),
-        (Layout(dp=4), {}),
-        (Layout(tp=2, cp=2), OVERLAP),
-        (Layout(pp=2, stage_layers=(1, 3)), {"layout.pp": 2, "layout.stage_layers": (1, 3)}),
-        (Layout(dp=2), NOT_DISTRIBUTED),
-        (Layout(pp=4), {}),
-        (Layout(cp=2, dp=2), OVERLAP),
-        (Layout(tp=2, sp=True, pp=2, cp=2), {}),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Layout) else "",
+    ("resharding", "layout", "changes"),
+    ELSEWHERE,
+    indirect=["resharding"],
+    ids=[f"{'tied' if base else 'untied'}-{layout}" for base, layout, _ in ELSEWHERE],
 )
 def test_another_layout_gets_the_same_bits_and_trains_alike(
     pool: Pool, resharding: Any, layout: Layout, changes: dict[str, Any]
@@ -186,7 +195,7 @@ def test_depths_of_multi_token_prediction_travel_between_layouts(
 ) -> None:
     """With a pipeline the last stage holds a copy of the embeddings for them."""
     config = configured(**tied, **{"model.mtp_depths": 2})
-    straight: Outcome = pool.run(ranks.train, SAVED, config, tmp_path, None, 4, 2, ["save"])[0]
+    straight: Outcome = pool.run(ranks.train, Layout(tp=2, pp=2), config, tmp_path, None, 4, 2, ["save"])[0]
     assert "mtp.layers.1.eh_proj.weight" in straight.whole["save"].parameters
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in straight.whole["save"].moments
     for layout in (Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2, vpp=2)):
