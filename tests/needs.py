@@ -41,7 +41,8 @@ def may_mount() -> bool:
     if unshare is None:
         return False
     with tempfile.TemporaryDirectory() as folder:
-        mount = [unshare, "--map-root-user", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", folder]
+        own = [unshare, "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc"]
+        mount = [*own, "mount", "-t", "tmpfs", "tmpfs", folder]
         return subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
 

@@ -1,6 +1,6 @@
-"""The programs of examples/ run as a newcomer runs them, and learn the same on two ranks as on one."""
+"""The programs of examples/ run as a newcomer runs them, and learn the same on two ranks as on one; tests/check.sh
+checks their types."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,16 +9,23 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tests.warm import completed, program_environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run(folder: Path, *command: str) -> str:
     """What a program prints, from another working folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = completed([sys.executable, *command], folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_on_two_ranks(folder: Path, *command: str) -> str:
+    """The same under torchrun, in new interpreters."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    line, environment = [sys.executable, *launcher, *command], program_environment()
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,21 +45,14 @@ def test_an_example_is_short(path: Path) -> None:
     assert imported == ["mtrain"], "nothing deeper"
 
 
-def test_examples_are_typed() -> None:
-    command = [sys.executable, "-m", "mypy", "--strict", *map(str, EXAMPLES)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout
-
-
 def test_a_loop_of_ones_own_learns_the_same_on_any_layout(tmp_path: Path) -> None:
     alone = losses(run(tmp_path, example("own_training_loop.py")))
     assert len(alone) == 7
     assert alone[5] < alone[0] - 1
-    for layout in ("layout.tp=2", "layout.pp=2"):
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        assert losses(run(tmp_path, *launcher, example("own_training_loop.py"), layout)) == pytest.approx(
-            alone, rel=1e-5
-        )
+    # one layout: others are those of tests/training/test_engine.py, without a launch
+    assert losses(run_on_two_ranks(tmp_path, example("own_training_loop.py"), "layout.pp=2")) == pytest.approx(
+        alone, rel=1e-5
+    )
 
 
 def test_a_loss_of_ones_own_is_minimised(tmp_path: Path) -> None:
@@ -71,7 +71,8 @@ def test_a_checkpoint_is_read_by_its_names(tmp_path: Path) -> None:
     )
     settings = ["run.dir=saved", "train.global_batch_size=1", "train.num_steps=1", "optimizer.lr=1", "data.kind=mock"]
     tiny = str(ROOT / "configs" / "model" / "tiny.yaml")
-    run(tmp_path, "-c", program, tiny, *settings, "data.seq_length=8", "train.precision=bf16")
+    (tmp_path / "save.py").write_text(program)
+    run(tmp_path, str(tmp_path / "save.py"), tiny, *settings, "data.seq_length=8", "train.precision=bf16")
     output = run(tmp_path, example("read_checkpoint.py"), "saved")
     assert re.search(r"embedding\.word_embeddings\.weight +2048x128  rms 0\.0200", output), output
     assert re.search(r"decoder\.layers\.mlp\.linear_fc2\.weight +4x128x352", output), output

@@ -46,6 +46,7 @@ def run_on_a_small_disk(script: str, size: str, arguments: list[str], folder: Pa
         "--mount",
         "--pid",
         "--fork",
+        "--mount-proc",  # a process reads what it holds from /proc
         "--kill-child",
         "bash",
         "-c",
@@ -125,6 +126,7 @@ fill
 wait_for 2 'could not write run/metrics.jsonl' err
 kill -TERM $pid
 wait $pid; echo "first exit code $?"
+python=$1; shift 7; set -- "$python" -m mtrain train "$@"  # from here on with one rank
 "$@" train.num_steps=1 > /dev/null 2> full; echo "second exit code $?"
 make_room
 newest=$(ls -d run/checkpoints/step_* | tail -1 | sed 's/.*step_0*//')

@@ -18,9 +18,9 @@ from mtrain.base import fault_points
 from mtrain.launch.local import free_port
 from tests.fault_table import Notice
 from tests.paths import ROOT
-from tests.training.test_trainer import DEADLINE_S, command, finished, records, start_cold
+from tests.training.test_trainer import DEADLINE_S, command, finished, records, start, start_cold
 
-__all__ = ["command", "start_cold"]
+__all__ = ["command", "start", "start_cold"]
 pytestmark = pytest.mark.usefixtures("hangup")
 
 
@@ -76,6 +76,7 @@ DATA_OPENS = "while a rank builds model and data"
 )
 def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     command: Any,
+    start: Any,
     start_cold: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,7 +87,7 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     """To the launcher, or to one rank of two only."""
     if at == DATA_OPENS:
         monkeypatch.setenv(fault_points.VARIABLE, "usr1 rank=1 step=0 phase=build")
-    process = start_cold(command("layout.cp=2", ranks=2))
+    process = (start if at == DATA_OPENS else start_cold)(command("layout.cp=2", ranks=2))
     with notice:
         if at == LAUNCHER_LOADS:
             wait_until(lambda: has_handler(process.pid, number))

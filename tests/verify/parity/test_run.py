@@ -30,6 +30,7 @@ from tests.config.yaml_files import write
 from tests.fault_table import Notice
 from tests.paths import ROOT
 from tests.verify.parity.checks import check, expert_config, rich_config
+from tests.warm import completed
 
 
 def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
@@ -248,17 +249,15 @@ def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None
         check(pool, config(loss__function="tests.loss.bad_losses:next_tokens"), "mbs4")
 
 
-def mtrain(*arguments: object, torch: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs the program, without torch where it must not be needed."""
-    code = "import runpy; runpy.run_module('mtrain', run_name='__main__')"
-    if not torch:
-        code = f"import sys; sys.modules['torch'] = None; {code}"
+def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the program without torch, which must not be needed."""
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('mtrain', run_name='__main__')"
     command = [sys.executable, "-c", code, "verify", "parity", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
 
 
 def test_the_names_of_the_faults_are_listed_one_a_line() -> None:
-    done = mtrain("--list-injections", torch=False)
+    done = mtrain("--list-injections")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) >= 18
     assert "microbatch-means" in done.stdout.splitlines()
@@ -266,14 +265,15 @@ def test_the_names_of_the_faults_are_listed_one_a_line() -> None:
 
 def test_a_wrong_configuration_ends_with_2(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", content())
-    done = mtrain(path, "layout.tpp=2", torch=False)
+    done = mtrain(path, "layout.tpp=2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: layout.tpp: there is no such key")
 
 
 def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
-    done = mtrain(path, "--layouts", "mbs4", "--steps", 2, "--inject", "dropped-microbatch")
+    command = [sys.executable, "-m", "mtrain", "verify", "parity", path]
+    done = completed([*command, "--layouts", "mbs4", "--steps", 2, "--inject", "dropped-microbatch"])
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     assert "tp1-pp1-cp1-dp1-mbs16: pass" in done.stdout
