@@ -5,39 +5,78 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain.cli.arguments import ConfigArguments, loaded_config
+from mtrain.base.errors import ConfigError
+from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
+    from mtrain.config import Config
+    from mtrain.plan.search.written import StatedMachine
     from mtrain.preflight.findings import Findings
+
+_WorldSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ranks of the run; by default those that a file says it is for.", show_default=False),
+]
+_GpuMemory = Annotated[
+    str | None, typer.Option(help="Of one GPU, as 80GiB: whether the run fits, or what to change.", show_default=False)
+]
+_WithoutFiles = Annotated[
+    bool, typer.Option("--without-files", help="Do not look at files and disks: the run is for another machine.")
+]
 
 
 def check(
     arguments: ConfigArguments,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks that the run will have.", show_default=False)],
-    without_files: Annotated[
-        bool, typer.Option("--without-files", help="Do not look at files and disks: the run is for another machine.")
-    ] = False,
+    world_size: _WorldSize = None,
+    gpu_memory: _GpuMemory = None,
+    without_files: _WithoutFiles = False,
 ) -> None:
     """Checks a configuration and the files and disks that it names, and prints layout, batch, parameters, FLOPs and
     memory; loads no torch."""
     with one_message():
+        from mtrain.plan.search.written import stated_machine
         from mtrain.plan.summary import print_plan
-
-        config = loaded_config(arguments)
-        print_plan(config, world_size)
-        if without_files:
-            return
-        from mtrain.preflight.disk import look_at_disk
-        from mtrain.preflight.files import look_at_files
         from mtrain.preflight.findings import Findings
 
+        config = loaded_config(arguments)
+        stated = stated_machine(split_arguments(arguments)[0])
+        ranks = _ranks(world_size, stated)
+        print_plan(config, ranks)
         findings = Findings()
-        look_at_files(config, findings)
-        look_at_disk(config, findings)
+        _look_at_memory(config, ranks, gpu_memory, stated, findings)
+        if not without_files:
+            from mtrain.preflight.disk import look_at_disk
+            from mtrain.preflight.files import look_at_files
+
+            look_at_files(config, findings)
+            look_at_disk(config, findings)
     _print(findings)
     if findings.faults:
         raise typer.Exit(findings.exit_code)
+
+
+def _ranks(world_size: int | None, stated: "StatedMachine | None") -> int:
+    if world_size is None and stated is None:
+        raise ConfigError(
+            "how many ranks the run has is not given; add --world-size N, or a first line such as "
+            '"# for 64 GPUs of 80GiB (h100)" to a file'
+        )
+    return world_size if world_size is not None else stated.num_gpus if stated is not None else 1
+
+
+def _look_at_memory(
+    config: "Config", ranks: int, gpu_memory: str | None, stated: "StatedMachine | None", findings: "Findings"
+) -> None:
+    """What was given goes before what a file says; where neither says anything there is nothing to compare with."""
+    from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
+    from mtrain.plan.search.verdict import verdict
+
+    memory = memory_size(gpu_memory) if gpu_memory is not None else None if stated is None else stated.memory_bytes
+    if memory is not None:
+        gpu = gpu_named("h100" if stated is None or stated.gpu is None else stated.gpu)
+        with findings.looking():
+            findings.fact("GPU memory", verdict(config, ranks, Cluster(gpu), memory))
 
 
 def _print(findings: "Findings") -> None:

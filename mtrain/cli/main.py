@@ -13,6 +13,7 @@ from mtrain.cli.data.train_tokenizer import train_tokenizer
 from mtrain.cli.generate import generate
 from mtrain.cli.init import init
 from mtrain.cli.launch.app import launch_app
+from mtrain.cli.plan import plan
 from mtrain.cli.plot import plot
 from mtrain.cli.status import status
 from mtrain.cli.train import train
@@ -29,6 +30,7 @@ _RUNS, _CHECKS, _TEXT, _WEIGHTS = "Runs", "Checks", "Text", "Weights"
 """Groups of the help page."""
 
 app.command(rich_help_panel=_RUNS)(init)
+app.command(rich_help_panel=_RUNS)(plan)
 app.command(rich_help_panel=_RUNS)(check)
 app.command(rich_help_panel=_RUNS)(train)
 app.add_typer(launch_app, name="launch", rich_help_panel=_RUNS)

@@ -46,18 +46,21 @@ class Source:
         return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
-def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    paths: Sequence[Path | str], overrides: Sequence[str] = (), under: Mapping[str, Any] | None = None
+) -> Config:
     """The configuration that `paths`, merged left to right, and then `overrides` describe.
 
     Args:
         paths: YAML files.
         overrides: `section.key=value`; the value is YAML, so numbers, lists and mappings are possible.
+        under: Sections that hold where neither says otherwise.
 
     Raises:
         ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.
         DataError: the folder that model.hf names cannot be understood.
     """
-    sources: list[Source] = []
+    sources = [] if under is None else [Source("the values that are assumed", dict(under))]
     faults: list[str] = []
     readers = [partial(read_file, Path(path)) for path in paths] + [partial(read_override, text) for text in overrides]
     for read in readers:

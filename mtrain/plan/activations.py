@@ -13,7 +13,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan import adapter_activations as adapted
 from mtrain.plan.adapters import holds_narrow
-from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.features import LAYER_PARTS, alike
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.logits import tokens_at_once
@@ -88,7 +88,8 @@ class _Rank:
                 num_depths = model.mtp_depths
             case _ as never:
                 assert_never(never)
-        whole = sum(self._layer_bytes(layer, skipped) for layer in layers[num_recomputed:])
+        kinds = alike(model, layers[num_recomputed:])
+        whole = sum(count * self._layer_bytes(layer, skipped) for layer, count in kinds.items())
         inputs = len(layers[:num_recomputed]) * self._input_bytes()
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
             whole += self._norm_bytes()  # the final one
@@ -98,7 +99,7 @@ class _Rank:
 
     def alive_bytes(self) -> int:
         """What comes to life again at one time where activations are recomputed."""
-        layers = range(self.config.model.num_layers)
+        layers = alike(self.config.model, range(self.config.model.num_layers))
         match self.config.train.recompute:
             case "none":
                 return 0
@@ -113,7 +114,7 @@ class _Rank:
     def passing_bytes(self) -> int:
         """Gradients between the projections of a feed-forward part, and of its weight before it is added in float32."""
         model, adapter = self.config.model, self.config.adapter
-        wide = max(_feed_forward_width(model, self.layout, layer) for layer in range(model.num_layers))
+        wide = max(_feed_forward_width(model, self.layout, layer) for layer in alike(model, range(model.num_layers)))
         beside = 2 * hidden_local(model, self.layout)
         if adapter is None:
             return (self.tokens * (wide + beside) + wide * model.hidden_size) * element_bytes(self.config)

@@ -28,6 +28,11 @@ class Parameters:
             self.whole_experts + other.whole_experts,
         )
 
+    def __mul__(self, times: int) -> Parameters:
+        return Parameters(
+            self.divided * times, self.replicated * times, self.experts * times, self.whole_experts * times
+        )
+
     @property
     def total(self) -> int:
         """All kinds."""

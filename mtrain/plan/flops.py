@@ -94,7 +94,7 @@ def flops_of_step(model: ModelSection, work: Work, adapter: AdapterSection | Non
     matrices: float = sum(part.matrix_elements(model) for part, _ in parts)
     matrices += model.mtp_depths * 2 * model.hidden_size**2
     attention = sum(
-        part.pair_products(model) * (work.pairs if _sees_everything(model, layer) else work.window_pairs)
+        part.pair_products(model) * (work.pairs if sees_everything(model, layer) else work.window_pairs)
         for part, layer in parts
     )
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.vocab_size
@@ -112,13 +112,14 @@ def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) 
     return work.tokens * of_tokens + work.outputs * of_tables.get(OUTPUT, 0)
 
 
-def _sees_everything(model: ModelSection, layer: int) -> bool:
+def sees_everything(model: ModelSection, layer: int) -> bool:
+    """Whether layer `layer`, counted from 0, has no window."""
     every = model.global_attention_every
     return model.sliding_window is None or (every is not None and (layer + 1) % every == 0)
 
 
 def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
-    return num_attended_pairs(seq_length, None if _sees_everything(model, layer) else model.sliding_window)
+    return num_attended_pairs(seq_length, None if sees_everything(model, layer) else model.sliding_window)
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:

@@ -45,31 +45,30 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert. A frozen model has
     weights alone.
     """
-    whole = parameters_on_rank(config.model, layout, pp_rank)
-    held = _trained(config, layout, pp_rank, whole)
+    held = trained_parameters(config, layout, pp_rank)
     kept = _kept_numbers(config, layout, pp_rank, held)
     largest = _largest_trained(config, layout)
     return MemoryEstimate(
-        weights_bytes=held.total * element_bytes(config) + _frozen_bytes(config, layout, pp_rank, whole),
+        weights_bytes=held.total * element_bytes(config) + _frozen_bytes(config, layout, pp_rank),
         gradients_bytes=held.total * FP32_BYTES,
-        optimizer_bytes=FP32_BYTES * _own_share(config, layout, kept),
+        optimizer_bytes=FP32_BYTES * own_share(config, layout, kept),
         activations_bytes=activation_bytes(config, layout, pp_rank),
-        update_bytes=_update_bytes(config, _own_share(config, layout, held), largest),
+        update_bytes=_update_bytes(config, own_share(config, layout, held), largest),
     )
 
 
-def _trained(config: Config, layout: Layout, pp_rank: int, whole: RankParameters) -> RankParameters:
-    """What has gradients on a rank."""
+def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
+    """What has gradients on a rank: all of the model, or its adapters."""
     if config.adapter is None:
-        return whole
+        return parameters_on_rank(config.model, layout, pp_rank)
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
 
 
-def _frozen_bytes(config: Config, layout: Layout, pp_rank: int, whole: RankParameters) -> int:
+def _frozen_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     """Of weights that have neither gradient nor state."""
     if config.adapter is None:
         return 0
-    narrow = 0
+    whole, narrow = parameters_on_rank(config.model, layout, pp_rank), 0
     if holds_narrow(config):
         narrow = matrices_on_rank(config.model, layout, pp_rank).total
         narrow += table_elements_on_rank(config.model, layout, pp_rank)
@@ -85,7 +84,7 @@ def _largest_trained(config: Config, layout: Layout) -> int:
     return adapter.rank * max(widths, default=0)
 
 
-def _own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:
+def own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:
     """Of numbers for each parameter, those that this rank's part of the optimizer holds."""
     if not config.train.distributed_optimizer:
         return numbers.total

@@ -5,11 +5,11 @@ Those that are replicated over ranks for one reason or another count once in a m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters, RankParameters
-from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.features import LAYER_PARTS, alike
 from mtrain.plan.features.feature import norm_elements
 from mtrain.plan.features.feed_forward import router_parameters
 from mtrain.plan.features.mtp import joint_parameters
@@ -74,7 +74,7 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     With a pipeline the first and the last stage hold a copy each of a table that both use: of a tied one, and of the
     embeddings where tokens are predicted ahead.
     """
-    held = sum((layer_parameters(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
+    held = _of_layers(model, _own_layers(model, layout, pp_rank))
     if pp_rank == layout.pp - 1:
         held += Parameters(replicated=norm_elements(model, model.hidden_size))
         held = sum([multi_token_layer(model)] * model.mtp_depths, start=held)
@@ -102,6 +102,11 @@ def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankP
         projection = Parameters(divided=2 * model.hidden_size**2)
         held = sum([projection + layer_matrices(model, model.num_layers - 1)] * model.mtp_depths, start=held)
     return held.on_rank(layout)
+
+
+def _of_layers(model: ModelSection, layers: Iterable[int]) -> Parameters:
+    counted = alike(model, layers).items()
+    return sum((layer_parameters(model, layer) * count for layer, count in counted), start=Parameters())
 
 
 def _own_layers(model: ModelSection, layout: Layout, pp_rank: int) -> Iterator[int]:

@@ -1,5 +1,8 @@
 """Features of models, each in one object; `docs/extending/model-feature.md` shows how one is added."""
 
+from collections.abc import Iterable
+
+from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features.attention import (
     AttentionSinks,
     FullWidthQkNorm,
@@ -28,6 +31,17 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
 )
 """In the order in which `mtrain/mcore/model/layer_parts.py` puts a layer together."""
 
+
+def alike(model: ModelSection, layers: Iterable[int]) -> dict[int, int]:
+    """Layers of the same parts cost the same: one of each kind, and how many there are of it."""
+    first: dict[tuple[bool, ...], int] = {}
+    counts: dict[int, int] = {}
+    for layer in layers:
+        one = first.setdefault(tuple(part.is_in(model, layer) for part in LAYER_PARTS), layer)
+        counts[one] = counts.get(one, 0) + 1
+    return counts
+
+
 FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnturnedLayers(), MultiTokenPrediction())
 
 __all__ = [
@@ -46,4 +60,5 @@ __all__ = [
     "QkNorm",
     "Residual",
     "SmallRun",
+    "alike",
 ]

@@ -1,0 +1,164 @@
+"""Ways to divide a number of ranks, each with a time that no step of it can beat.
+
+The bound is the sum over all layers, which is the same for every pipeline: so it is computed once for each division of
+the layers' own work (tp, cp, ep, etp, micro-batch), and the many pipelines over it cost a few multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from mtrain.config import Config, rules
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.plan.activations import FP32_BYTES, element_bytes
+from mtrain.plan.layout import Layout
+from mtrain.plan.memory import own_share, trained_parameters
+from mtrain.plan.search.cost import least_microbatch_seconds
+from mtrain.plan.search.hardware import Cluster
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": None, "stage_layers": None}
+
+
+class Shares(NamedTuple):
+    """How weights are divided."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+
+class Candidate(NamedTuple):
+    """A layout and micro-batch size; what `mtrain train` would refuse of them is refused when they are tried."""
+
+    shares: Shares
+    cp: int
+    dp: int
+    vpp: int
+    micro_batch_size: int
+    least_seconds: float
+    """No step of it is faster, whatever is recomputed."""
+
+    def section(self, num_layers: int) -> LayoutSection:
+        """`layout.*` of it."""
+        sizes = {**self.shares._asdict(), "cp": self.cp, "vpp": self.vpp, "sp": self.shares.tp > 1}
+        split = stage_split(num_layers, self.shares.pp, self.vpp)
+        assert split is not None, "no candidate is made of it"
+        return LayoutSection().model_copy(update={**_NO_SPLIT, **sizes, **split})
+
+
+def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: int) -> Iterator[Candidate]:
+    """Every division of exactly `num_gpus` ranks whose weights, gradients and moments alone fit.
+
+    Sequence parallelism is on beside tp, the optimizer is distributed, and gradients and parameters travel beside
+    computation: nothing here is better without. Tensor parallelism stays inside a node.
+
+    Args:
+        config: Its layout, micro-batch size and recomputation are not looked at.
+        num_gpus: World size.
+        cluster: What they run on.
+        usable_bytes: Of a GPU's memory.
+    """
+    bounds: dict[tuple[int, ...], float] = {}
+    for shares in divisions(config, num_gpus, cluster):
+        if state_bytes(config, shares, num_gpus) > usable_bytes:
+            continue
+        for cp, dp, size, num in batches(config, shares, num_gpus):
+            key = (shares.tp, shares.ep, shares.etp, cp, size)
+            if key not in bounds:
+                layout = Layout(tp=shares.tp, sp=shares.tp > 1, cp=cp, dp=dp, ep=shares.ep, etp=shares.etp)
+                bounds[key] = least_microbatch_seconds(_alone(config, size), layout, cluster)
+            for vpp in _virtual_stages(config.model.num_layers, shares.pp, num):
+                seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
+                yield Candidate(shares, cp, dp, vpp, size, seconds)
+
+
+def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[Shares]:
+    """Ways to divide the weights over ranks."""
+    model = config.model
+    num_experts = 1 if model.experts is None else model.experts.num_experts
+    for tp in _divisors(num_gpus, cluster.gpus_per_node):
+        if any(rules.tensor_parallel(model, LayoutSection().model_copy(update={"tp": tp, "sp": tp > 1}))):
+            continue
+        for pp in _divisors(num_gpus // tp, model.num_layers):
+            rest = num_gpus // pp
+            for ep in (each for each in _divisors(num_experts, rest) if rest % each == 0):
+                for etp in [1] if model.experts is None else _divisors(tp, tp):
+                    if rest % (ep * etp) == 0:
+                        yield Shares(tp, pp, ep, etp)
+
+
+def state_bytes(config: Config, shares: Shares, num_gpus: int) -> int:
+    """Least that the first rank of a pipeline holds between steps: weights, gradients and two moments."""
+    num_layers = config.model.num_layers
+    split = stage_split(num_layers, shares.pp, 1)
+    if split is None:
+        return 0
+    counts = _stage_layers(num_layers, shares.pp, split)
+    layout = Layout(
+        tp=shares.tp,
+        pp=shares.pp,
+        dp=num_gpus // shares.tp // shares.pp,
+        ep=shares.ep,
+        etp=shares.etp,
+        stage_layers=counts,
+    )
+    held = trained_parameters(config, layout, 0)
+    size = element_bytes(config)
+    return held.total * (size + FP32_BYTES) + 2 * FP32_BYTES * own_share(_distributed(config), layout, held)
+
+
+def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
+    """Layers of the first and last stage where they do not divide evenly: fewer than those of the others, as embeddings
+    and logits stand beside them. None where a stage would have no layer."""
+    stages = pp * vpp
+    each = -(-num_layers // stages)
+    lacking = each * stages - num_layers
+    first, last = each - lacking // 2, each - (lacking - lacking // 2)
+    if lacking == 0 or pp == 1:
+        return {}
+    if last <= 0:
+        return None
+    return {"last_stage_layers": last} if first == each else {"first_stage_layers": first, "last_stage_layers": last}
+
+
+def _stage_layers(num_layers: int, pp: int, split: dict[str, int]) -> tuple[int, ...] | None:
+    if not split:
+        return None
+    each = -(-num_layers // pp)
+    first, last = split.get("first_stage_layers", each), split["last_stage_layers"]
+    return (first, *[each] * (pp - 2), last)
+
+
+def _virtual_stages(num_layers: int, pp: int, num_microbatches: int) -> Iterator[int]:
+    """Numbers of virtual stages a rank; interleaving needs as many microbatches as ranks."""
+    yield from () if stage_split(num_layers, pp, 1) is None else (1,)
+    if pp > 1 and num_microbatches >= pp:
+        yield from (each for each in range(2, num_layers // pp + 2) if stage_split(num_layers, pp, each) is not None)
+
+
+def batches(config: Config, shares: Shares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
+    """cp, dp, micro-batch size and number of microbatches, by cp."""
+    batch, packed = config.train.global_batch_size, config.data.packing is not None
+    sizes = _MICRO_BATCHES if config.train.tokens_per_micro_batch is None else (1,)
+    both = num_gpus // shares.tp // shares.pp
+    for cp in _divisors(both, config.row_width // 2):
+        for size in sizes:
+            num, rest = divmod(batch, both // cp * size)
+            if size <= batch and (packed or rest == 0):
+                yield cp, both // cp, size, max(1, num + (rest > 0))
+
+
+def _alone(config: Config, micro_batch_size: int) -> Config:
+    changes = {"micro_batch_size": micro_batch_size, "recompute": "none"}
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def _distributed(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"distributed_optimizer": True})})
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]

@@ -1,0 +1,238 @@
+"""Time of a step, by components: pure functions of a configuration, a layout and a cluster.
+
+A step takes as long as its slowest pipeline stage needs for all microbatches, the bubble in front and behind, the
+transfers that nothing hides, and the update. What is assumed to be hidden: gradients' sums behind the last backward
+pass and parameters' gathering behind the first forward pass, where the configuration overlaps them; transfers between
+stages of an interleaved schedule but for its warm-up; of a backward pass's transfers of tensor parallelism half, which
+run beside the gradients of weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import assert_never
+
+from mtrain.config import Config
+from mtrain.plan.activations import FP32_BYTES, element_bytes
+from mtrain.plan.counts import RankParameters
+from mtrain.plan.features.feature import hidden_local
+from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
+from mtrain.plan.layout import Layout, most_microbatches
+from mtrain.plan.memory import own_share, trained_parameters
+from mtrain.plan.search.hardware import Cluster
+from mtrain.plan.search.layer_cost import LayerCost, layer_cost, logits_seconds
+from mtrain.plan.search.links import Group, Transfer, gathered, reduced, sent
+
+UPDATE_BYTES = 30
+"""Read and written for each parameter that a rank updates: gradient, main weight, both moments, weight."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the ranks of the slowest stage."""
+
+    matrices: float
+    attention: float
+    elementwise: float
+    """Norms, activations, logits' losses, and what the host needs where that is more."""
+    recompute: float
+    """Forward passes of layers or modules that run again, with their transfers."""
+    tp: float
+    cp: float
+    ep: float
+    p2p: float
+    """Between stages."""
+    bubble: float
+    dp: float
+    """Gradients and parameters, as far as nothing hides them."""
+    update: float
+
+    def parts(self) -> dict[str, float]:
+        """Each component by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts().values())
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step of one candidate."""
+
+    time: StepTime
+    nvlink_bytes: float
+    """That a rank sends inside its node."""
+    network_bytes: float
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the step."""
+        return self.time.bubble / self.time.total
+
+
+@dataclass
+class _Stage:
+    """Of one pipeline rank, for one microbatch, forward and backward."""
+
+    matrices: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    sent: Transfer = field(default_factory=Transfer)
+
+    @property
+    def total(self) -> float:
+        return self.matrices + self.attention + self.elementwise + self.recompute + self.tp + self.cp + self.ep
+
+
+def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
+    """What a step costs, every row full."""
+    stage = max(_stages(config, layout, cluster), key=lambda each: each.total)
+    num = most_microbatches(config, layout)
+    bubble = (layout.pp - 1) / layout.vpp * stage.total
+    p2p = _between_stages(config, layout, cluster) if layout.pp > 1 else Transfer()
+    exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
+    held = trained_parameters(config, layout, 0)
+    sums, hidden = _data_parallel(config, layout, cluster, stage, held)
+    own = own_share(config, layout, held)
+    time = StepTime(
+        matrices=num * stage.matrices,
+        attention=num * stage.attention,
+        elementwise=num * stage.elementwise,
+        recompute=num * stage.recompute,
+        tp=num * stage.tp,
+        cp=num * stage.cp,
+        ep=num * stage.ep,
+        p2p=exposed * p2p.seconds,
+        bubble=bubble,
+        dp=sums.seconds - hidden,
+        update=own * UPDATE_BYTES / cluster.gpu.memory_bandwidth,
+    )
+    moved = stage.sent * num + p2p * (2 * num * layout.vpp) + sums
+    return StepCost(time, moved.nvlink_bytes, moved.network_bytes)
+
+
+def least_microbatch_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
+    """What all stages together need for one microbatch, forward and backward, with nothing recomputed."""
+    return sum(stage.total for stage in _stages(config, layout, cluster))
+
+
+def tokens_of_step(config: Config, layout: Layout) -> int:
+    """Positions of all rows of a step, each full."""
+    return most_microbatches(config, layout) * config.train.micro_batch_size * config.row_width * layout.dp
+
+
+def step_mfu(config: Config, layout: Layout, cluster: Cluster, seconds: float) -> float:
+    """The model's own arithmetic, recomputation not counted, of the peak."""
+    peak = cluster.gpu.fp32_flops if config.train.precision == "fp32" else cluster.gpu.flops
+    return mfu(run_flops_per_token(config) * tokens_of_step(config, layout), seconds, peak * layout.world_size)
+
+
+def _stages(config: Config, layout: Layout, cluster: Cluster) -> list[_Stage]:
+    """Of every pipeline rank; layers of one kind cost the same."""
+    model = config.model
+    kinds = [_kind(config, layer) for layer in range(model.num_layers)]
+    costs = {kind: layer_cost(config, layout, cluster, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    tokens = config.train.micro_batch_size * config.row_width / layout.cp
+    logits = logits_seconds(config, layout, cluster, tokens) * (1 + model.mtp_depths)
+    before = {kind: list(accumulate((each == kind for each in kinds), initial=0)) for kind in costs}
+    ends = list(accumulate(layout.layers_per_stage(model.num_layers), initial=0))
+    found = []
+    for pp_rank in range(layout.pp):
+        own = [layout.stage(pp_rank, chunk) for chunk in range(layout.vpp)]
+        held = {kind: sum(of[ends[each + 1]] - of[ends[each]] for each in own) for kind, of in before.items()}
+        if pp_rank == layout.pp - 1:
+            held[kinds[-1]] += model.mtp_depths
+        stage, total = _Stage(), sum(held.values())
+        for kind, count in held.items():
+            _add(stage, config, costs[kind], count, count / total * _num_again(config, layout, total))
+        if pp_rank == layout.pp - 1:
+            stage.matrices += logits * (1 + _backward(config))
+        found.append(stage)
+    return found
+
+
+def _kind(config: Config, layer: int) -> tuple[bool, bool]:
+    """Whether it has experts, and whether it sees everything."""
+    return config.model.has_experts(layer), sees_everything(config.model, layer)
+
+
+def _num_again(config: Config, layout: Layout, num_layers: int) -> int:
+    """Of the layers of a rank, those that run again as a whole."""
+    if config.train.recompute != "full":
+        return 0
+    limit = config.train.recompute_layers
+    return num_layers if limit is None else min(num_layers, limit * layout.vpp)
+
+
+def _backward(config: Config) -> float:
+    """Products of a backward pass for each of a forward pass: gradients of inputs and of weights, if these learn."""
+    return 2.0 if config.adapter is None else 1.0
+
+
+def _add(stage: _Stage, config: Config, cost: LayerCost, count: int, again: float) -> None:
+    """Adds `count` layers of one kind, of which `again` run twice."""
+    slow = cost.compute - (cost.matrices + cost.attention + cost.elementwise)
+    stage.matrices += count * cost.matrices * (1 + _backward(config))
+    stage.attention += count * cost.attention * 3.5  # backward computes the scores once more
+    stage.elementwise += count * 3 * (cost.elementwise + slow)
+    stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, beside the gradients of weights
+    stage.cp += count * cost.cp.seconds * 2
+    stage.ep += count * cost.ep.seconds * 2
+    transfers = cost.tp * 2.5 + cost.cp * 2 + cost.ep * 2
+    stage.sent += transfers * count
+    forward = cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds
+    match config.train.recompute:
+        case "none":
+            return
+        case "full":
+            stage.recompute += again * forward
+            stage.sent += (cost.tp + cost.cp + cost.ep) * again
+        case "selective":
+            stage.recompute += count * _selected(config, cost)
+        case _:
+            assert_never(config.train.recompute)
+
+
+def _selected(config: Config, cost: LayerCost) -> float:
+    """Of modules that run again; a feed-forward part is taken as two thirds of a layer's products."""
+    modules = config.train.recompute_modules or ("core_attn",)
+    seconds = cost.attention + cost.cp.seconds if "core_attn" in modules else 0.0
+    if {"mlp", "moe"} & set(modules):
+        seconds += 2 / 3 * (cost.matrices + cost.elementwise) + cost.ep.seconds + cost.tp.seconds / 2
+    return seconds
+
+
+def _between_stages(config: Config, layout: Layout, cluster: Cluster) -> Transfer:
+    """One microbatch from one stage to the next."""
+    tokens = config.train.micro_batch_size * config.row_width / layout.cp
+    size = tokens * hidden_local(config.model, layout) * element_bytes(config)
+    return sent(cluster, layout.tp * layout.cp * layout.dp, size)
+
+
+def _data_parallel(
+    config: Config, layout: Layout, cluster: Cluster, stage: _Stage, held: RankParameters
+) -> tuple[Transfer, float]:
+    """Sums of gradients and gathering of parameters, and of their seconds those that computation hides."""
+    train = config.train
+    groups = (
+        (held.dense, Group(layout.dp * layout.cp, layout.tp)),
+        (held.experts, Group(layout.edp, layout.etp * layout.ep)),
+    )
+    sums, gathers = Transfer(), Transfer()
+    for number, group in groups:
+        if train.distributed_optimizer:
+            sums += gathered(cluster, group, number * FP32_BYTES)
+            gathers += gathered(cluster, group, number * element_bytes(config))
+        else:
+            sums += reduced(cluster, group, number * FP32_BYTES)
+    forward = (stage.matrices + stage.attention) / 3
+    hidden = min(0.95 * sums.seconds, 2 * forward) if train.overlap_grad_reduce else 0.0
+    hidden += min(0.95 * gathers.seconds, forward) if train.overlap_param_gather else 0.0
+    return sums + gathers, hidden

@@ -1,0 +1,131 @@
+"""What one layer, and the logits, cost on a rank for one microbatch: pure functions of sizes.
+
+Products of matrices run at the peak of the device times an efficiency that falls with their smallest dimension, and
+not faster than the memory feeds them; fused attention has an efficiency of its own; everything else is bound by memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain.config import Config
+from mtrain.plan.activations import element_bytes
+from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.features.feature import LayerPart, hidden_local
+from mtrain.plan.flops import num_attended_pairs, sees_everything
+from mtrain.plan.layout import Layout
+from mtrain.plan.parameters import padded_vocab_size
+from mtrain.plan.search.hardware import Cluster
+from mtrain.plan.search.links import Group, Transfer, exchanged, gathered
+
+HALF_EFFICIENT = 160
+"""Smallest dimension of a product of which half the efficiency is left: tiles of 128 x 256 elements fill a device
+partly."""
+LAUNCHES, LAUNCH_S = 45, 4e-6
+"""Kernels of a layer in one direction, and the time that the host needs for each."""
+TOUCHES = 2.5
+"""How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of one microbatch, forward; backward is a multiple of it."""
+
+    matrices: float
+    attention: float
+    elementwise: float
+    least: float
+    """What the host needs to launch it all."""
+    tp: Transfer
+    cp: Transfer
+    ep: Transfer
+
+    @property
+    def compute(self) -> float:
+        """All arithmetic."""
+        return max(self.matrices + self.attention + self.elementwise, self.least)
+
+
+def product_seconds(cluster: Cluster, precision: str, rows: float, width: float, depth: float) -> float:
+    """Of [rows, depth] x [depth, width]."""
+    gpu = cluster.gpu
+    flops = 2 * rows * width * depth
+    peak = gpu.fp32_flops if precision == "fp32" else gpu.flops
+    smallest = min(rows, width, depth)
+    efficiency = gpu.matrix_efficiency * smallest / (smallest + HALF_EFFICIENT)
+    size = 4 if precision == "fp32" else 2
+    moved = size * (rows * depth + depth * width + rows * width)
+    return max(flops / (peak * efficiency), moved / gpu.memory_bandwidth)
+
+
+def layer_cost(config: Config, layout: Layout, cluster: Cluster, layer: int) -> LayerCost:
+    """Forward pass of layer `layer`, counted from 0."""
+    model, tokens = config.model, config.train.micro_batch_size * config.row_width / layout.cp
+    parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
+    matrices = sum(_matrix_seconds(config, layout, cluster, part, tokens) for part in parts)
+    window = None if sees_everything(model, layer) else model.sliding_window
+    pairs = config.train.micro_batch_size * num_attended_pairs(config.row_width, window) / layout.cp / layout.tp
+    peak = cluster.gpu.fp32_flops if config.train.precision == "fp32" else cluster.gpu.flops
+    products = sum(part.pair_products(model) for part in parts)
+    attention = 2 * products * pairs / (peak * cluster.gpu.attention_efficiency)
+    kept = sum(part.kept_elements(model, layout) for part in parts)
+    moved = TOUCHES * tokens * (kept + 4 * hidden_local(model, layout)) * element_bytes(config)
+    return LayerCost(
+        matrices,
+        attention,
+        moved / cluster.gpu.memory_bandwidth,
+        LAUNCHES * LAUNCH_S,
+        *_transfers(config, layout, cluster, layer, tokens),
+    )
+
+
+def logits_seconds(config: Config, layout: Layout, cluster: Cluster, tokens: float) -> float:
+    """Forward pass of the output layer for one token predicted, and of the losses, which pass over the logits."""
+    width = padded_vocab_size(config.model, layout.tp) / layout.tp
+    product = product_seconds(cluster, config.train.precision, tokens, width, config.model.hidden_size)
+    return product + TOUCHES * tokens * width * 4 / cluster.gpu.memory_bandwidth
+
+
+def _matrix_seconds(config: Config, layout: Layout, cluster: Cluster, part: LayerPart, tokens: float) -> float:
+    model, precision = config.model, config.train.precision
+    found = part.matrices(model)
+    hidden, seconds = model.hidden_size, 0.0
+    if found.divided:
+        # two products, as qkv and proj or fc1 and fc2, between the hidden size and so many columns together
+        width = found.divided / layout.tp / hidden
+        seconds += 2 * product_seconds(cluster, precision, tokens, width / 2, hidden)
+    if found.replicated:
+        own = tokens / layout.tp if layout.sp else tokens
+        seconds += product_seconds(cluster, precision, own, found.replicated / hidden, hidden)
+    if found.experts and model.experts is not None:
+        local = model.experts.num_experts / layout.ep
+        rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.top_k / model.experts.num_experts
+        width = found.experts / model.experts.num_experts / layout.etp / hidden
+        seconds += local * 2 * product_seconds(cluster, precision, rows, width / 2, hidden)
+    return seconds
+
+
+def _transfers(
+    config: Config, layout: Layout, cluster: Cluster, layer: int, tokens: float
+) -> tuple[Transfer, Transfer, Transfer]:
+    """Of tp, cp and ep, forward."""
+    model, size = config.model, element_bytes(config)
+    hidden_bytes = tokens * model.hidden_size * size
+    has_experts = model.has_experts(layer) and model.experts is not None
+    # in front of a part all tokens are gathered, and behind it scattered; experts get theirs otherwise
+    num_parts = 1 if has_experts else 2
+    tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
+    cp, ep = Transfer(), Transfer()
+    cp_group = Group(layout.cp, layout.tp)
+    heads = model.num_attention_heads * model.head_size * size / layout.tp
+    groups = model.query_groups * model.head_size * size / layout.tp
+    if layout.cp_comm == "ulysses":
+        cp = exchanged(cluster, cp_group, tokens * (2 * heads + 2 * groups)) if layout.cp > 1 else cp
+    else:
+        cp = gathered(cluster, cp_group, tokens * layout.cp * 2 * groups)
+    if has_experts and model.experts is not None:
+        own = tokens / layout.tp * model.experts.top_k * model.hidden_size * size
+        # there and back; the ranks of etp gather what each of them got
+        ep = exchanged(cluster, Group(layout.ep, layout.etp), own) * 2
+        ep += gathered(cluster, Group(layout.etp, 1), own * layout.etp) * 2
+    return tp, cp, ep

@@ -1,0 +1,177 @@
+"""The fastest layouts that fit: candidates are looked at in the order of a lower bound of their time, and no further
+than that bound allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mtrain.config import Config
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.plan.layout import Layout, broken_rules
+from mtrain.plan.memory import MemoryEstimate, memory_per_rank
+from mtrain.plan.search.candidates import Candidate, batches, candidates, divisions, stage_split, state_bytes
+from mtrain.plan.search.cost import StepCost, step_cost
+from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster
+
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout, micro-batch size and recomputation, its memory and its cost."""
+
+    config: Config
+    layout: Layout
+    memory: MemoryEstimate
+    """On the rank that needs most."""
+    cost: StepCost
+
+
+@dataclass
+class Counts:
+    """How much of the search was done."""
+
+    bounded: int = 0
+    """Divisions of the ranks, with micro-batch sizes, whose time has a lower bound."""
+    tried: int = 0
+    """Of them, those that the bound did not exclude and that `mtrain train` would accept."""
+    measured: int = 0
+    """Memory estimates."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    choices: list[Choice]
+    """Fastest first, each of another layout; empty where nothing fits."""
+    closest: Choice | None
+    """Where nothing fits: what needs least memory; None where no layout is legal."""
+    counts: Counts
+
+
+def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, num_choices: int = 5) -> Found:
+    """The fastest choices that fit.
+
+    Args:
+        config: A run whose layout, micro-batch size and recomputation are to be chosen.
+        num_gpus: World size.
+        cluster: What it runs on.
+        memory_bytes: Of one GPU; the estimate may fill USABLE_MEMORY of it.
+        num_choices: How many to find.
+    """
+    counts, usable = Counts(), int(memory_bytes * USABLE_MEMORY)
+    ordered = sorted(candidates(config, num_gpus, cluster, usable), key=lambda each: each.least_seconds)
+    counts.bounded = len(ordered)
+    best = _Best(num_choices)
+    for each in ordered:
+        if each.least_seconds >= best.limit:
+            break
+        given = with_layout(config, each.section(config.model.num_layers), each.micro_batch_size)
+        if next(iter(broken_rules(given, num_gpus)), None) is None:
+            counts.tried += 1
+            _try(given, Layout.from_config(given, num_gpus), cluster, usable, best, counts)
+    closest = None if best.choices else _closest(config, num_gpus, cluster, counts)
+    return Found(best.choices, closest, counts)
+
+
+def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -> Config:
+    """The configuration under another layout, with what suits every layout turned on."""
+    changes = {
+        "micro_batch_size": micro_batch_size,
+        "recompute": "none",
+        "recompute_modules": None,
+        "recompute_layers": None,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }
+    return config.model_copy(update={"layout": section, "train": config.train.model_copy(update=changes)})
+
+
+@dataclass
+class _Best:
+    """The fastest choices so far, one for each layout of weights."""
+
+    size: int
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def limit(self) -> float:
+        """What is not faster than this changes nothing."""
+        return self.choices[-1].cost.time.total if len(self.choices) == self.size else float("inf")
+
+    def add(self, choice: Choice) -> None:
+        """Keeps it where it is among the fastest."""
+        key = _weights_key(choice.layout)
+        same = [each for each in self.choices if _weights_key(each.layout) == key]
+        if same and same[0].cost.time.total <= choice.cost.time.total:
+            return
+        others = [each for each in self.choices if each not in same]
+        self.choices = sorted([*others, choice], key=lambda each: each.cost.time.total)[: self.size]
+
+
+def _weights_key(layout: Layout) -> tuple[int, ...]:
+    """Layouts that hold the same weights on a rank, whatever the schedule."""
+    return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
+
+
+def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _Best, counts: Counts) -> None:
+    """Recomputes as little as lets the layout fit, if it can be among the best."""
+    for given in recomputations(config):
+        cost = step_cost(given, layout, cluster)
+        if cost.time.total >= best.limit:
+            return
+        counts.measured += 1
+        memory = heaviest(given, layout, usable)
+        if memory.total_bytes <= usable:
+            best.add(Choice(given, layout, memory, cost))
+            return
+
+
+def recomputations(config: Config) -> Iterator[Config]:
+    """Ways to recompute, from nothing to everything, each of which takes longer than the one before."""
+    has_dense = any(not config.model.has_experts(layer) for layer in range(config.model.num_layers))
+    parts = (["mlp"] if has_dense else []) + (["moe"] if config.model.experts is not None else [])
+    for recompute, modules in (
+        ("none", None),
+        ("selective", None),
+        ("selective", ("core_attn", *parts)),
+        ("full", None),
+    ):
+        changes = {"recompute": recompute, "recompute_modules": modules, "recompute_layers": None}
+        yield config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def heaviest(config: Config, layout: Layout, usable: int = _NO_LIMIT) -> MemoryEstimate:
+    """Of the rank that needs most memory; of the first one found that needs more than `usable`."""
+    found: list[MemoryEstimate] = []
+    for pp_rank in sorted(range(layout.pp), key=lambda each: (each not in (0, 1, layout.pp - 1), each)):
+        found.append(memory_per_rank(config, layout, pp_rank))
+        if found[-1].total_bytes > usable:
+            return found[-1]
+    return max(found, key=lambda each: each.total_bytes)
+
+
+_NUM_CLOSEST = 20
+
+
+def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) -> Choice | None:
+    """What needs least memory of all, everything recomputed, among those that hold least between steps."""
+    found: list[Choice] = []
+    for shares in sorted(divisions(config, num_gpus, cluster), key=lambda each: state_bytes(config, each, num_gpus)):
+        if len(found) >= _NUM_CLOSEST:
+            break
+        if stage_split(config.model.num_layers, shares.pp, 1) is None:
+            continue
+        for cp, dp, size, _ in batches(config, shares, num_gpus):
+            section = Candidate(shares, cp, dp, 1, size, 0.0).section(config.model.num_layers)
+            given = with_layout(config, section, size)
+            if size > 1 or broken_rules(given, num_gpus):
+                continue
+            *_, given = recomputations(given)
+            layout = Layout.from_config(given, num_gpus)
+            counts.measured += 1
+            found.append(Choice(given, layout, heaviest(given, layout), step_cost(given, layout, cluster)))
+    return min(found, key=lambda each: each.memory.total_bytes, default=None)

@@ -1,0 +1,102 @@
+"""Runs whose speed was published, and by whom; the cost model is held to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config import Config
+
+KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198, table 5 (selective recomputation, sequence parallelism)"
+LLAMA3 = "Grattafiori et al. 2024, arXiv 2407.21783, table 4"
+TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 33 to 39 %, by 6,667 tokens a second and GPU"
+TITAN_A100 = "torchtitan, performance.md of its documentation in 2024: Llama 3 on 64 A100"
+MEGATRON = "Megatron-LM, README, Training Speed and Scalability: strong scaling of GPT-3 from 96 to 4608 H100"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One run."""
+
+    name: str
+    source: str
+    mfu: float
+    gpu: str
+    num_gpus: int
+    config: Config
+
+
+def _config(model: dict[str, Any], layout: dict[str, Any], batch: int, seq: int, **train: Any) -> Config:
+    tp = layout.get("tp", 1)
+    return Config.model_validate(
+        {
+            "run": {"dir": "unused"},
+            "model": model,
+            "layout": {"sp": tp > 1, **layout},
+            "train": {
+                "global_batch_size": batch,
+                "num_steps": 10,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                **train,
+            },
+            "optimizer": {"lr": 1e-4},
+            "data": {"kind": "mock", "seq_length": seq},
+        }
+    )
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
+    """Of GPT-3's kind."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_attention_heads": heads}
+    return {**sizes, "vocab_size": vocab, "norm": "layernorm", "activation": "gelu", "linear_bias": True}
+
+
+def llama(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+    """Of Llama 3."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads}
+    return {**sizes, "num_query_groups": 8, "vocab_size": 128256}
+
+
+_8B, _70B, _405B = llama(32, 4096, 14336, 32), llama(80, 8192, 28672, 64), llama(126, 16384, 53248, 128)
+_405B_STAGES = {"tp": 8, "pp": 16, "vpp": 4, "first_stage_layers": 1, "last_stage_layers": 1}
+"""Eight layers a rank but for the first and the last, interleaved, as the paper says; how finely it does not say."""
+_SELECTIVE: dict[str, Any] = {"recompute": "selective"}
+
+RUNS = (
+    Published(
+        "GPT 22B", KORTHIKANTI, 0.415, "a100", 8,
+        _config(gpt(48, 6144, 64, 51200), {"tp": 8}, 4, 2048, micro_batch_size=4, **_SELECTIVE),
+    ),
+    Published(
+        "GPT 175B", KORTHIKANTI, 0.514, "a100", 64,
+        _config(gpt(96, 12288, 96, 51200), {"tp": 8, "pp": 8, "vpp": 3}, 64, 2048, **_SELECTIVE),
+    ),
+    Published(
+        "GPT 530B", KORTHIKANTI, 0.560, "a100", 280,
+        _config(gpt(105, 20480, 128, 51200), {"tp": 8, "pp": 35, "vpp": 3}, 280, 2048, **_SELECTIVE),
+    ),
+    Published(
+        "GPT 1T", KORTHIKANTI, 0.563, "a100", 512,
+        _config(gpt(128, 25600, 160, 51200), {"tp": 8, "pp": 64}, 512, 2048, **_SELECTIVE),
+    ),
+    Published(
+        "GPT-3 175B", MEGATRON, 0.47, "h100", 96,
+        _config(gpt(96, 12288, 96, 131072), {"tp": 4, "pp": 8, "vpp": 6}, 1152, 4096),
+    ),
+    Published(
+        "GPT-3 175B", MEGATRON, 0.42, "h100", 4608,
+        _config(gpt(96, 12288, 96, 131072), {"tp": 4, "pp": 8, "vpp": 6}, 1152, 4096),
+    ),
+    Published("Llama 3 405B", LLAMA3, 0.43, "h100", 8192, _config(_405B, _405B_STAGES, 2048, 8192)),
+    Published("Llama 3 405B", LLAMA3, 0.41, "h100", 16384, _config(_405B, _405B_STAGES, 2048, 8192)),
+    Published(
+        "Llama 3 405B, 128k", LLAMA3, 0.38, "h100", 16384, _config(_405B, {**_405B_STAGES, "cp": 16}, 128, 131072)
+    ),
+    Published(
+        "Llama 3.1 8B", TITAN_H100, 0.39, "h100", 8,
+        _config(_8B, {}, 16, 8192, micro_batch_size=2, **_SELECTIVE, recompute_modules=["core_attn"]),
+    ),
+    Published("Llama 3 8B", TITAN_A100, 0.582, "a100", 64, _config(_8B, {}, 64, 8192, **_SELECTIVE)),
+    Published("Llama 3 70B", TITAN_A100, 0.517, "a100", 64, _config(_70B, {}, 64, 8192, recompute="full")),
+)  # fmt: skip

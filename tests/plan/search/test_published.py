@@ -1,0 +1,49 @@
+"""The cost model beside published runs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mtrain.plan.layout import Layout
+from mtrain.plan.search.cost import step_cost, step_mfu
+from mtrain.plan.search.hardware import GPUS, Cluster
+from tests.paths import DOCS
+from tests.plan.search.published import RUNS, Published
+
+FACTOR = 1.3
+"""As docs/planning.md states it."""
+TYPICAL = 1.15
+
+
+def predicted(run: Published) -> float:
+    layout, cluster = Layout.from_config(run.config, run.num_gpus), Cluster(GPUS[run.gpu])
+    return step_mfu(run.config, layout, cluster, step_cost(run.config, layout, cluster).time.total)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} on {run.num_gpus}")
+def test_the_predicted_utilisation_is_near_the_published_one(run: Published) -> None:
+    assert run.mfu / FACTOR < predicted(run) < run.mfu * FACTOR
+
+
+def test_most_are_much_nearer() -> None:
+    ratios = [predicted(run) / run.mfu for run in RUNS]
+    assert sum(1 / TYPICAL < ratio < TYPICAL for ratio in ratios) >= len(RUNS) - 2
+
+
+def test_what_was_published_in_pairs_keeps_its_order() -> None:
+    by_size = {run.num_gpus: predicted(run) for run in RUNS if run.name == "GPT-3 175B"}
+    assert by_size[96] > by_size[4608], "strong scaling: a fixed batch over more GPUs"
+    llama = {run.num_gpus: predicted(run) for run in RUNS if run.name == "Llama 3 405B"}
+    assert llama[8192] > llama[16384], "half the microbatches, a larger bubble"
+
+
+def test_the_documentation_shows_these_numbers() -> None:
+    text = (DOCS / "planning.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (\d+) (\w+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.MULTILINE)
+    found = [(name, int(num), gpu, float(mfu), float(ours)) for name, num, gpu, mfu, ours in rows]
+    expected = [
+        (run.name, run.num_gpus, run.gpu, round(100 * run.mfu, 1), round(100 * predicted(run), 1)) for run in RUNS
+    ]
+    assert found == expected

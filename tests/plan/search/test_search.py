@@ -1,0 +1,136 @@
+"""The search finds what trying everything would find, and looks at little of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.plan.layout import Layout, broken_rules
+from mtrain.plan.search.candidates import candidates, stage_split
+from mtrain.plan.search.changes import smallest_change, with_keys
+from mtrain.plan.search.cost import step_cost
+from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster
+from mtrain.plan.search.report import nothing_fits
+from mtrain.plan.search.search import heaviest, recomputations, search, with_layout
+from mtrain.plan.search.verdict import verdict
+from tests.config.samples import config
+from tests.paths import CONFIGS
+
+H100 = Cluster(GPUS["h100"])
+
+
+def of(model: str, *changes: str) -> Config:
+    return load_config([CONFIGS / "model" / f"{model}.yaml", CONFIGS / "run" / "pretrain.yaml"], changes)
+
+
+def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
+    """Seconds of the fastest choice of each division of the weights, ascending; no bound is used."""
+    best: dict[tuple[Any, ...], float] = {}
+    for each in candidates(given, num_gpus, H100, 1 << 62):
+        changed = with_layout(given, each.section(given.model.num_layers), each.micro_batch_size)
+        if broken_rules(changed, num_gpus):
+            continue
+        layout = Layout.from_config(changed, num_gpus)
+        for tried in recomputations(changed):
+            if heaviest(tried, layout).total_bytes <= usable:
+                key = (*each.shares, each.cp)
+                best[key] = min(best.get(key, 1e30), step_cost(tried, layout, H100).time.total)
+                break
+    return sorted(best.values())
+
+
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 1024}
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+def test_nothing_faster_is_overlooked(experts: dict[str, int] | None) -> None:
+    sizes = {"model__hidden_size": 1024, "model__ffn_hidden_size": 4096, "model__vocab_size": 32000}
+    given = config(**sizes, model__experts=experts, train__precision="bf16", data={"kind": "mock", "seq_length": 4096})
+    memory = int(2.2 * GIB)
+    found = search(given, 8, H100, memory, 4)
+    expected = all_that_fit(given, 8, int(memory * USABLE_MEMORY))
+    assert [each.cost.time.total for each in found.choices] == pytest.approx(expected[:4])
+    assert found.counts.tried < found.counts.bounded
+    for each in found.choices:
+        assert broken_rules(each.config, 8) == []
+        assert heaviest(each.config, each.layout).total_bytes <= memory * USABLE_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "tried", "measured"),
+    [("llama3_8b", 10_000, 10_000, 100, 100), ("qwen3_30b_a3b", 1024, 2048, 3000, 600)],
+)
+def test_few_of_many_layouts_are_tried(model: str, gpus: int, batch: int, tried: int, measured: int) -> None:
+    found = search(of(model, f"train.global_batch_size={batch}"), gpus, H100, 80 * GIB)
+    assert found.counts.tried <= tried
+    assert found.counts.measured <= measured
+    assert found.counts.bounded > 5 * found.counts.tried
+    assert len(found.choices) == 5
+
+
+def test_uneven_stages_leave_room_for_embeddings_and_logits() -> None:
+    assert stage_split(32, 4, 1) == {}
+    assert stage_split(61, 16, 1) == {"first_stage_layers": 3, "last_stage_layers": 2}
+    assert stage_split(126, 16, 1) == {"first_stage_layers": 7, "last_stage_layers": 7}
+    assert stage_split(31, 8, 1) == {"last_stage_layers": 3}
+    assert stage_split(33, 32, 1) == {} or stage_split(33, 32, 1) is None
+
+
+def test_what_fits_nowhere_says_what_is_closest() -> None:
+    given = of("deepseek_v3", "train.global_batch_size=512")
+    found = search(given, 64, H100, 80 * GIB)
+    assert found.choices == []
+    assert found.closest is not None
+    text = str(nothing_fits(given, found, 64, 80 * GIB))
+    assert f"the closest layout is {found.closest.layout}" in text
+    assert "too many; most of it are optimizer" in text
+
+
+def test_a_batch_that_no_layout_divides_says_which_would() -> None:
+    given = of("llama3_8b", "train.global_batch_size=1021")
+    found = search(given, 10_000, H100, 80 * GIB)
+    assert found.closest is None
+    text = str(nothing_fits(given, found, 10_000, 80 * GIB))
+    assert "take --global-batch-size 10000, or --gpus 1021" in text
+    assert search(of("llama3_8b", "train.global_batch_size=10000"), 10_000, H100, 80 * GIB, 1).choices
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "memory", "told"),
+    [
+        ({"train.recompute": "none", "train.micro_batch_size": 2}, 8, 80, "set layout."),
+        (
+            {"train.distributed_optimizer": False, "layout.tp": 2, "layout.sp": True, "train.recompute": "full"},
+            64,
+            40,
+            "set train.distributed_optimizer=true,",
+        ),
+        (
+            {"loss.chunk_tokens": "whole", "train.recompute": "full", "layout.tp": 2, "layout.sp": True},
+            8,
+            41.7,
+            "set loss.chunk_tokens=auto,",
+        ),
+    ],
+)
+def test_the_smallest_change_makes_it_fit(changes: dict[str, Any], ranks: int, memory: float, told: str) -> None:
+    given = with_keys(of("llama3_8b", "data.seq_length=8192", "train.overlap_param_gather=false"), changes)
+    assert given is not None
+    with pytest.raises(ConfigError, match="does not fit: the heaviest rank needs") as refused:
+        verdict(given, ranks, H100, int(memory * GIB))
+    assert told in str(refused.value)
+    change = smallest_change(given, ranks, H100, int(memory * GIB))
+    assert change is not None
+    changed = with_keys(given, change.keys)
+    assert changed is not None
+    assert verdict(changed, ranks, H100, int(memory * GIB)).startswith("fits: ")
+
+
+def test_where_two_keys_are_not_enough_a_layout_is_named() -> None:
+    given = of("llama3_8b", "train.global_batch_size=32", "data.seq_length=131072")
+    with pytest.raises(ConfigError, match=r"no change of two keys is enough; tp.* needs .* GiB"):
+        verdict(given, 32, H100, 15 * GIB)
