@@ -21,7 +21,7 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": None, "stage_layers": None}
 
 
-class Shares(NamedTuple):
+class WeightShares(NamedTuple):
     """How weights are divided."""
 
     tp: int
@@ -33,7 +33,7 @@ class Shares(NamedTuple):
 class Candidate(NamedTuple):
     """A layout and micro-batch size; what `mtrain train` would refuse of them is refused when they are tried."""
 
-    shares: Shares
+    shares: WeightShares
     cp: int
     dp: int
     vpp: int
@@ -75,7 +75,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
                 yield Candidate(shares, cp, dp, vpp, size, seconds)
 
 
-def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[Shares]:
+def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:
     """Ways to divide the weights over ranks."""
     model = config.model
     num_experts = 1 if model.experts is None else model.experts.num_experts
@@ -87,10 +87,10 @@ def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[Share
             for ep in (each for each in _divisors(num_experts, rest) if rest % each == 0):
                 for etp in [1] if model.experts is None else _divisors(tp, tp):
                     if rest % (ep * etp) == 0:
-                        yield Shares(tp, pp, ep, etp)
+                        yield WeightShares(tp, pp, ep, etp)
 
 
-def state_bytes(config: Config, shares: Shares, num_gpus: int) -> int:
+def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
     """Least that the first rank of a pipeline holds between steps: weights, gradients and two moments."""
     num_layers = config.model.num_layers
     split = stage_split(num_layers, shares.pp, 1)
@@ -139,7 +139,7 @@ def _virtual_stages(num_layers: int, pp: int, num_microbatches: int) -> Iterator
         yield from (each for each in range(2, num_layers // pp + 2) if stage_split(num_layers, pp, each) is not None)
 
 
-def batches(config: Config, shares: Shares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
+def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
     """cp, dp, micro-batch size and number of microbatches, by cp."""
     batch, packed = config.train.global_batch_size, config.data.packing is not None
     sizes = _MICRO_BATCHES if config.train.tokens_per_micro_batch is None else (1,)

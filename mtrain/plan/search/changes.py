@@ -19,7 +19,7 @@ _DEGREES = ("tp", "cp", "pp", "ep")
 
 
 @dataclass(frozen=True)
-class Change:
+class Remedy:
     """Other values for some keys, and what comes of them."""
 
     keys: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Change:
         return " ".join(f"{key}={_shown(value)}" for key, value in self.keys.items())
 
 
-def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Change | None:
+def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Remedy | None:
     """One change that makes the run fit, else two together; the fastest of those; None where two are not enough.
 
     Args:
@@ -76,7 +76,7 @@ def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[s
 
 def _tried(
     config: Config, keys: Mapping[str, Any], num_gpus: int, cluster: Cluster, memory_bytes: int
-) -> Change | None:
+) -> Remedy | None:
     """None where it is not legal or does not fit."""
     changed = with_keys(config, keys)
     if changed is None or broken_rules(changed, num_gpus):
@@ -85,7 +85,7 @@ def _tried(
     memory = heaviest(changed, layout, usable)
     if memory.total_bytes > usable:
         return None
-    return Change(keys, Choice(changed, layout, memory, step_cost(changed, layout, cluster)))
+    return Remedy(keys, Choice(changed, layout, memory, step_cost(changed, layout, cluster)))
 
 
 def with_keys(config: Config, keys: Mapping[str, Any]) -> Config | None:
