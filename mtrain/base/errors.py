@@ -57,6 +57,11 @@ class SpikeError(BadStepError):
     """A loss or the gradient's norm lies far above those of the steps before (train.on_spike)."""
 
 
+class StopRequestedError(MtrainError):
+    """A stop signal has come while something long was done that a later start does again. The trainer leaves the marker
+    REQUEUE and ends with 0; other programs are ended by the signal itself."""
+
+
 class RankLostError(MtrainError):
     """A rank died or no longer answers."""
 

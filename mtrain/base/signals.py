@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from mtrain.base.errors import StopRequestedError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
@@ -64,6 +66,20 @@ class StopSignal:
         self._sent.append(signal.Signals(number))
         if is_second_interrupt:
             raise KeyboardInterrupt
+
+
+def leave_if_stopped(what: str) -> None:
+    """To be called often by work that may take long before the first step, from any depth.
+
+    Args:
+        what: Is being done, for people.
+
+    Raises:
+        StopRequestedError: A StopSignal of this process has seen a signal.
+    """
+    owner = _enclosing()
+    if owner is not None and owner.sent:
+        raise StopRequestedError(f"stopped by a signal while {what}")
 
 
 def hold_stop_signals() -> None:

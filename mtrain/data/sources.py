@@ -229,7 +229,7 @@ class Sources:
                 tokens = self._caches.open(section.path)
                 numbers = _numbers(data, part, len(tokens))
                 found = SftDataset(tokens, numbers, data.seq_length, data.too_long)
-                self._notes += found.notes()
+                self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
                 return found
             case IndexedSection():
                 corpus = self._corpus(section.path)

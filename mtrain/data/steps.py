@@ -5,8 +5,9 @@ A step that counts sequences holds the next global_batch_size of them. One that 
 the configuration, the lengths of the samples and the step.
 """
 
+import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,25 @@ class StepsOfSequences:
     def samples(self, step: int) -> StepSamples:
         """As of `Steps`."""
         return StepSamples(np.arange(step * self.size, (step + 1) * self.size))
+
+
+class Windows(NamedTuple):
+    """What decides the steps of rows, beside the samples."""
+
+    num_rows: int
+    """Of a step."""
+    row_width: int
+    window: int
+    """Samples that are packed together."""
+
+
+_WINDOWS = re.compile(r" \((\d+) rows of (\d+) a step, from windows of (\d+)\)$")
+
+
+def windows_in(fingerprint: str) -> Windows | None:
+    """Those of a run's data; None where its steps count sequences."""
+    found = _WINDOWS.search(fingerprint)
+    return None if found is None else Windows(*map(int, found.groups()))
 
 
 class StepsOfRows:

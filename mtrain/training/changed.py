@@ -16,6 +16,7 @@ from mtrain.config.consent import is_permitted
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.loader import StepLoader
+from mtrain.data.steps import windows_in
 from mtrain.metrics.record import ChangeRecord
 from mtrain.runs.changes import Change
 from mtrain.runs.continuation import allowed_changes
@@ -77,11 +78,29 @@ def change_of_data(
     is_explained = any(each.key.startswith("data.") for each in found)
     if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {loader.fingerprint}", is_neutral=False)
+    _refuse_other_windows(saved, loader.fingerprint, entry)
     raise DataError(
         f"the training data are not those that {entry.path} has seen (fingerprint {loader.fingerprint}, not {saved}): "
         "resuming would repeat or leave out samples; restore the data, start a new run from these weights with another "
         f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
         f"checkpoint.allow_changed=[{DATA}]"
+    )
+
+
+def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
+    """Says of samples that are packed into other steps what to set."""
+    before, after = windows_in(saved), windows_in(now)
+    if before is None or after is None or before == after:
+        return
+    old = (
+        f"data.packing.window={before.window}, train.global_batch_size={before.num_rows} and rows of {before.row_width}"
+    )
+    new = f"{after.window}, {after.num_rows} and {after.row_width}"
+    raise DataError(
+        f"{entry.path} has packed rows from windows ({old}), but this start gives {new}: the rows of a window that was "
+        "begun would be packed anew, so samples would be repeated or left out; set the former values back (rows are as "
+        "wide as train.tokens_per_micro_batch, else data.seq_length), start a new run from these weights with another "
+        f"run.dir and checkpoint.initialize_from={entry.path}, or accept that by checkpoint.allow_changed=[{DATA}]"
     )
 
 

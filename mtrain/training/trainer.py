@@ -14,7 +14,7 @@ import torch
 
 from mtrain.base import pulse
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
-from mtrain.base.errors import NumericError, SpoiledStateError
+from mtrain.base.errors import NumericError, SpoiledStateError, StopRequestedError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
@@ -112,7 +112,10 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
         heartbeat.enter(Phase.BUILD, 0)
-        run = build(config, groups, folder)
+        try:
+            run = build(config, groups, folder)
+        except StopRequestedError as stop:  # on all ranks
+            return on_first_rank(functools.partial(life.stopped, str(stop)))
         account.goes_on(run.start_step)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return on_first_rank(lambda: life.stopped(f"stopped by a signal before step {run.start_step + 1}"))
@@ -121,12 +124,10 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
-        records = held.enter_context(contextlib.ExitStack())
-        signs = SignsOfLife(life, heartbeat, account)
+        records, signs = held.enter_context(contextlib.ExitStack()), SignsOfLife(life, heartbeat, account)
         known = (config, _origin(run), lock.check, run.start_step, _tellers(life, account))
         saver = Saver(folder.checkpoints, run.groups, *known)
-        every = config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0
-        exporter = Exporter(folder, every, lock.check)
+        exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
         held.callback(exporter.close)
         reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
         slow = SlowRanks(config.watch, groups, heartbeat, life)

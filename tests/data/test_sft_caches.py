@@ -118,3 +118,12 @@ def test_tokens_beyond_the_model_are_refused(configured: Callable[..., Config]) 
     assert config.data.kind == "sft"
     with pytest.raises(DataError, match=r"holds token 13, but model\.vocab_size is 13"):
         SftCaches(config.data, load_tokenizer(str(config.data.tokenizer)), 13).open(config.data.train[0].path)
+
+
+def test_what_is_lost_of_a_file_is_said_once_however_many_sets_name_it(configured: Callable[..., Config]) -> None:
+    lines = [*GOOD, {"prompt": "a", "response": " ".join("abcdefghij")}]
+    config = configured(lines)
+    path = config.data.train[0].path  # type: ignore[union-attr]
+    config = configured(lines, valid={"one": [{"path": path}], "two": [{"path": path}]})
+    (note,) = StepLoader(config, 0, 1).notes
+    assert "1 of 10 samples have more than 9 tokens: cut at the end by 4 tokens in all" in note

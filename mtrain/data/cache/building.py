@@ -10,8 +10,9 @@ from mtrain.base import pulse
 from mtrain.base.errors import DataError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import sync_file
+from mtrain.base.signals import leave_if_stopped
 from mtrain.data.cache.arrays import OF_SAMPLES, ArrayWriter, EncodedChunk
-from mtrain.data.cache.encoding_workers import EncodingJob, encoded_chunks
+from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_chunks
 from mtrain.data.cache.entry import BadRecords, EntryFacts, write_facts
 
 _MOST_NAMED = 10
@@ -68,6 +69,7 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
     with ArrayWriter(staging) as writer:
         for number, chunk in enumerate(encoded_chunks(job, num_workers)):
             fault_point("tokenise", 0, number)
+            leave_if_stopped(TOKENISING)
             if chunk.bad and stops_at_bad:
                 record, why = chunk.bad[0]
                 raise DataError(f"{job.files[chunk.file].place(record)}: {why}")

@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mtrain.base.errors import DataError
+from mtrain.base.signals import leave_if_stopped
 from mtrain.base.steady_files import SteadyFile
 
 _SETTLED_NS = 10 * 10**9
 """Longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
+_BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def _remembered(note: Path, state: FileState) -> str | None:
 
 def _hashed(path: Path) -> str:
     try:
+        digest = hashlib.sha256()
         with SteadyFile(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while block := file.read(_BLOCK_BYTES):
+                leave_if_stopped("the data were read")
+                digest.update(block)
+        return digest.hexdigest()
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault

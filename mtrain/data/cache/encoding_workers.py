@@ -11,7 +11,6 @@ and a user's program need not be made for that.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +21,14 @@ from pathlib import Path
 
 import mtrain
 from mtrain.base.errors import DataError, MachineError, MtrainError
+from mtrain.base.signals import ignore_stop_signals, leave_if_stopped
 from mtrain.data.cache.arrays import EncodedChunk, encoded
 from mtrain.data.formats.record_files import RecordFile
 from mtrain.data.formats.records import Chunk, chunks
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+
+TOKENISING = "the data were tokenised"
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
     samples: list[tuple[int, TokenizedSample]] = []
     bad: list[tuple[int, str]] = []
     for index in range(len(chunk)):
+        leave_if_stopped(TOKENISING)
         try:
             sample = encoder.encode(chunk.record(index))
             if len(sample.ids) == 0:
@@ -104,6 +108,8 @@ class _Worker:
     def next_chunk(self) -> EncodedChunk | None:
         """The next chunk of its share; None where there is no further one."""
         try:
+            while not self._connection.poll(_POLL_S):  # a chunk takes long
+                leave_if_stopped(TOKENISING)
             found = self._connection.recv()
         except (EOFError, OSError) as fault:
             raise MachineError(
@@ -129,7 +135,7 @@ def _work(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers, and tells the user once
+    ignore_stop_signals()  # sent to a whole job: the parent ends its workers, and tells the user once
     try:
         _work(Connection(int(sys.argv[1])))
     except BrokenPipeError:  # the parent is gone, and nobody waits for the rest

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from mtrain.base.errors import MachineError
 from mtrain.base.files import LockOutcome, disk_faults, remove, try_lock
+from mtrain.base.signals import leave_if_stopped
 from mtrain.data.cache.building import Progress, build_entry
 from mtrain.data.cache.content import FileContent, content_of
-from mtrain.data.cache.encoding_workers import EncodingJob
+from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob
 from mtrain.data.cache.entry import FORMAT, DamagedEntryError, TokenCache
 from mtrain.data.formats.record_files import RecordFile
 
@@ -163,6 +164,7 @@ def _locked(entry: Path, say: Callable[[str], None]) -> Iterator[LockOutcome]:
             if now - said >= _WAITING_LINE_S:
                 say(f"waiting since {now - began:.0f} s for another process that tokenises the same data")
                 said = now
+            leave_if_stopped(TOKENISING)
             time.sleep(_POLL_S)
         yield outcome
     finally:

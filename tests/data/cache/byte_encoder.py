@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,13 @@ class FatalEncoder(ByteEncoder):
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As of `SampleEncoder`."""
         os._exit(9)
+
+
+class EndlessEncoder(ByteEncoder):
+    """Never comes to the end of a record."""
+
+    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+        """As of `SampleEncoder`."""
+        super().encode(record)
+        while True:
+            time.sleep(60)

@@ -1,0 +1,45 @@
+"""A run of packed rows that goes on with windows of another size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.conftest import word_tokenizer
+from tests.fault_table import Notice
+from tests.training.test_trainer import command, finished, records, start
+
+__all__ = ["command", "start", "word_tokenizer"]
+
+
+@pytest.mark.fault(
+    "input",
+    "data.packing.window of a run whose steps count rows was changed",
+    happens="refused with the former window, rows and batch; set them back, or accept it by checkpoint.allow_changed",
+    exit_code=3,
+)
+def test_another_window_is_refused_with_what_to_set(
+    command: Callable[..., list[str]], start: Any, word_tokenizer: Path, tmp_path: Path, notice: Notice
+) -> None:
+    lines = [{"prompt": "a", "response": " ".join("abcdefgh"[: 1 + number % 8])} for number in range(40)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ["data.kind=sft", f"data.train=[{{path: {tmp_path / 'samples.jsonl'}}}]", f"data.tokenizer={word_tokenizer}"]
+    data += [f"data.cache_dir={tmp_path / 'cache'}"]
+    of_20, of_12 = (f"data.packing={{batch: rows, window: {size}}}" for size in (20, 12))
+    assert finished(start(command(*data, of_20, "train.num_steps=2")))[0] == 0
+    with notice:
+        code, _, errors = finished(start(command(*data, of_12, "train.num_steps=3")))
+    assert code == notice.exit_code, errors
+    former = "(data.packing.window=20, train.global_batch_size=4 and rows of 16), but this start gives 12, 4 and 16"
+    assert f"has packed rows from windows {former}" in errors
+    assert "set the former values back" in errors
+    code, _, errors = finished(start(command(*data, of_20, "train.num_steps=3", "train.micro_batch_size=1", ranks=2)))
+    assert code == 0, errors
+    consent = "checkpoint.allow_changed=[data.train]"
+    code, _, errors = finished(start(command(*data, of_12, "train.num_steps=4", consent)))
+    assert code == 0, errors
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]

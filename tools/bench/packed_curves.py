@@ -1,0 +1,175 @@
+"""Curves of a chat finetuning, packed on four ranks and not packed on one: `python tools/bench/packed_curves.py`.
+
+Dialogues from Python's standard library in ChatML, the same initial weights and learning rates; on one side a row for
+each dialogue on one rank, on the other several in a row, which is cut over four context-parallel ranks. One run, so the
+curves should be one. Writes a picture and, beside it, its data as JSON.
+"""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from sys import path as import_path
+from typing import Annotated, Any
+
+import matplotlib
+import torch
+import typer
+from matplotlib.figure import Figure
+
+if __name__ == "__main__":
+    import_path.insert(0, str(Path(__file__).parents[2]))
+
+from mtrain.cli.messages import one_message
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
+from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
+from mtrain.loss.objective import Objective
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
+from mtrain.training.step import TrainingStep
+from mtrain.verify.core.ranks import Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 2048
+ALONE, PACKED = "CP 1, a row for each dialogue", "CP 4, packed rows of 512"
+_STYLES = {ALONE: ("#E69F00", "-", 4.5), PACKED: ("#000000", ":", 2.0)}
+"""Colour, line and width: a dotted line stays visible on a wide one, also in print."""
+
+Series = dict[str, list[float]]
+"""Quantity -> value of each step."""
+
+
+def main(
+    picture: Annotated[Path, typer.Option(help="The SVG; its data lie beside it.")] = ROOT
+    / "docs/pictures/packed_curves.svg",
+    work: Annotated[Path, typer.Option(help="Folder for corpus, tokenizer and cache.")] = ROOT / "build/packed_curves",
+    steps: Annotated[int, typer.Option(min=5, help="Optimizer updates of each run.")] = 80,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Only draw the data again.")] = False,
+) -> None:
+    """Trains twice and draws."""
+    data_path = picture.with_suffix(".json")
+    with one_message():
+        if not redraw:
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            data_path.write_text(as_text(measure(work, steps)))
+        found = json.loads(data_path.read_text())
+        with matplotlib.rc_context({"font.size": 12, "svg.hashsalt": "mtrain", "svg.fonttype": "path"}):
+            draw(found, picture)
+    typer.echo(f"{found['largest_difference']}; {picture} and {data_path}, measured in {found['seconds']:.0f} s")
+
+
+def measure(work: Path, steps: int) -> dict[str, Any]:
+    """Trains both ways."""
+    started = time.monotonic()
+    content = prepare(work, steps)
+    pool = Pool(timeout_s=900, preloaded=["__main__"])
+    runs = {ALONE: train(pool, content, 1), PACKED: train(pool, packed(content), 4)}
+    return {
+        "command": f"python tools/bench/packed_curves.py --steps {steps}",
+        "seconds": round(time.monotonic() - started, 1),
+        "machine": f"{os.cpu_count()} CPU cores, gloo ranks",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "config": {name: section for name, section in content.items() if name not in ("data", "run")},
+        "largest_difference": {name: difference(*(run[name] for run in runs.values())) for name in runs[ALONE]},
+        "runs": runs,
+    }
+
+
+def prepare(work: Path, steps: int) -> dict[str, Any]:
+    """Writes corpus and tokenizer; what both runs have in common."""
+    build_stdlib_corpus("chat", work)
+    build_stdlib_corpus("text", work)
+    train_hf_tokenizer([work / "text-valid.jsonl"], work / "hf", VOCAB, chat_template="chatml", overwrite=True)
+    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
+    return {
+        "run": {"dir": str(work)},
+        "model": shape | {"vocab_size": VOCAB, "tied_embeddings": True},
+        "train": {"global_batch_size": 16, "micro_batch_size": 1, "num_steps": steps, "precision": "fp32"},
+        "optimizer": {"lr": 2e-3, "schedule": "constant", "warmup_steps": 4},
+        "loss": {"aggregation": "seq-mean-token-mean"},
+        "data": {
+            "kind": "sft",
+            "seq_length": 256,
+            "ignore_keys": ["path"],
+            "cache_dir": str(work / "cache"),
+            "tokenizer": str(work / "hf"),
+            "train": [{"path": str(work / "chat-train.jsonl")}],
+        },
+    }
+
+
+def packed(content: dict[str, Any]) -> dict[str, Any]:
+    """The same run, packed and cut."""
+    return content | {
+        "layout": {"cp": 4},
+        "train": content["train"] | {"tokens_per_micro_batch": 512},
+        "data": content["data"] | {"packing": {}},
+    }
+
+
+def train(pool: Pool, content: dict[str, Any], ranks: int) -> Series:
+    """One run; all ranks see the same numbers."""
+    config = Config.model_validate(content)
+    found: Series = pool.run(train_on_rank, Layout.from_config(config, ranks), config)[0]
+    typer.echo(f"{ranks} ranks: loss {found['loss'][0]:.4f} to {found['loss'][-1]:.4f}")
+    return found
+
+
+def train_on_rank(groups: Groups, config: Config) -> Series:
+    """Loss and grad-norm of each step."""
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    step = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss, config.model.mtp_depths))
+    found: Series = {"loss": [], "grad_norm": []}
+    for number in range(config.train.num_steps):
+        totals = step.forward_backward(loader.batches(number))
+        update = step.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
+        assert update is not None, "no batch of 16 dialogues is empty"
+        found["loss"].append(float(f"{totals.loss:.9g}"))
+        found["grad_norm"].append(float(f"{update.grad_norm:.9g}"))
+    return found
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    """The largest of a step, relative."""
+    return float(f"{max(abs(a - b) / a for a, b in zip(one, other, strict=True)):.2g}")
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """JSON with one series a line."""
+    runs = {name: {quantity: str(values) for quantity, values in one.items()} for name, one in found["runs"].items()}
+    text = json.dumps(found | {"runs": runs}, indent=1)
+    for values in (values for one in runs.values() for values in one.values()):
+        text = text.replace(json.dumps(values), values)
+    return text + "\n"
+
+
+def draw(found: dict[str, Any], picture: Path) -> None:
+    """Loss beside grad-norm."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for axes, name, title in zip(
+        figure.subplots(1, 2), ("loss", "grad_norm"), ("training loss (nats)", "grad-norm"), strict=True
+    ):
+        for label, run in found["runs"].items():
+            colour, line, width = _STYLES[label]
+            axes.plot(
+                range(1, len(run[name]) + 1), run[name], color=colour, linestyle=line, linewidth=width, label=label
+            )
+        note = f"never further apart than {found['largest_difference'][name]:.1e}"
+        axes.text(0.98, 1.0, note, transform=axes.transAxes, ha="right", va="bottom")
+        axes.set(xlabel="step", ylabel=title)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(loc="upper right", handlelength=3.5)
+    figure.savefig(picture, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)
