@@ -15,6 +15,7 @@ from mtrain.cli.init import init
 from mtrain.cli.launch.app import launch_app
 from mtrain.cli.plan import plan
 from mtrain.cli.plot import plot
+from mtrain.cli.report import report
 from mtrain.cli.status import status
 from mtrain.cli.train import train
 from mtrain.cli.verify import verify_app
@@ -35,6 +36,7 @@ app.command(rich_help_panel=_RUNS)(check)
 app.command(rich_help_panel=_RUNS)(train)
 app.add_typer(launch_app, name="launch", rich_help_panel=_RUNS)
 app.command(rich_help_panel=_RUNS)(status)
+app.command(rich_help_panel=_RUNS)(report)
 app.command(rich_help_panel=_RUNS)(plot)
 
 app.command(rich_help_panel=_CHECKS)(compare)

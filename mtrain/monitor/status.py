@@ -105,7 +105,7 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
     steps, passes = _tail(folder.metrics)
     facts = latest[0].facts if latest else {}
     config = {} if latest else _old_config(folder.config)
-    beats = _beats(folder.heartbeats)
+    beats = read_beats(folder.heartbeats)
     world_size = _whole(facts.get("world_size")) or max([0, *(beat.rank + 1 for beat in beats)])
     last, num_steps = (steps[-1] if steps else None), _whole(facts.get("num_steps", config.get("num_steps")))
     signs = Signs(
@@ -217,7 +217,8 @@ def _eta_s(steps: Sequence[StepRecord], num_steps: int | None, latest: Sequence[
     return sum(step.seconds for step in recent) / len(recent) * left
 
 
-def _beats(folder: Path) -> list[Beat]:
+def read_beats(folder: Path) -> list[Beat]:
+    """The latest of each rank that has one, by rank; `folder` is the run's `heartbeats`."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -128,6 +128,48 @@ def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None
     return _chart(figure, name, curves)
 
 
+@_STYLED
+def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, is_log: bool = False) -> Markup:
+    """Curves of one run, however long: of many steps the mean of neighbours, in a band from the least to the largest.
+
+    Args:
+        name: What the picture shows, for those who do not see it.
+        curves: At least one, with at least one point in all; one that stands out has a marker at each of its points.
+        marks: Steps at which a vertical line stands.
+        is_log: Whether values, which are then positive, stand on an axis of logarithms.
+    """
+    points = list(itertools.chain.from_iterable(curve.points for curve in curves))
+    figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.02)
+    for mark in marks:
+        axes.axvline(mark, color=_INK, linewidth=1, linestyle=(0, (2, 3)), gid="mark")
+    for curve in curves:
+        look, gid = {"color": _placeholder(curve.slot), "clip_on": False}, f"curve {curve.key}"
+        bins = _bins(curve.points)
+        if len(bins) < len(curve.points):
+            band = [[low for _, low, _, _ in bins], [high for _, _, _, high in bins]]
+            axes.fill_between([step for step, *_ in bins], *band, alpha=0.25, linewidth=0, gid=gid, **look)
+        if curve.stands_out:
+            look |= _look(curve.slot) | {"linestyle": (0, (3, 2)), "zorder": 3}
+            look["marker"] = look["marker"] if len(bins) <= _MAX_MARKED_POINTS else ""
+        axes.plot(*_lines([(step, mean) for step, _, mean, _ in bins]), linewidth=1.6, gid=gid, **look)
+    if is_log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(*_span([value for _, value in points]))
+    return _chart(figure, name, curves)
+
+
+def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float, float]]:
+    """(Step, least, mean, largest) of neighbours, so many that each is a pixel wide; nan where one is no number."""
+    size = max(1, math.ceil(len(points) / (WIDTH - _LEFT - _RIGHT)))
+    found = []
+    for first in range(0, len(points), size):
+        steps, values = zip(*points[first : first + size])
+        known = values if all(map(math.isfinite, values)) else (math.nan,)
+        found.append((sum(steps) / len(steps), min(known), sum(known) / len(known), max(known)))
+    return found
+
+
 def _spread(steps: Sequence[int]) -> float:
     """Over how much of the axis the curves of one step stand side by side, in steps."""
     gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
@@ -279,7 +321,7 @@ def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mappi
             element.set("style", re.sub("#0[01][0-9a-f]{4}", _css_colour, style))
         if element.tag == "g":
             kind, _, key = element.attrib.pop("id", "").partition(" ")
-            if kind in ("curve", "backdrop", "limit"):
+            if kind in ("curve", "backdrop", "limit", "mark"):
                 element.set("class", kind)
             if kind == "curve":
                 element.set("data-curve", key)

@@ -1,0 +1,112 @@
+"""All that a run folder tells of a run from its first start on, over all of its starts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain.base.heartbeat import Beat
+from mtrain.metrics.plot import Curves, load_curves
+from mtrain.monitor.status import RunStatus, read_beats, read_status
+from mtrain.runs.events import ENDS, EventKind, RunEvent, read_events
+from mtrain.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run."""
+
+    began_s: float
+    """Unix time."""
+    resumed_step: int | None
+    """Updates completed before its first one; None where it ended before that was known."""
+    num_repeated: int
+    """Steps that earlier starts had made and that it made again."""
+    last_step: int
+    """Updates completed at its end, as far as anything tells."""
+    seconds: float
+    """Wall time, to its end or to the last thing that is known of it."""
+    end: str
+    """In words."""
+    layout: str
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Everything about one run."""
+
+    status: RunStatus
+    curves: Curves
+    events: Sequence[RunEvent]
+    starts: Sequence[Start]
+    beats: Sequence[Beat]
+    config: str
+    """YAML; empty where there is none."""
+    environment: dict[str, str]
+
+
+def read_history(path: Path, now_s: float) -> RunHistory:
+    """Reads a run folder, also while the run goes on.
+
+    Args:
+        path: The `run.dir`.
+        now_s: Unix time.
+
+    Raises:
+        DataError: It holds no run or no step yet, or a file of it is damaged.
+        MachineError: It cannot be read.
+    """
+    folder, status = RunFolder(path), read_status(path, now_s)
+    events = read_events(folder.events)
+    return RunHistory(
+        status=status,
+        curves=load_curves(path),
+        events=events,
+        starts=tuple(_starts(events, status, now_s)),
+        beats=read_beats(folder.heartbeats),
+        config=folder.saved_config() or "",
+        environment=folder.saved_environment() or {},
+    )
+
+
+def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iterator[Start]:
+    places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
+    for first, after in itertools.zip_longest(places, places[1:]):
+        own = events[first:after]
+        resumed = next((event for event in own if event.kind is EventKind.RESUME), None)
+        ends = [event for event in own if event.kind in ENDS]
+        if ends:
+            ended_s, end = ends[-1].time_s, _words(ends)
+        elif after is None:
+            ended_s, end = now_s, str(status.standing)
+        else:
+            ended_s, end = own[-1].time_s, "no end is recorded: it was killed"
+        reached = next((each.facts.get("reached") for each in events[first:] if _is_next_resume(each, own)), None)
+        steps = [event.step for event in own] + ([reached] if isinstance(reached, int) else [])
+        yield Start(
+            began_s=own[0].time_s,
+            resumed_step=None if resumed is None else resumed.step,
+            num_repeated=0 if resumed is None else _number(resumed.facts.get("reached"), resumed.step) - resumed.step,
+            last_step=max(status.step, *steps) if after is None else max(steps),
+            seconds=ended_s - own[0].time_s,
+            end=end,
+            layout=str(own[0].facts.get("layout", "")),
+            num_ranks=_number(own[0].facts.get("world_size"), 0),
+        )
+
+
+def _is_next_resume(event: RunEvent, own: Sequence[RunEvent]) -> bool:
+    """Whether it is of a later start, and so tells how far this one came."""
+    return event.kind is EventKind.RESUME and event not in own
+
+
+def _words(ends: Sequence[RunEvent]) -> str:
+    last = ends[-1]
+    return f"{last.kind}: {last.text}" if last.text else str(last.kind)
+
+
+def _number(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise

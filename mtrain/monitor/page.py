@@ -1,0 +1,240 @@
+"""The report of a run as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
+from mtrain.metrics.shown import as_duration, as_size
+from mtrain.monitor.history import RunHistory, read_history
+from mtrain.monitor.state import RunState
+from mtrain.runs.changes import flat_keys
+from mtrain.runs.events import EventKind
+from mtrain.verify.report.charts import Curve, history_chart
+from mtrain.verify.report.html import render
+
+_TRAINING, _VALIDATION = "training", "validation"
+_WIDE = 30.0
+"""A norm whose largest value is so many times its least stands on an axis of logarithms."""
+_MAX_ROWS = 300
+_GIB = 2**30
+
+
+class Line(NamedTuple):
+    """One line of the list of events."""
+
+    time: str
+    """Empty where nothing tells."""
+    step: int
+    kind: str
+    text: str
+
+
+def write_run_page(run: Path, page: Path) -> None:
+    """Writes the report of a run, in one move.
+
+    Args:
+        run: The run folder.
+        page: The file to write.
+
+    Raises:
+        DataError: As `read_history`.
+        MachineError: A file cannot be read or written.
+    """
+    text = run_page(read_history(run, time.time()))
+    with disk_faults(f"write {page}"):
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(page, text)
+
+
+def run_page(run: RunHistory) -> str:
+    """The page's text: state, numbers, curves, starts, events, ranks, configuration, in this order."""
+    lines = list(_lines(run))
+    figures = [(title, [(axis, chart)]) for title, axis, chart in _figures(run)]
+    return render(
+        __package__,
+        "run.html",
+        run=run,
+        word=str(run.status.standing.state).upper(),
+        is_good=run.status.standing.state not in (RunState.FAILED, RunState.SILENT),
+        headline=_headline(run),
+        notes=_notes(run),
+        facts=_facts(run),
+        legend=_legend(run),
+        figures=figures,
+        has_marks=bool(_marks(run)),
+        lines=lines[-_MAX_ROWS:],
+        num_left_out=max(0, len(lines) - _MAX_ROWS),
+        beats=run.beats[:_MAX_ROWS],
+        clock=_clock,
+        as_duration=as_duration,
+        as_size=as_size,
+    )
+
+
+def _headline(run: RunHistory) -> str:
+    status = run.status
+    of = "" if status.num_steps is None else f" of {status.num_steps:,}"
+    return f"{status.name}: step {status.step:,}{of}"
+
+
+def _notes(run: RunHistory) -> list[str]:
+    keys = flat_keys(run.config) if run.config else {}
+    tags = keys.get("run.tags") or []
+    told = (run.status.standing.reason, keys.get("run.notes"), f"Tags: {', '.join(map(str, tags))}." if tags else "")
+    return [str(note) for note in told if note]
+
+
+def _facts(run: RunHistory) -> dict[str, str]:
+    status, steps, passes = run.status, run.curves.steps, run.curves.passes
+    facts: dict[str, str] = {}
+    updated = [step for step in steps if not step.empty]
+    if updated:
+        facts["loss"] = f"{updated[-1].loss:.4f} at step {updated[-1].step}"
+    if passes:
+        best = min(passes, key=lambda each: each.valid_loss)
+        facts["validation loss"] = f"{passes[-1].valid_loss:.4f}, best {best.valid_loss:.4f} at step {best.step}"
+    seconds, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
+    if seconds > 0:
+        facts["trained"] = (
+            f"{tokens:,} tokens of text in {as_duration(seconds)} of steps, {tokens / seconds:,.0f} a second"
+        )
+    if run.starts:
+        wall_s, repeated = sum(start.seconds for start in run.starts), sum(start.num_repeated for start in run.starts)
+        facts["starts"] = f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {repeated} steps made again"
+    memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
+    if memory or status.memory_bytes is not None:
+        facts["memory"] = f"{as_size(max([*memory, status.memory_bytes or 0]))} on one rank at most"
+    if status.standing.state in (RunState.RUNNING, RunState.SAVING):
+        facts["remaining"] = as_duration(status.eta_s)
+    counts = {"skipped steps": sum(s.skipped is not None for s in steps), "empty steps": sum(s.empty for s in steps)}
+    facts |= {name: str(count) for name, count in counts.items() if count}
+    saves = [event for event in run.events if event.kind is EventKind.SAVE]
+    if saves:
+        taken = [float(s) for event in saves if isinstance(s := event.facts.get("seconds"), int | float)]
+        slowest = f", the slowest in {max(taken):.1f} s" if taken else ""
+        facts["saves"] = f"{len(saves)}{slowest}"
+    if status.last_checkpoint is not None:
+        facts["newest checkpoint"] = f"step {status.last_checkpoint}"
+    return facts
+
+
+def _marks(run: RunHistory) -> list[int]:
+    """Steps after which a later start went on."""
+    return sorted({start.resumed_step for start in run.starts[1:] if start.resumed_step})
+
+
+def _legend(run: RunHistory) -> list[Curve]:
+    """Of curves that share a picture."""
+    names = [_TRAINING, *_set_names(run.curves.passes)]
+    return [Curve(name, name, slot, ()) for slot, name in enumerate(names)]
+
+
+def _set_names(passes: Sequence[ValidRecord]) -> list[str]:
+    """Of the validation sets, as the legend has them."""
+    if not passes:
+        return []
+    names = dict.fromkeys(name for record in passes for name in record.valid_sets)
+    return [f"{_VALIDATION}: {name}" for name in names] or [_VALIDATION]
+
+
+def _figures(run: RunHistory) -> Iterator[tuple[str, str, Markup]]:
+    """(Title, what the axis tells, picture) of everything that the run has recorded."""
+    marks, steps = _marks(run), run.curves.steps
+    for title, axis, curves in _quantities(run):
+        drawn = [curve for curve in curves if curve.points]
+        if not drawn:
+            continue
+        values = [value for curve in drawn for _, value in curve.points]
+        low, high = min(values), max(values)
+        is_log = title == "gradient norm" and low > 0 and math.isfinite(high) and high / low > _WIDE
+        words = f"{title} by step, from {steps[0].step if steps else 0} to {run.status.step}"
+        yield title, f"{axis}, by step{', logarithmic' * is_log}", history_chart(words, drawn, marks, is_log=is_log)
+
+
+def _quantities(run: RunHistory) -> Iterator[tuple[str, str, list[Curve]]]:
+    updated = [step for step in run.curves.steps if not step.empty]
+    yield "loss", "nats", [_of(updated, lambda s: s.loss), *_validation_curves(run.curves.passes)]
+    terms = dict.fromkeys(term for step in updated for term in step.terms if term != MAIN_TERM)
+    for term in terms:
+        first = (_set_names(run.curves.passes) or [_VALIDATION])[0]
+        passes = Curve(first, first, 1, tuple(_of_term(run.curves.passes, term)), stands_out=True)
+        training = Curve(_TRAINING, _TRAINING, 0, tuple(_of_term(updated, term)))
+        yield f"loss of {term}", "without its coefficient", [training, passes]
+    every = run.curves.steps
+    yield "learning rate", "of the update", [_of(every, lambda s: s.lr)]
+    yield "gradient norm", "L2, before clipping", [_of(updated, lambda s: s.grad_norm)]
+    yield "denominator", "sum of shares", [_of(every, lambda s: s.denominator)]
+    for term in terms:
+        found = [(step.step, step.terms[term].denominator) for step in every if term in step.terms]
+        yield f"denominator of {term}", "sum of shares", [Curve(_TRAINING, _TRAINING, 0, tuple(found))]
+    yield "tokens of text", "a step", [_of(every, lambda s: s.tokens)]
+    yield "tokens in the loss", "a step", [_of(every, lambda s: s.loss_tokens)]
+    yield "padding", "tokens a step", [_of(every, lambda s: s.padding_tokens or None)]
+    yield "tokens/s", "tokens of text a second", [_of(every, lambda s: s.tokens_per_second)]
+    yield "mfu", "model FLOPs utilisation, %", [_of(every, lambda s: None if s.mfu is None else 100 * s.mfu)]
+    yield "time", "seconds a step", [_of(every, lambda s: s.seconds)]
+    yield (
+        "memory",
+        "GiB of the first rank",
+        [_of(every, lambda s: None if s.memory_bytes is None else s.memory_bytes / _GIB)],
+    )
+    yield "loss scale", "fp16", [_of(every, lambda s: s.loss_scale)]
+
+
+def _of_term(records: Sequence[StepRecord | ValidRecord], term: str) -> Iterator[tuple[int, float]]:
+    """Its mean where it had something to learn."""
+    for record in records:
+        if term in record.terms and record.terms[term].denominator:
+            yield record.step, record.terms[term].loss
+
+
+def _of(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> Curve:
+    found = ((step.step, value(step)) for step in steps)
+    return Curve(_TRAINING, _TRAINING, 0, tuple((step, float(each)) for step, each in found if each is not None))
+
+
+def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
+    """Of each set; of the only one where there are no names."""
+    curves = []
+    for slot, label in enumerate(_set_names(passes), start=1):
+        name = label.removeprefix(f"{_VALIDATION}: ")
+        losses = [
+            (each.step, each.valid_sets[name].loss if each.valid_sets else each.valid_loss)
+            for each in passes
+            if name in each.valid_sets or label == _VALIDATION
+        ]
+        curves.append(Curve(label, label, slot, tuple(losses), stands_out=True))
+    return curves
+
+
+def _lines(run: RunHistory) -> Iterator[Line]:
+    """Everything but saves that happened, by time where it is known, else by step."""
+    told = [
+        (event.time_s, Line(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
+        for event in run.events
+        if event.kind is not EventKind.SAVE
+    ]
+    told += [
+        (step.time_s or 0.0, Line(_clock(step.time_s), step.step, "skipped step", step.skipped))
+        for step in run.curves.steps
+        if step.skipped is not None
+    ]
+    changed = [Line("", change.step, "change", f"from here on {change}") for change in run.curves.changes]
+    yield from changed
+    yield from (line for _, line in sorted(told, key=lambda each: each[0]))
+
+
+def _said(text: str, rank: int) -> str:
+    return f"rank {rank}: {text}" if text and rank else text
+
+
+def _clock(time_s: float | None) -> str:
+    return "" if time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
