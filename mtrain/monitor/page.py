@@ -27,7 +27,7 @@ _MAX_ROWS = 300
 _GIB = 2**30
 
 
-class Line(NamedTuple):
+class HistoryLine(NamedTuple):
     """One line of the list of events."""
 
     time: str
@@ -215,19 +215,19 @@ def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
     return curves
 
 
-def _lines(run: RunHistory) -> Iterator[Line]:
+def _lines(run: RunHistory) -> Iterator[HistoryLine]:
     """Everything but saves that happened, by time where it is known, else by step."""
     told = [
-        (event.time_s, Line(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
+        (event.time_s, HistoryLine(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
         for event in run.events
         if event.kind is not EventKind.SAVE
     ]
     told += [
-        (step.time_s or 0.0, Line(_clock(step.time_s), step.step, "skipped step", step.skipped))
+        (step.time_s or 0.0, HistoryLine(_clock(step.time_s), step.step, "skipped step", step.skipped))
         for step in run.curves.steps
         if step.skipped is not None
     ]
-    changed = [Line("", change.step, "change", f"from here on {change}") for change in run.curves.changes]
+    changed = [HistoryLine("", change.step, "change", f"from here on {change}") for change in run.curves.changes]
     yield from changed
     yield from (line for _, line in sorted(told, key=lambda each: each[0]))
 
