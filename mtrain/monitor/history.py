@@ -15,7 +15,7 @@ from mtrain.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class RunStart:
+class StartOfHistory:
     """One start of the run."""
 
     began_s: float
@@ -41,7 +41,7 @@ class RunHistory:
     status: RunStatus
     curves: Curves
     events: Sequence[RunEvent]
-    starts: Sequence[RunStart]
+    starts: Sequence[StartOfHistory]
     beats: Sequence[Beat]
     config: str
     """YAML; empty where there is none."""
@@ -72,7 +72,7 @@ def read_history(path: Path, now_s: float) -> RunHistory:
     )
 
 
-def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iterator[RunStart]:
+def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iterator[StartOfHistory]:
     places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
     for first, after in itertools.zip_longest(places, places[1:]):
         own = events[first:after]
@@ -86,7 +86,7 @@ def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iter
             ended_s, end = own[-1].time_s, "no end is recorded: it was killed"
         reached = next((each.facts.get("reached") for each in events[first:] if _is_next_resume(each, own)), None)
         steps = [event.step for event in own] + ([reached] if isinstance(reached, int) else [])
-        yield RunStart(
+        yield StartOfHistory(
             began_s=own[0].time_s,
             resumed_step=None if resumed is None else resumed.step,
             num_repeated=0 if resumed is None else _number(resumed.facts.get("reached"), resumed.step) - resumed.step,
