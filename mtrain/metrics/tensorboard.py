@@ -5,15 +5,20 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mtrain.base.files import disk_faults
 from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord
+from mtrain.metrics.record import Record
+from mtrain.metrics.scalars import scalars
 
 _numbers = itertools.count()
 
@@ -25,8 +30,14 @@ class TensorBoardSink:
     reader sees nothing; so whole events are appended here.
     """
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        """Opens an event file; TensorBoard hides what an earlier attempt wrote beyond `resume_step`."""
+    def __init__(self, folder: Path, resume_step: int, texts: Mapping[str, str] | None = None) -> None:
+        """Opens an event file.
+
+        Args:
+            folder: Of all event files of the run.
+            resume_step: TensorBoard hides what an earlier attempt wrote beyond it.
+            texts: Tag -> text of this start, such as its configuration; shown as it is.
+        """
         with disk_faults(f"write TensorBoard events in {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         # names sort by time; TensorBoard reads the folder's files in that order
@@ -36,11 +47,12 @@ class TensorBoardSink:
             Event(wall_time=time.time(), file_version="brain.Event:2"),
             Event(wall_time=time.time(), step=first_hidden, session_log=SessionLog(status=SessionLog.START)),
         ]
+        begin += [_text_event(tag, text, resume_step) for tag, text in (texts or {}).items()]
         self._file = AppendedFile(folder / name, b"".join(map(_framed, begin)))
 
     def write(self, record: Record) -> None:
         """Appends the record's scalars, as one event; it waits where the disk refuses."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record).items()]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
         event = Event(wall_time=time.time(), step=record.step, summary=Summary(value=values))
         self._file.append(record.step, _framed(event))
 
@@ -53,47 +65,19 @@ class TensorBoardSink:
         self._file.close()
 
 
+def _text_event(tag: str, text: str, step: int) -> Event:
+    """As the plugin of texts reads it: a tensor of strings, in Markdown, where four spaces keep lines as they are."""
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    tensor = TensorProto(
+        dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]), string_val=[lines.encode()]
+    )
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    value = Summary.Value(tag=f"{tag}/text_summary", metadata=plugin, tensor=tensor)
+    return Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+
+
 def _framed(event: Event) -> bytes:
     """With length and checksums, as TensorBoard reads it."""
     framed = io.BytesIO()
     RecordWriter(framed).write(event.SerializeToString())
     return framed.getvalue()
-
-
-def _scalars(record: Record) -> dict[str, float]:
-    match record:
-        case ChangeRecord():
-            return {}
-        case ValidRecord():
-            sets = {f"valid/loss/{name}": each.loss for name, each in record.valid_sets.items()}
-            return {"valid/loss": record.valid_loss} | sets | _term_means(record, "valid_terms")
-        case StepRecord():
-            loss = {} if record.empty else {"train/loss": record.loss}
-            known = {
-                "train/loss_scale": record.loss_scale,
-                "speed/mfu": record.mfu,
-                "speed/flops_per_second": _per_second(record.flops, record.seconds),
-                "speed/loss_tokens_per_second": _per_second(record.loss_tokens, record.seconds),
-                "tokens/padding": record.padding_tokens,
-                "tokens/loss": record.loss_tokens,
-            }
-            return {
-                **loss,
-                "train/grad_norm": record.grad_norm,
-                "train/lr": record.lr,
-                "train/denominator": record.denominator,
-                "speed/tokens_per_second": record.tokens_per_second,
-                "speed/seconds": record.seconds,
-                "tokens/text": record.tokens,
-                **_term_means(record, "terms"),
-                **{tag: value for tag, value in known.items() if value is not None},
-            }
-
-
-def _per_second(count: float | None, seconds: float) -> float | None:
-    return None if count is None or seconds <= 0 else count / seconds
-
-
-def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, float]:
-    """Terms that had something to learn."""
-    return {f"{prefix}/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}

@@ -17,6 +17,9 @@ from mtrain.monitor.history import RunHistory, read_history
 from mtrain.monitor.state import RunState
 from mtrain.runs.changes import flat_keys
 from mtrain.runs.events import EventKind
+from mtrain.runs.folder import RunFolder
+from mtrain.runs.goodput import goodput_of
+from mtrain.runs.starts import read_starts
 from mtrain.verify.report.charts import Curve, history_chart
 from mtrain.verify.report.html import render
 
@@ -109,6 +112,8 @@ def _facts(run: RunHistory) -> dict[str, str]:
     if run.starts:
         wall_s, repeated = sum(start.seconds for start in run.starts), sum(start.num_repeated for start in run.starts)
         facts["starts"] = f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {repeated} steps made again"
+    if (goodput := goodput_of(read_starts(RunFolder(status.folder).starts))) is not None:
+        facts["goodput"] = goodput.lines()[0].removeprefix("goodput ")
     memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
     if memory or status.memory_bytes is not None:
         facts["memory"] = f"{as_size(max([*memory, status.memory_bytes or 0]))} on one rank at most"

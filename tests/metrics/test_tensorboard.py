@@ -51,3 +51,13 @@ def test_text_padding_and_loss_tokens_have_curves_where_they_are_known(tmp_path:
     assert curve(tmp_path, "tokens/text") == [(1, 1024.0), (2, 1024.0)]
     assert curve(tmp_path, "tokens/padding") == [(2, 10.0)]
     assert curve(tmp_path, "tokens/loss") == [(2, 900.0)]
+
+
+def test_the_configuration_stands_on_the_page_of_texts(tmp_path: Path) -> None:
+    TensorBoardSink(tmp_path, 3, {"config": "train.lr: 0.5\nrun.name: x"}).close()
+    TensorBoardSink(tmp_path, 5, {"config": "train.lr: 0.25"}).write(step_record(6))
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    (event,) = read.Tensors("config/text_summary")[-1:]
+    assert event.tensor_proto.string_val[0] == b"    train.lr: 0.25"
+    assert read.SummaryMetadata("config/text_summary").plugin_data.plugin_name == "text"

@@ -68,6 +68,11 @@ class MetricsSection(Section):
 
     console_interval_steps: int = Field(1, gt=0)
     tensorboard: bool = True
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Get the numbers of every step from a thread that training never waits for; `pip install 'mtrain[wandb]'` and so
+    on. Where they write is said by their own variables, such as WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID."""
+    project: str = Field("mtrain", min_length=1, max_length=120)
+    """Under which trackers file the run; its name, notes and tags are those of `run`."""
     data_ledger: bool = True
     """ledger/ in the run folder says which samples each step has trained (`mtrain inspect data RUN`)."""
 

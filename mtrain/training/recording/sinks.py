@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from mtrain.base.heartbeat import Heartbeat
+from mtrain.config.load import config_yaml
 from mtrain.data.ledger import rewind_ledger
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.metrics.jsonl import last_step
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord
-from mtrain.metrics.sinks import ConsoleSink, Fence, JsonlSink, Sinks, TensorBoardSink
+from mtrain.metrics.sinks import ConsoleSink, Fence, JsonlSink, Sink, Sinks, TensorBoardSink
+from mtrain.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from mtrain.runs.account import StartAccount
+from mtrain.runs.changes import flat_keys
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run
@@ -41,19 +44,25 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
     """The sinks of this rank; what an earlier start wrote beyond the start step is taken back. Collective.
 
     Raises:
+        ConfigError: A tracker is not installed.
         DataError: What an earlier start wrote is damaged.
         MachineError: A file cannot be written.
     """
     metrics, start = run.config.metrics, run.start_step
+    on_first_rank(lambda: refuse_missing(metrics.trackers))
     ledger, life = _ledger(run, folder), signs.life
     if run.groups.rank != 0:
         life.resumed(start, start)
         return Sinks(*ledger, signs)
     life.resumed(start, last_step(folder.metrics))
     console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
-    tensorboard = [TensorBoardSink(folder.tensorboard, start)] if metrics.tensorboard else []
+    keys, environment = flat_keys(config_yaml(run.config)), folder.saved_environment() or {}
+    tracked = tracked_run(folder.path, metrics.project, run.config.run, keys, environment)
+    others: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
+    if start < run.config.train.num_steps:
+        others += [tracker_sink(name, tracked) for name in dict.fromkeys(metrics.trackers)]
     fence = Fence(lock.check_now_and_then)
-    sinks = Sinks(fence, JsonlSink(folder.metrics, start), console, *tensorboard, *ledger, signs)
+    sinks = Sinks(fence, JsonlSink(folder.metrics, start), console, *others, *ledger, signs)
     if start < run.config.train.num_steps:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:
@@ -61,6 +70,13 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
         if (note := note_on_order(new, run.config)) is not None:
             say(note)
     return sinks
+
+
+def _texts(run: TrackedRun) -> dict[str, str]:
+    """For TensorBoard's page of texts."""
+    config = "\n".join(f"{key}: {value}" for key, value in run.config.items() if not key.startswith("environment."))
+    environment = "\n".join(f"{key}: {value}" for key, value in run.config.items() if key.startswith("environment."))
+    return {"config": config, "environment": environment, "notes": f"{run.name}\n{run.notes}"}
 
 
 def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:

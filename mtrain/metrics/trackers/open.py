@@ -1,0 +1,201 @@
+"""The trackers that a run names, each under one run id for all of its starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, assert_never
+
+from mtrain.base.errors import ConfigError
+from mtrain.base.files import write_atomically
+from mtrain.metrics.trackers.redaction import without_secrets
+from mtrain.metrics.trackers.sink import PATIENCE_S, Tracker, TrackerSink
+
+TrackerName = Literal["wandb", "mlflow", "trackio"]
+_EXTRAS: Mapping[TrackerName, str] = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+"""Tracker -> what is installed with `pip install mtrain[...]`, under the name by which it is imported."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run, without secrets."""
+
+    folder: Path
+    project: str
+    name: str
+    notes: str
+    tags: tuple[str, ...]
+    config: Mapping[str, str]
+    """Dotted key -> value as text."""
+
+    def run_id(self, tracker: TrackerName) -> str | None:
+        """By which the tracker knows it since an earlier start; None at the first one."""
+        with suppress(OSError, ValueError, AttributeError):
+            found = json.loads(self._ids.read_text()).get(tracker)
+            if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found):
+                return found
+        return None
+
+    def keep_run_id(self, tracker: TrackerName, run_id: str) -> None:
+        """For later starts."""
+        ids: dict[str, str] = {}
+        with suppress(OSError, ValueError, TypeError):
+            ids = dict(json.loads(self._ids.read_text()))
+        write_atomically(self._ids, json.dumps(ids | {tracker: run_id}) + "\n")
+
+    @property
+    def _ids(self) -> Path:
+        return self.folder / "trackers.json"
+
+
+def refuse_missing(trackers: Sequence[TrackerName]) -> None:
+    """Raises where a library is not installed.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    for name in trackers:
+        if importlib.util.find_spec(_EXTRAS[name]) is None:
+            raise ConfigError(f"metrics.trackers has {name}, which is not installed; pip install 'mtrain[{name}]'")
+
+
+def tracked_run(
+    folder: Path, project: str, run: Any, config: Mapping[str, Any], environment: Mapping[str, str]
+) -> TrackedRun:
+    """A run for trackers.
+
+    Args:
+        folder: The run folder.
+        project: Under which trackers file it.
+        run: Section `run` of the configuration.
+        config: Dotted key -> value, of the whole configuration.
+        environment: What it runs on.
+    """
+    told = {**config, **{f"environment.{name}": value for name, value in environment.items()}}
+    words = without_secrets({"name": run.name or folder.resolve().name, "notes": run.notes}, os.environ)
+    clean = without_secrets(told, os.environ)
+    return TrackedRun(folder, project, words["name"], words["notes"], tuple(run.tags), clean)
+
+
+def tracker_sink(name: TrackerName, run: TrackedRun, patience_s: float = PATIENCE_S) -> TrackerSink:
+    """The sink of a tracker, which is told of the run; its end waits for the tracker for `patience_s` seconds."""
+    return TrackerSink(name, _opener(name, run), patience_s=patience_s)
+
+
+def _opener(name: TrackerName, run: TrackedRun) -> Callable[[], Tracker]:
+    match name:
+        case "wandb":
+            return lambda: _Wandb(run)
+        case "mlflow":
+            return lambda: _MLflow(run)
+        case "trackio":
+            return lambda: _Trackio(run)
+        case _:
+            assert_never(name)
+
+
+class _Wandb:
+    """Weights & Biases; WANDB_MODE=offline writes below the run folder, for `wandb sync`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        run_id = run.run_id("wandb") or secrets.token_hex(4)
+        run.keep_run_id("wandb", run_id)
+        settings = wandb.Settings(
+            console="off",  # the console's text and the command line may hold secrets
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            silent=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+        )
+        self._run = wandb.init(
+            project=run.project,
+            id=run_id,
+            resume="allow",
+            name=run.name,
+            notes=run.notes or None,
+            tags=run.tags,
+            config=dict(run.config),
+            dir=run.folder,
+            settings=settings,
+        )
+        # its own step may not go back, but a run that was killed repeats steps
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    """MLflow, at MLFLOW_TRACKING_URI."""
+
+    _MOST_PARAMETERS = 100
+    """In one call."""
+    _LONGEST_VALUE = 6000
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param, RunTag
+
+        self._client = MlflowClient()
+        if (run_id := run.run_id("mlflow")) is None:
+            found = self._client.get_experiment_by_name(run.project)
+            experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+            tags = {"mlflow.note.content": run.notes, **{f"tag.{tag}": "true" for tag in run.tags}}
+            run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+            run.keep_run_id("mlflow", run_id)
+            values = [Param(key, value[: self._LONGEST_VALUE]) for key, value in run.config.items()]
+            for first in range(0, len(values), self._MOST_PARAMETERS):
+                self._client.log_batch(run_id, params=values[first : first + self._MOST_PARAMETERS])
+        else:
+            self._client.set_terminated(run_id, "RUNNING")
+            layout = run.config.get("environment.layout", "")
+            self._client.log_batch(run_id, tags=[RunTag("layout of the latest start", layout)])
+        self._run_id = run_id
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now_ms = int(1000 * time.time())
+        self._client.log_batch(
+            self._run_id, metrics=[Metric(name, float(value), now_ms, step) for name, value in numbers.items()]
+        )
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED")
+
+
+class _Trackio:
+    """Trackio, on this machine or in a space of Hugging Face (TRACKIO_SPACE_ID); it knows runs by their names."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        run_id = run.run_id("trackio") or secrets.token_hex(4)
+        run.keep_run_id("trackio", run_id)
+        space = os.environ.get("TRACKIO_SPACE_ID")
+        config = {**run.config, "notes": run.notes, "tags": ", ".join(run.tags)}
+        name = f"{run.name} {run_id}"
+        self._run = trackio.init(run.project, name=name, space_id=space, config=config, resume="allow")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()

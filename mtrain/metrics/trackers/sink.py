@@ -1,0 +1,105 @@
+"""A tracker as a sink that cannot stop a run: it has a thread of its own, and what it does not take is dropped."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from mtrain.base.background import started
+from mtrain.metrics.record import Record
+from mtrain.metrics.scalars import scalars
+
+MOST_WAITING = 10_000
+"""Records that wait for a slow tracker; those that follow are dropped and counted."""
+PATIENCE_S = 10.0
+"""How long the end of a run waits for a tracker."""
+
+
+class Tracker(Protocol):
+    """A run at a tracker; any method may fail or hang."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Takes the numbers of a step."""
+
+    def finish(self) -> None:
+        """No more will come from this start of the run, which later ones may take up."""
+
+
+class TrackerSink:
+    """Hands records to a thread, which opens the tracker and feeds it."""
+
+    def __init__(
+        self, name: str, opened: Callable[[], Tracker], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            name: For messages.
+            opened: Connects; called in the thread.
+            most_waiting: Records.
+            patience_s: Of `close`.
+        """
+        self._name, self._opened, self._patience_s = name, opened, patience_s
+        self._waiting: queue.Queue[Record] = queue.Queue(most_waiting)
+        self._closing = threading.Event()
+        self._num_given = self._num_taken = 0
+        self._fault: str | None = None
+        self._work = started(self._feed, f"tracker {name}")
+
+    def write(self, record: Record) -> None:
+        """Hands the record over, at once; it is lost to the tracker where that has ended or is too far behind."""
+        self._num_given += 1
+        if self._work.done():
+            return
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            if self._fault is None:
+                self._fault = f"{self._waiting.maxsize} records wait for it"
+                self._tell(f"{self._fault}; those that follow are lost to it, metrics.jsonl has them")
+
+    def close(self) -> None:
+        """Waits a little for what is left, and says what the tracker has not got."""
+        self._closing.set()
+        deadline = time.monotonic() + self._patience_s
+        while not self._work.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self._work.done():
+            self._tell(f"it has not ended within {self._patience_s:g} s and is left behind")
+        if (missing := self._num_given - self._num_taken) > 0:
+            self._tell(f"it lacks {missing} of {self._num_given} records of this start; metrics.jsonl has them")
+
+    def _feed(self) -> None:
+        try:
+            tracker = self._opened()
+            while not (self._closing.is_set() and self._waiting.empty()):
+                try:
+                    record = self._waiting.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                self._log(tracker, record)
+            tracker.finish()
+        except Exception as fault:  # whatever a library of others raises, training goes on
+            self._tell(f"{_said(fault)}; training goes on without it")
+
+    def _log(self, tracker: Tracker, record: Record) -> None:
+        try:
+            if numbers := scalars(record):
+                tracker.log(record.step, numbers)
+            self._num_taken += 1
+        except Exception as fault:  # as above; the next record may come through
+            if self._fault is None:
+                self._fault = _said(fault)
+                self._tell(f"step {record.step}: {self._fault}; training goes on")
+
+    def _tell(self, text: str) -> None:
+        print(f"warning: tracker {self._name}: {text}", file=sys.stderr, flush=True)
+
+
+def _said(fault: Exception) -> str:
+    """In one line of bounded length, since libraries put whole pages into their errors."""
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
