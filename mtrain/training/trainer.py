@@ -272,7 +272,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             tokens += record.tokens if made.refused is None else 0
             sinks.write(record)
             if made.refused is not None:
-                course.life.alarmed(done, f"step {done} is left out: {made.refused}")
+                course.life.alarmed(done, made.refused)
             # on every rank at the same place: while a save is in flight this is a collective
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
