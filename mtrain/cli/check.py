@@ -60,7 +60,7 @@ def _ranks(world_size: int | None, stated: "StatedMachine | None") -> int:
     if world_size is None and stated is None:
         raise ConfigError(
             "how many ranks the run has is not given; add --world-size N, or a first line such as "
-            '"# for 64 GPUs of 80GiB (h100)" to a file'
+            '"# GPUs: 64 x h100 80 GiB" to a file'
         )
     return world_size if world_size is not None else stated.num_gpus if stated is not None else 1
 
@@ -74,7 +74,7 @@ def _look_at_memory(
 
     memory = memory_size(gpu_memory) if gpu_memory is not None else None if stated is None else stated.memory_bytes
     if memory is not None:
-        gpu = gpu_named("h100" if stated is None or stated.gpu is None else stated.gpu)
+        gpu = gpu_named("h100" if stated is None else stated.gpu)
         with findings.looking():
             findings.fact("GPU memory", verdict(config, ranks, Cluster(gpu), memory))
 

@@ -36,7 +36,7 @@ _Memory = Annotated[
 ]
 _Seq = Annotated[int | None, typer.Option(min=2, help="Tokens of a sample (data.seq_length).", show_default=False)]
 _Batch = Annotated[int | None, typer.Option(min=1, help="Samples of a step.", show_default=False)]
-_Gpu = Annotated[str, typer.Option(help="a100, h100, h200 or b200.", rich_help_panel=_HARDWARE)]
+_Gpu = Annotated[str, typer.Option(help="a100, h100, h800, h200 or b200.", rich_help_panel=_HARDWARE)]
 _PerNode = Annotated[int, typer.Option(min=1, help="GPUs of a node.", rich_help_panel=_HARDWARE)]
 _Tflops = Annotated[float | None, typer.Option(min=0.1, help="Dense bf16 peak.", rich_help_panel=_HARDWARE)]
 _Nvlink = Annotated[float | None, typer.Option(min=0.1, help="GB/s, one direction.", rich_help_panel=_HARDWARE)]

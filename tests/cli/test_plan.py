@@ -133,3 +133,10 @@ def test_wrong_arguments_are_one_message(line: str) -> None:
     code, text = call(*named.split())
     assert (code, WRONG[line] in text.splitlines()[-1]) == (2, True), text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("start", sorted((CONFIGS / "start").glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_people_start_from_fits_the_gpus_that_it_names(start: Path) -> None:
+    (model,) = (path for path in (CONFIGS / "model").glob("*.yaml") if start.stem.startswith(f"{path.stem}_"))
+    code, text = call("check", model, start, "--without-files")
+    assert (code, "fits: the heaviest rank needs" in text) == (0, True), text.splitlines()[-1]

@@ -42,10 +42,11 @@ class Gpu:
 GPUS = {
     "a100": Gpu("a100", 312e12, 19.5e12, 80 * GIB, 2.0e12, 300e9, 25e9, 0.80, 0.50),
     "h100": Gpu("h100", 989e12, 67e12, 80 * GIB, 3.35e12, 450e9, 50e9, 0.62, 0.42),
-    "h200": Gpu("h200", 989e12, 67e12, 141 * 10**9, 4.8e12, 450e9, 50e9, 0.64, 0.42),
+    "h800": Gpu("h800", 989e12, 67e12, 80 * GIB, 3.35e12, 200e9, 50e9, 0.62, 0.42),
+    "h200": Gpu("h200", 989e12, 67e12, 140 * GIB, 4.8e12, 450e9, 50e9, 0.64, 0.42),
     "b200": Gpu("b200", 2250e12, 75e12, 180 * GIB, 8.0e12, 900e9, 50e9, 0.62, 0.38),
 }
-"""Data sheets of NVIDIA (SXM, dense): 80 and 180 GB are what the devices show as memory, rounded to GiB."""
+"""Data sheets of NVIDIA (SXM, dense): what they call GB of memory are about as many GiB."""
 
 
 @dataclass(frozen=True)

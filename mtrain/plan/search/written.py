@@ -12,19 +12,20 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.yaml_text import yaml_text
 from mtrain.config import Config
 from mtrain.plan.search.cost import step_mfu
-from mtrain.plan.search.hardware import GIB, Cluster, memory_size
+from mtrain.plan.search.hardware import GIB, Cluster
 from mtrain.plan.search.search import Choice
 
-_MACHINE = re.compile(r"^# for (\d+) GPUs of (\d+(?:\.\d+)? ?[KMGT]i?B)(?: \((\w+)\))?", re.MULTILINE)
+_MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
+"""GB of a GPU are GiB, as its maker writes them."""
 _HEAD_BYTES = 4096
 
 
 class StatedMachine(NamedTuple):
-    """What a configuration says that it is for, in a line such as `# for 64 GPUs of 80GiB (h100)`."""
+    """What a configuration says that it is for, in a line such as `# GPUs: 64 x h100 80 GiB`."""
 
     num_gpus: int
     memory_bytes: int
-    gpu: str | None
+    gpu: str
 
 
 def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
@@ -35,7 +36,7 @@ def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
             with disk_faults(f"read {path}"), path.open("rb") as file:
                 match = _MACHINE.search(file.read(_HEAD_BYTES).decode(errors="replace"))
             if match is not None:
-                found = StatedMachine(int(match[1]), memory_size(match[2]), match[3])
+                found = StatedMachine(int(match[1]), int(float(match[3]) * GIB), match[2])
     return found
 
 
@@ -51,7 +52,7 @@ def write_choice(choice: Choice, cluster: Cluster, memory_bytes: int, path: Path
     seconds = choice.cost.time.total
     share = step_mfu(choice.config, choice.layout, cluster, seconds)
     head = (
-        f"# for {choice.layout.world_size} GPUs of {memory_bytes / GIB:.4g}GiB ({cluster.gpu.name})\n"
+        f"# GPUs: {choice.layout.world_size} x {cluster.gpu.name} {memory_bytes / GIB:.4g} GiB\n"
         f"# {choice.layout}: {choice.memory.total_bytes / GIB:.1f} GiB on the heaviest rank; predicted by mtrain plan: "
         f"{seconds:.3f} s a step, MFU {share:.1%}\n"
     )
