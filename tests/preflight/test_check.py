@@ -134,6 +134,13 @@ def test_a_corpus_that_could_not_be_read_is_named(
     assert check("--without-files", data=indexed(corpus))[0] == 0
 
 
+def test_blends_of_later_steps_are_looked_at_too(check: Check, corpus: Path, tmp_path: Path) -> None:
+    later = [{"from_step": 3, "sources": [{"path": str(tmp_path / "later")}]}]
+    code, text = check(data={**indexed(corpus), "curriculum": later})
+    assert code == 3
+    assert f"{tmp_path / 'later'}.idx does not exist" in text
+
+
 def test_every_fault_is_named_at_once(check: Check, tmp_path: Path) -> None:
     code, text = check(data={**indexed(tmp_path / "a"), "tokenizer": "nowhere", "valid": [{"path": "b"}]})
     assert code == 3
