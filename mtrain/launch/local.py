@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -135,6 +136,7 @@ def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -
         yield ranks
     finally:
         _kill(ranks, mark)
+        shutil.rmtree(node_folder({MARK: mark}), ignore_errors=True)  # the watchdog was among them
 
 
 def _start(command: Sequence[str], environment: dict[str, str], number: int, log_dir: Path) -> Rank:

@@ -36,6 +36,7 @@ _FIRST_S = 60.0
 """In which the first rank has to be there."""
 _HEAD_START_S = 3.0
 """In which the node of the lost rank ends it, so that it is the first to end."""
+_OLD_S = 600.0
 _EARLY = 0.8
 """Part of the time of a rank after which all are asked for their stacks."""
 _GRACE_S = 6.0
@@ -213,6 +214,16 @@ def _number(states: Sequence[PulseState]) -> int:
     return max((state.start_number for state in states), default=0)
 
 
+def _sweep(own: Path) -> None:
+    """Deletes folders of launches that are over and whose watchdog was ended with them, as Slurm does."""
+    for folder in own.parent.glob(f"mtrain-{os.getuid()}-*"):
+        pulses = (read_pulse(path) for path in folder.glob("rank_*"))
+        is_used = any(pulse is not None and process_state(pulse.pid) is not None for pulse in pulses)
+        with contextlib.suppress(OSError):
+            if folder != own and not is_used and time.time() - folder.stat().st_mtime > _OLD_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> None:
     """Reads the settings from the command line."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -220,6 +231,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     os.nice(5)
     settings = Settings(**json.loads(sys.argv[1]))
+    _sweep(Path(settings.node))
     Watchdog(settings).run()
     shutil.rmtree(settings.node, ignore_errors=True)  # not where it fails: another one may be started
 

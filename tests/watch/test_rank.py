@@ -139,6 +139,23 @@ def test_the_flight_recorder_of_nccl_is_switched_on(
     assert wanted["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"].startswith(str(folder_of(tmp_path)))
 
 
+def test_what_an_ended_watchdog_left_is_swept_up(
+    ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    old, fresh = folder_of(tmp_path.with_name("old")), folder_of(tmp_path.with_name("fresh"))
+    for folder in (old, fresh):
+        folder.mkdir(exist_ok=True)
+        (folder / "rank_00000").write_bytes(b"")
+    os.utime(old, (0, 0))
+    begun = ranks("while not os.path.exists(sys.argv[1] + '.end'): time.sleep(0.01)", 2, 60)
+    assert is_soon(lambda: not old.exists())
+    (tmp_path / "run.end").touch()
+    assert [process.wait(60) for process in begun] == [0, 0]
+    assert fresh.exists(), "its ranks may be about to begin"
+    (fresh / "rank_00000").unlink()
+    fresh.rmdir()
+
+
 def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "rank_00003"
     pulse = Pulse(path, 3, 8, 4)
