@@ -81,6 +81,11 @@ class RunFolder:
         return self.path / "starts"
 
     @property
+    def profile(self) -> Path:
+        """Traces and tables of profiled steps."""
+        return self.path / "profile"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files."""
         return self.path / "tensorboard"

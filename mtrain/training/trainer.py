@@ -50,6 +50,7 @@ from mtrain.training.faults.attempt import RollBackError, StepTrial, named
 from mtrain.training.faults.guard import Guard
 from mtrain.training.faults.rollback import as_rollback, roll_back
 from mtrain.training.recording.life import Life
+from mtrain.training.recording.profiling import StepProfiler
 from mtrain.training.recording.sinks import SignsOfLife, open_sinks
 from mtrain.training.recording.slow_ranks import SlowRanks
 from mtrain.training.recording.step_record import attempt_record
@@ -132,7 +133,10 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
         slow = SlowRanks(config.watch, groups, heartbeat, life)
         account.beside(slow.look)
-        course = _Course(run, Guard(config.train, run.history), saver, exporter, signal, heartbeat, life, slow)
+        profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
+        held.callback(profiler.close)
+        guard = Guard(config.train, run.history)
+        course = _Course(run, guard, saver, exporter, signal, heartbeat, life, slow, profiler)
         try:
             stopped_after = _with_rollbacks(course, folder, account, records, reopen)
         except NumericError as error:  # on all ranks
@@ -226,6 +230,7 @@ class _Course:
     heartbeat: Heartbeat
     life: Life
     slow: SlowRanks
+    profiler: StepProfiler
 
 
 def _with_rollbacks(
@@ -263,7 +268,8 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             own = None if batches is None else next(batches)
             done, valid_loss = step + 1, None
             lr = run.learning_rate(guard.updates_before(done), config.optimizer, last)
-            made = trial.make(own, lr, done, stop_requested=course.signal.received is not None)
+            with course.profiler.step(done):
+                made = trial.make(own, lr, done, stop_requested=course.signal.received is not None)
             if made.is_applied:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
             spoil_point(run.chunks, run.optimizer, run.groups, done)

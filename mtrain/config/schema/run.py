@@ -71,10 +71,23 @@ class MetricsSection(Section):
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Get the numbers of every step from a thread that training never waits for; `pip install 'mtrain[wandb]'` and so
     on. Where they write is said by their own variables, such as WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID."""
+    profile_steps: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]] | None = None
+    """First and last step that are profiled, such as [10, 12]: profile/ in the run folder gets a trace for Perfetto or
+    chrome://tracing, a table of the operations that take longest, and on GPUs a snapshot of memory. A trace holds every
+    operation, so a few steps are enough."""
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """Whose steps are profiled."""
     project: str = Field("mtrain", min_length=1, max_length=120)
     """Under which trackers file the run; its name, notes and tags are those of `run`."""
     data_ledger: bool = True
     """ledger/ in the run folder says which samples each step has trained (`mtrain inspect data RUN`)."""
+
+    @rule
+    def profiled_steps_are_in_order(self) -> str | None:
+        if self.profile_steps is None or self.profile_steps[0] <= self.profile_steps[1]:
+            return None
+        first, last = self.profile_steps
+        return f"profile_steps=[{first}, {last}] must name the first and the last step; swap them"
 
 
 class WatchSection(Section):
