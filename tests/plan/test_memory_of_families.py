@@ -1,0 +1,47 @@
+"""The memory estimate of families and schedules beside what their ranks allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain import plan
+from mtrain.plan.layout import Layout
+from tests.config.samples import config
+from tests.parity.expert_models import DEEPSEEK, MIXTRAL
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, OLMO2
+from tests.plan.memory_ranks import measured
+from tests.pool import Pool
+
+WIDE: dict[str, Any] = {
+    "model__hidden_size": 128,
+    "model__ffn_hidden_size": 384,
+    "model__num_layers": 4,
+    "model__vocab_size": 2048,
+    "train__device": "cpu",
+    "train__global_batch_size": 8,
+    "data": {"kind": "mock", "seq_length": 128},
+}
+OFF = {"train__distributed_optimizer": False}
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "gemma": (Layout(), GEMMA),
+    "olmo2": (Layout(dp=2), OLMO2),
+    "mixtral": (Layout(dp=2, ep=2), MIXTRAL | {"layout": {"ep": 2}}),
+    "deepseek": (Layout(), DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 1}),
+    "interleaved": (Layout(pp=2, vpp=2), {"layout": {"pp": 2, "vpp": 2}}),
+    "not distributed": (Layout(dp=2), OFF | {"train__precision": "bf16"}),
+    "fp16": (Layout(dp=2), {"train__precision": "fp16"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_follows_from_parameters_is_exact_and_the_whole_within_a_tenth(name: str, pool: Pool) -> None:
+    layout, changes = CASES[name]
+    given = config(**{"train__precision": "fp32", **WIDE, **changes})
+    for rank, (found,) in enumerate(pool.run(measured, layout, [given])):
+        estimate = plan.memory_per_rank(given, layout, layout.coordinate(rank).pp)
+        states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
+        assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == pytest.approx(states, rel=1e-3)
+        whole = sum(states) + max(found.forward_backward_bytes, found.update_bytes)
+        assert estimate.total_bytes == pytest.approx(whole, rel=0.1)
