@@ -126,7 +126,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *objective.notes(config.loss)):
             print(f"note: {note}", flush=True)
     # Opened before the model is built: bad data end the run while that is still cheap.
-    loader = _opened_loader(config, groups)
+    loader = opened_loader(groups, lambda: StepLoader(config, groups.dp_rank, groups.layout.dp))
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
@@ -137,11 +137,17 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     return Run(config, groups, *model, loader, validation, *known, history=resumed.history)
 
 
-def _opened_loader(config: Config, groups: Groups) -> StepLoader | None:
-    """The data, where this rank reads any: rank 0 of each tensor-parallel group, the others get rows by a broadcast."""
+def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:
+    """The data, where this rank reads any: rank 0 of each tensor-parallel group, the others get rows by a broadcast.
+
+    Collective; ranks wait for the slowest as long as it takes.
+
+    Raises:
+        DataError: They cannot be read, or are other ones on another rank; on all ranks.
+    """
 
     def open_data() -> StepLoader | None:
-        return StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+        return opened() if groups.tp_rank == 0 else None
 
     # one of them may tokenise for all, longer than ranks wait in a collective
     loader = on_all_ranks(lambda: with_the_slowest(open_data))

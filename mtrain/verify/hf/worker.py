@@ -9,6 +9,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.training.build import opened_loader
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.worker import step_values
@@ -35,8 +36,9 @@ def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | Non
 def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators) -> list[StepValues]:
     config = made_of.config(config)
     assert config.model.hf is not None, "the command line names it"
-    reads = groups.tp_rank == 0
-    loader = made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate) if reads else None
+    loader = opened_loader(
+        groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate)
+    )
     chunks = build_model(config, groups)
     made_of.change_model(chunks)
     optimizer = made_of.optimizer(config, chunks, groups)

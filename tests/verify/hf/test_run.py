@@ -14,11 +14,13 @@ from mtrain.cli.main import app
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.schema.train import AdamWSection
+from mtrain.plan.layout import Layout
 from mtrain.verify.core.result import HfReport
 from mtrain.verify.hf.run import comparable, verify_hf
 from mtrain.verify.parity.run import Request
 from tests.hf.folders import save
 from tests.pool import Pool
+from tests.verify.hf import waiting_ranks
 
 RUN = """
 run: {dir: RUN}
@@ -124,3 +126,11 @@ def test_muon_is_compared_under_adamw_and_that_is_said(tmp_path: Path) -> None:
     )
     assert found.optimizer.beta2 == 0.9
     assert "optimizer.kind: muon -> adamw" in lines
+
+
+def test_ranks_wait_for_one_that_opens_its_data_late(pool: Pool, tmp_path: Path) -> None:
+    """It may tokenise for all: no collective, and so no timeout, may begin before it is done."""
+    save("llama", tmp_path / "hf")
+    config, seen = configured(tmp_path, "layout.tp=1"), tmp_path / "seen"
+    seen.mkdir()
+    assert pool.run(waiting_ranks.num_open, Layout(dp=2), config, str(seen)) == [2, 2]
