@@ -11,6 +11,7 @@ from mtrain.config.schema.model import ModelSection
 if TYPE_CHECKING:
     from mtrain.config.schema.root import Config
 
+_ATTENTION = frozenset(GROUPS["qkv"])
 _FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
 
 
@@ -22,10 +23,15 @@ def broken_rules(config: Config, adapter: AdapterSection) -> Iterator[str]:
 
 def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     """Every target has to be there, and to be what PEFT makes of it."""
-    if model.mla is not None and (given := _given(adapter, "qkv")):
+    if missing := [target for target in adapter.targets if target in _ATTENTION - _attention_of(model)]:
         yield (
-            f"adapter.targets={given} is not supported with model.mla, whose queries, keys and values come from "
-            "latents; remove it (proj is)"
+            f"adapter.targets={', '.join(missing)}: the attention of this model has no such projection; name "
+            f"{', '.join(sorted(_attention_of(model)))}, or qkv for all of them"
+        )
+    if model.mla is not None and adapter.dropout > 0 and "kv_b_proj" in adapter.parts:
+        yield (
+            f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
+            "latents behind the exchange of context parallelism; set it to 0, or name the other projections"
         )
     if "gate_proj" in adapter.targets and not model.is_gated:
         yield f"adapter.targets=gate_proj needs a gate, but model.activation={model.activation} has none; remove it"
@@ -40,6 +46,13 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
         yield (
             f"adapter.targets={given} would part the tables that model.tied_embeddings=true keeps the same; remove it"
         )
+
+
+def _attention_of(model: ModelSection) -> frozenset[str]:
+    if model.mla is None:
+        return frozenset(("q_proj", "k_proj", "v_proj"))
+    queries = ("q_proj",) if model.mla.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+    return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
 
 
 def _given(adapter: AdapterSection, *groups: str) -> str:

@@ -26,6 +26,9 @@ from mtrain.plan import adapters as plan
 
 _MAIN = "optimizer.state.param."
 _STACKED_LAYERS, _STACKED_EXPERTS = "decoder.layers.", ".mlp.experts.experts."
+_LINEARS = tuple(
+    f".{name}.weight" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATENT_LINEARS)
+)
 _KEEPS_FLOAT32 = "router.expert_bias"
 
 
@@ -150,7 +153,7 @@ def _pairs_of(name: str, config: Config) -> tuple[str, ...]:
     tables = {f"{plan.EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
     if name in tables:
         return (tables[name],) if tables[name] in adapter.parts else ()
-    if not name.endswith(("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")):
+    if not name.endswith(_LINEARS):
         return ()
     if ".mlp.experts." in name:
         return ("experts",) if "experts" in adapter.parts else ()
@@ -159,7 +162,7 @@ def _pairs_of(name: str, config: Config) -> tuple[str, ...]:
 
 
 def _fusion(parts: Sequence[str], weight: Tensor, config: Config) -> Fusion:
-    if parts[0] != "q_proj":
+    if len(parts) != 3:  # queries, keys and values by group
         return Fusion(1, (len(weight) // len(parts),) * len(parts))
     size = config.model.head_size
     return Fusion(config.model.query_groups, (len(weight) // config.model.query_groups - 2 * size, size, size))

@@ -12,12 +12,15 @@ from mtrain.plan.adapters import EMBEDDING, AdaptedMatrix, in_layer
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout
 
+_BEHIND_INPUT_NORM = frozenset(GROUPS["qkv"]) - {"q_b_proj", "kv_b_proj"}  # these read latents
+
 
 def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
     """Elements a token of a layer: outputs of norms that nobody but frozen weights would have read."""
     if model.post_norm:
         return 0
-    read = [bool(adapter.parts.intersection(names)) for names in (GROUPS["qkv"], (*GROUPS["fc1"], "experts"))]
+    readers = (_BEHIND_INPUT_NORM, {*GROUPS["fc1"], "experts"})
+    read = [bool(adapter.parts & names) for names in readers]
     return read.count(False) * hidden_local(model, layout)
 
 
@@ -58,6 +61,8 @@ def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
     """Of the whole module, of which a part may have no adapter."""
     if matrix.is_row_parallel:
         return hidden_local(model, layout)
-    if matrix.part in GROUPS["qkv"]:
+    if matrix.linear.endswith("linear_qkv"):
         return (model.num_attention_heads + 2 * model.query_groups) * model.head_size // layout.tp
+    if "self_attention" in matrix.linear:  # of latents
+        return matrix.rows // (1 if matrix.is_replicated else layout.tp)
     return (2 if model.is_gated else 1) * matrix.rows // layout.tp

@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import padded_vocab_size
 
+LATENT_LINEARS = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj",
+    "linear_kv_up_proj": "kv_b_proj",
+}
+"""Module of latent attention -> name of the target."""
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 
@@ -29,6 +38,8 @@ class AdaptedMatrix:
     """Inputs; of the embedding tokens of the vocabulary."""
     is_row_parallel: bool = False
     """Whether its columns are divided over TP, and not its rows."""
+    is_replicated: bool = False
+    """Whether every rank of TP holds all of it."""
     num_experts: int = 0
     """So many matrices of this size in one layer; 0: one, which is no expert's."""
 
@@ -38,6 +49,8 @@ class AdaptedMatrix:
         if self.num_experts:
             return Parameters(experts=self.num_experts * (of_a + of_b))
         magnitudes = self.rows if adapter.has_magnitudes else 0
+        if self.is_replicated:
+            return Parameters(replicated=of_a + of_b + magnitudes)
         if self.is_row_parallel:
             return Parameters(divided=of_a, replicated=of_b + magnitudes)
         return Parameters(divided=of_b + magnitudes, replicated=of_a)
@@ -105,6 +118,9 @@ def fused_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
     """Parts of a linear module of a layer, in the order of its outputs inside of each query group."""
     if linear.endswith("linear_qkv"):
         return ("q_proj", "k_proj", "v_proj")
+    name = linear.rpartition(".")[2]
+    if name in LATENT_LINEARS:
+        return (LATENT_LINEARS[name],)
     if linear.endswith("linear_fc1"):
         return ("gate_proj", "up_proj") if model.is_gated else ("up_proj",)
     return ("proj",) if linear.endswith("linear_proj") else ("fc2",)
@@ -116,8 +132,28 @@ def _of_attention(model: ModelSection) -> Iterator[AdaptedMatrix]:
         sizes = {"q_proj": heads * size, "k_proj": model.query_groups * size, "v_proj": model.query_groups * size}
         for part, rows in sizes.items():
             yield AdaptedMatrix("self_attention.linear_qkv", part, rows, hidden)
+    else:
+        yield from _of_latents(model, model.mla)
     values = size if model.mla is None else model.mla.v_head_dim
     yield AdaptedMatrix("self_attention.linear_proj", "proj", hidden, heads * values, is_row_parallel=True)
+
+
+def _of_latents(model: ModelSection, mla: LatentAttentionSection) -> Iterator[AdaptedMatrix]:
+    """Down to latents, whole on every rank of TP, and up from them by heads."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    queries, values = heads * mla.query_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    sizes = {
+        "linear_kv_down_proj": (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden),
+        "linear_kv_up_proj": (values, mla.kv_lora_rank),
+    }
+    if mla.q_lora_rank is None:
+        sizes = {"linear_q_proj": (queries, hidden), **sizes}
+    else:
+        low = {"linear_q_down_proj": (mla.q_lora_rank, hidden), "linear_q_up_proj": (queries, mla.q_lora_rank)}
+        sizes = {**low, **sizes}
+    for name, (rows, columns) in sizes.items():
+        part, is_down = LATENT_LINEARS[name], "_down_" in name
+        yield AdaptedMatrix(f"self_attention.{name}", part, rows, columns, is_replicated=is_down)
 
 
 def _of_feed_forward(model: ModelSection, layer: int) -> Iterator[AdaptedMatrix]:

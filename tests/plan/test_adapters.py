@@ -18,17 +18,20 @@ ADAPTERS: list[dict[str, Any]] = [
     {"rank": 3, "targets": ["qkv", "proj", "fc1", "fc2", "embedding", "output"]},
     {"kind": "dora", "rank": 3, "targets": ["q_proj", "fc1", "fc2"]},
     {"rank": 3, "targets": ["k_proj", "fc2", "experts"]},
+    {"kind": "dora", "rank": 3, "targets": ["qkv", "proj"]},
 ]
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 
 
 def adapted(adapter: dict[str, Any], **changes: Any) -> Config:
     experts = {"model__experts": EXPERTS} if "experts" in adapter["targets"] else {}
-    return config(adapter=adapter, **experts, **changes)
+    latent = {"model__mla": LATENT, "model__num_query_groups": None} if adapter["targets"] == ["qkv", "proj"] else {}
+    return config(adapter=adapter, **experts, **latent, **changes)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=["tables", "dora", "experts"])
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=["tables", "dora", "experts", "latents"])
 def test_parameters_are_those_of_the_definition_and_lie_somewhere(adapter: dict[str, Any]) -> None:
-    user = adapted(adapter)
+    user = adapted(adapter, model__vocab_multiple=8)  # without padding
     assert user.adapter is not None
     sizes = {name: shape for name, shape in all_shapes(user).items() if "_adapter." in name}
     total = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in sizes.values())

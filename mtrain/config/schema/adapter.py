@@ -14,6 +14,10 @@ Target = Literal[
     "q_proj",
     "k_proj",
     "v_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj",
+    "kv_b_proj",
     "proj",
     "fc1",
     "gate_proj",
@@ -23,14 +27,25 @@ Target = Literal[
     "embedding",
     "output",
 ]
-PARTS = ("q_proj", "k_proj", "v_proj", "proj", "gate_proj", "up_proj", "fc2", "experts", "embedding", "output")
+LATENT_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
+"""Of latent attention: down to the latents of queries, and of keys and values, and up from them."""
+PARTS = (
+    *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, "proj", "gate_proj", "up_proj", "fc2"),
+    *("experts", "embedding", "output"),
+)
 """What has a pair of matrices of its own; experts: one for each of the two projections of every expert."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
     "fc1": ("gate_proj", "up_proj"),
 }
 SYNONYMS: Mapping[str, Target] = {
     "linear_qkv": "qkv",
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj",
+    "kv_a_proj_with_mqa": "kv_a_proj",
+    "linear_kv_up_proj": "kv_b_proj",
     "linear_proj": "proj",
     "o_proj": "proj",
     "linear_fc1": "fc1",
@@ -40,7 +55,7 @@ SYNONYMS: Mapping[str, Target] = {
     "lm_head": "output",
     "output_layer": "output",
 }
-"""Names of PEFT's (Llama's modules) and of Megatron-Bridge's -> ours."""
+"""Names of PEFT's (modules of Llama and DeepSeek) and of Megatron-Bridge's -> ours."""
 
 
 class AdapterSection(Section):
@@ -90,7 +105,7 @@ class AdapterSection(Section):
 
     @property
     def parts(self) -> frozenset[str]:
-        """The targets with groups spelled out."""
+        """The targets with groups spelled out; of a group those that a model has are adapted."""
         return frozenset(part for target in self.targets for part in GROUPS.get(target, (target,)))
 
     @property

@@ -36,9 +36,7 @@ def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | Non
 def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators) -> list[StepValues]:
     config = made_of.config(config)
     assert config.model.hf is not None, "the command line names it"
-    loader = opened_loader(
-        groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate)
-    )
+    loader = opened_loader(groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate))
     chunks = build_model(config, groups)
     made_of.change_model(chunks)
     optimizer = made_of.optimizer(config, chunks, groups)

@@ -27,7 +27,8 @@ class _NormsOfRank(LinearAdapter):
 def _all_become(kind: type[LinearAdapter]) -> Callable[[Sequence[nn.Module]], None]:
     def change(chunks: Sequence[nn.Module]) -> None:
         for adapter in modules(chunks, LinearAdapter):
-            become(adapter, kind)
+            if type(adapter) is LinearAdapter:  # not one that gives a matrix
+                become(adapter, kind)
 
     return change
 

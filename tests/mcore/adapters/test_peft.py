@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "dora": ("llama", LORA | {"targets": ALL, "kind": "dora"}, Layout(tp=2, pp=2)),
     "base in bf16": ("llama", LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"}, Layout(tp=2, pp=2)),
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
+    "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout(tp=2, sp=True)),
     "interleaved experts": ("gpt-oss", LORA | {"targets": ["experts"]}, Layout()),
 }
 """Folder, adapter, the layout that saves."""
@@ -84,7 +85,8 @@ def held(folder: Path, adapter: dict[str, Any]) -> Any:
 def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path, name: str) -> None:
     family, adapter, layout = CASES[name]
     hf = tmp_path / "hf"
-    save(family, hf, torch.float32, **(LAYERS if layout.pp > 1 else {"num_key_value_heads": 2}))
+    changes = LAYERS if layout.pp > 1 else {} if family == "deepseek" else {"num_key_value_heads": 2}
+    save(family, hf, torch.float32, **changes)
     user = run_config(hf, tmp_path / "run", adapter)
     tokens = random_tokens(user.model.vocab_size)
     ours = whole(pool.run(peft_ranks.saved, layout, user, tokens.numpy()), user.model.vocab_size)

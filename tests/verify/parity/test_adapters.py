@@ -19,6 +19,9 @@ LORA = {"rank": 8, "alpha": 16.0}
 DORA = {"kind": "dora", "rank": 8, "targets": ["q_proj", "v_proj", "proj", "up_proj", "fc2"]}
 
 
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+
+
 def adapted(adapter: dict[str, Any], **changes: Any) -> Config:
     return rich_config(**({"adapter": adapter} | changes))
 
@@ -70,6 +73,22 @@ def test_adapters_of_experts_are_exact(pool: Pool) -> None:
     assert_passes(check(pool, user, "ep2dp2mbs4,tp2spep2mbs4,tp2sppp2mbs4", num_steps=2))
 
 
+@pytest.mark.parametrize(
+    ("kind", "rank", "layouts"),
+    [
+        ("lora", 24, "tp2mbs16,tp2spcp2mbs4,pp2mbs8"),
+        ("dora", 24, "tp2mbs16,tp2spmbs16"),
+        ("lora", None, "tp2spmbs16,cp2ulyssesmbs16"),
+    ],
+)
+def test_adapters_of_latent_attention_are_exact(pool: Pool, kind: str, rank: int | None, layouts: str) -> None:
+    """Replicated projections down, projections up by heads, and one that others multiply by."""
+    mla: dict[str, Any] = {"model__mla": {**LATENT, "q_lora_rank": rank}, "model__num_query_groups": None}
+    recompute = {"train__recompute": "selective"} if kind == "dora" else {}
+    user = adapted({"kind": kind, "rank": 8, "targets": ["qkv", "proj"]}, **mla, **recompute)
+    assert_passes(check(pool, user, layouts, num_steps=2))
+
+
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -> None:
     """Compared with float64 at the rounded weights, so widening has to happen at every product."""
@@ -79,8 +98,7 @@ def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -
         user = adapted(held | targets, model__tied_embeddings=False, train__recompute="full")
         assert_passes(check(pool, user, "tp2spmbs16,pp2cp2mbs4", num_steps=2))
         return
-    mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
-    changes = {"model__mla": mla, "model__num_query_groups": None, "model__mtp_depths": 0, "layout__etp": 1}
+    changes = {"model__mla": LATENT, "model__num_query_groups": None, "model__mtp_depths": 0, "layout__etp": 1}
     user = expert_config(
         adapter=held | {"targets": ["proj", "experts"]}, model__experts__bias_update_rate=0.0, **changes
     )

@@ -14,12 +14,22 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.adapters.adapter import MODULE
 from mtrain.mcore.model.adapters.experts import ExpertAdapter, add_to_stack
 from mtrain.mcore.model.adapters.fusion import Fusion
-from mtrain.mcore.model.adapters.linear import FusedParts, LinearAdapter, adapted_names, add_to_linear
+from mtrain.mcore.model.adapters.linear import (
+    FrozenLinear,
+    FusedParts,
+    LinearAdapter,
+    WeightAdapter,
+    adapted_names,
+    add_to_linear,
+    add_to_replicated,
+    add_to_weight,
+)
 from mtrain.mcore.model.adapters.tables import EmbeddingAdapter, add_to_table
+from mtrain.mcore.model.attention.mla import KeyValueProjection, ReplicatedLinear
 from mtrain.mcore.model.moe.experts import Stack
 from mtrain.plan import adapters as plan
 
-_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATENT_LINEARS)
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
@@ -60,7 +70,7 @@ class _Builder:
         for holder in list(layer.modules()):
             for name, module in list(holder.named_children()):
                 match module:
-                    case ColumnParallelLinear() | RowParallelLinear() if name in _LINEARS:
+                    case ColumnParallelLinear() | RowParallelLinear() | ReplicatedLinear() if name in _LINEARS:
                         self._beside_linear(holder, name, module)
                     case Stack() if "experts" in self._adapter.parts:
                         self._beside_stack(holder, name, module)
@@ -76,15 +86,25 @@ class _Builder:
         fusion = Fusion(1, (model.output_layer.weight.shape[0],))
         self._beside(model, "output_layer", model.output_layer, FusedParts(fusion, ("output",), frozenset(("output",))))
 
-    def _beside_linear(self, holder: nn.Module, name: str, linear: ColumnParallelLinear | RowParallelLinear) -> None:
+    def _beside_linear(self, holder: nn.Module, name: str, linear: FrozenLinear) -> None:
         names = plan.fused_parts(self._section, name)
         adapted = adapted_names(names, self._adapter)
         if adapted:
             self._beside(holder, name, linear, FusedParts(self._fusion(name, linear), names, adapted))
 
     def _beside(self, holder: nn.Module, name: str, linear: Any, parts: FusedParts) -> None:
-        adapter = LinearAdapter(self._adapter, self._config, self._collection, linear, parts)
-        linear.register_forward_hook(add_to_linear(adapter))
+        given = (self._adapter, self._config, self._collection, linear, parts)
+        adapter: LinearAdapter
+        match linear:
+            case KeyValueProjection():
+                adapter = WeightAdapter(*given)
+                linear.register_forward_hook(add_to_weight(adapter))
+            case ReplicatedLinear():
+                adapter = LinearAdapter(*given)
+                linear.register_forward_hook(add_to_replicated(adapter))
+            case _:
+                adapter = LinearAdapter(*given)
+                linear.register_forward_hook(add_to_linear(adapter))
         holder.add_module(f"{name}{MODULE}", adapter)
 
     def _beside_stack(self, holder: Any, name: str, stack: Stack) -> None:
@@ -92,7 +112,7 @@ class _Builder:
         stack.register_forward_hook(add_to_stack(adapter))
         holder.add_module(f"{name}{MODULE}", adapter)
 
-    def _fusion(self, name: str, linear: ColumnParallelLinear | RowParallelLinear) -> Fusion:
+    def _fusion(self, name: str, linear: FrozenLinear) -> Fusion:
         """Of a rank's outputs; query groups and their heads are never cut."""
         rows, model = linear.weight.shape[0], self._section
         if name == "linear_qkv":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,10 @@ from torch.nn import functional
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from mtrain.mcore.model.adapters.fusion import Fusion
+from mtrain.mcore.model.attention.mla import ReplicatedLinear
 from mtrain.mcore.model.output_layer import Operands
+
+FrozenLinear: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
 
 class FusedParts(NamedTuple):
@@ -54,7 +57,7 @@ class LinearAdapter(Adapter):
         section: AdapterSection,
         config: TransformerConfig,
         collection: ProcessGroupCollection,
-        linear: ColumnParallelLinear | RowParallelLinear,
+        linear: FrozenLinear,
         parts: FusedParts,
     ) -> None:
         """
@@ -68,13 +71,15 @@ class LinearAdapter(Adapter):
         super().__init__(config, collection)
         self._section, self._parts = section, parts
         self.is_row_parallel = isinstance(linear, RowParallelLinear)
+        self._is_replicated = isinstance(linear, ReplicatedLinear)
         self._weight: Callable[[], Tensor] = lambda: linear.weight  # not an attribute: it is no parameter of this one
         columns = linear.weight.shape[1]
         for part, name in enumerate(parts.names):
             if name not in parts.adapted:
                 continue
             rows = parts.fusion.width(part)
-            of_inputs, of_outputs = (1, None) if self.is_row_parallel else (None, 0)
+            of_inputs = 1 if self.is_row_parallel else None
+            of_outputs = None if self.is_row_parallel or self._is_replicated else 0
             self.add_parameter(f"{name}_{LORA_A}", (section.rank, columns), of_inputs)
             self.add_parameter(f"{name}_{LORA_B}", (rows, section.rank), of_outputs, name == "output")
             if section.has_magnitudes:
@@ -123,7 +128,8 @@ class LinearAdapter(Adapter):
         One collective over TP, of `rank` numbers a token and part.
         """
         narrow, group = functional.linear(inputs, down), self._tp
-        if group.size() == 1:
+        # Of a replicated projection each rank has its own positions, or what comes back to it is a sum already.
+        if group.size() == 1 or self._is_replicated:
             return narrow
         result: Tensor
         match self.is_row_parallel, self._config.sequence_parallel:
@@ -202,6 +208,20 @@ class LinearAdapter(Adapter):
         return self.get_parameter(f"{name}_{kind}")
 
 
+class WeightAdapter(LinearAdapter):
+    """Of a projection whose matrix others multiply by, behind their own collectives: gives the matrix."""
+
+    def forward(self, weight: Tensor, plain: object = None) -> Tensor:
+        """W + scale B A, its rows brought to their lengths (DoRA): [outputs of this rank, inputs]."""
+        (name,) = self._parts.names
+        down: Tensor = self._of(name, LORA_A)
+        if self._tp.size() > 1 and not self._config.sequence_parallel:
+            # Each rank's rows give a part of A's gradient. Under sp A is marked, and the parts are summed at the end.
+            down = self._same_gradient(down)
+        whole = weight.to(down.dtype) + self._section.scale * (self._of(name, LORA_B) @ down)
+        return self._lengths().unsqueeze(1) * whole if self._section.has_magnitudes else whole
+
+
 def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
     """A forward hook of the projection that the adapter stands beside."""
 
@@ -214,6 +234,24 @@ def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...
         bias = linear.bias if later_bias is None else None  # added already, and no part of what DoRA scales
         plain = whole if not isinstance(bias, Tensor) else whole - bias
         return whole + adapter(inputs[0], plain), later_bias
+
+    return hook
+
+
+def add_to_replicated(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """As `add_to_linear`, of a projection that is whole on every rank and gives a tensor alone."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output + adapter(inputs[0], output) if adapter.is_on else output
+
+    return hook
+
+
+def add_to_weight(adapter: WeightAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """As `add_to_linear`, of a projection that gives its matrix."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return adapter(output) if adapter.is_on else output
 
     return hook
 

@@ -18,7 +18,15 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.shapes import Shape, has_experts, is_gated, layers, shapes_of
 
-_QKV = ("q_proj", "k_proj", "v_proj")
+_LATENT = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj",
+    "linear_kv_up_proj": "kv_b_proj",
+}
+"""Matrix of latent attention -> DeepSeek's name of it."""
+_QKV = ("q_proj", "k_proj", "v_proj", *_LATENT.values())
 
 
 class Adapted(NamedTuple):
@@ -118,6 +126,10 @@ def _weights(layer: str, number: int, model: ModelSection) -> Iterator[str]:
     """Matrices of a layer that can have adapters."""
     if model.mla is None:
         yield f"{layer}.self_attention.linear_qkv.weight"
+    else:
+        queries = ("linear_q_proj",) if model.mla.q_lora_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
+        for name in (*queries, "linear_kv_down_proj", "linear_kv_up_proj"):
+            yield f"{layer}.self_attention.{name}.weight"
     yield f"{layer}.self_attention.linear_proj.weight"
     networks = [f"{layer}.mlp"]
     if has_experts(model, number):
@@ -134,6 +146,8 @@ def _rows(weight: str, count: int, model: ModelSection) -> dict[str, Tensor]:
     every = torch.arange(count)
     if ".mlp.experts." in weight:
         return {"experts": every}
+    if (name := weight.split(".")[-2]) in _LATENT:
+        return {_LATENT[name]: every}
     if weight.endswith("linear_qkv.weight"):
         heads = every.view(model.query_groups, -1, model.head_size)  # of each group its queries, its key, its value
         return {"q_proj": heads[:, :-2].flatten(), "k_proj": heads[:, -2].flatten(), "v_proj": heads[:, -1].flatten()}
