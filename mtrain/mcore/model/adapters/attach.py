@@ -95,16 +95,13 @@ class _Builder:
     def _beside(self, holder: nn.Module, name: str, linear: Any, parts: FusedParts) -> None:
         given = (self._adapter, self._config, self._collection, linear, parts)
         adapter: LinearAdapter
-        match linear:
-            case KeyValueProjection():
-                adapter = WeightAdapter(*given)
-                linear.register_forward_hook(add_to_weight(adapter))
-            case ReplicatedLinear():
-                adapter = LinearAdapter(*given)
-                linear.register_forward_hook(add_to_replicated(adapter))
-            case _:
-                adapter = LinearAdapter(*given)
-                linear.register_forward_hook(add_to_linear(adapter))
+        if isinstance(linear, KeyValueProjection):
+            adapter = WeightAdapter(*given)
+            linear.register_forward_hook(add_to_weight(adapter))
+        else:
+            adapter = LinearAdapter(*given)
+            is_replicated = isinstance(linear, ReplicatedLinear)
+            linear.register_forward_hook(add_to_replicated(adapter) if is_replicated else add_to_linear(adapter))
         holder.add_module(f"{name}{MODULE}", adapter)
 
     def _beside_stack(self, holder: Any, name: str, stack: Stack) -> None:
