@@ -46,12 +46,10 @@ def check(
         findings = Findings()
         _look_at_memory(config, ranks, gpu_memory, stated, findings)
         if not without_files:
-            from mtrain.preflight.disk import look_at_disk
-            from mtrain.preflight.files import look_at_files
+            from mtrain.preflight.look import look
 
-            look_at_files(config, findings)
-            look_at_disk(config, findings)
-    _print(findings)
+            look(config, findings)
+    print_findings(findings)
     if findings.faults:
         raise typer.Exit(findings.exit_code)
 
@@ -79,7 +77,7 @@ def _look_at_memory(
             findings.fact("GPU memory", verdict(config, ranks, Cluster(gpu), memory))
 
 
-def _print(findings: "Findings") -> None:
+def print_findings(findings: "Findings") -> None:
     """Facts to the output, every fault to the errors."""
     if findings.facts:
         typer.echo()

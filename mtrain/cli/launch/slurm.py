@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtrain.cli.arguments import ConfigArguments, split_arguments
+from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 
 
@@ -28,6 +28,9 @@ _EnvFile = Annotated[Path | None, _of(_RANKS, "NAME=VALUE lines for the ranks; m
 _Image = Annotated[str | None, _of(_IMAGE, "Image.")]
 _Runtime = Annotated[str, _of(_IMAGE, "pyxis or apptainer.")]
 _Mounts = Annotated[str | None, _of(_IMAGE, "HOST[:CONTAINER], by commas.")]
+_WithoutFiles = Annotated[
+    bool, typer.Option("--without-files", help="Do not look at files and disks: this node does not see the job's.")
+]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")]
 
 
@@ -49,6 +52,7 @@ def slurm(
     container: _Image = None,
     container_runtime: _Runtime = "pyxis",
     mounts: _Mounts = None,
+    without_files: _WithoutFiles = False,
     dry_run: _DryRun = False,
 ) -> None:
     """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch."""
@@ -62,6 +66,8 @@ def slurm(
         options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()))
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options)
+        if not without_files and container is None:  # in a container other paths count
+            _refuse_faults(arguments)
         if dry_run:
             typer.echo(submission.files[SCRIPT], nl=False)
             return
@@ -70,3 +76,16 @@ def slurm(
         submission.freeze()
         number = submit(submission)
     typer.echo(f"job {number}: {options.num_ranks} ranks on {nodes} nodes, from {submission.folder / SCRIPT}")
+
+
+def _refuse_faults(arguments: list[str]) -> None:
+    """What `mtrain check` would find wrong with files and disks ends this now, not after the queue."""
+    from mtrain.cli.check import print_findings
+    from mtrain.preflight.findings import Findings
+    from mtrain.preflight.look import look
+
+    findings = Findings()
+    look(loaded_config(arguments), findings)
+    if findings.faults:
+        print_findings(Findings(faults=findings.faults))
+        raise typer.Exit(findings.exit_code)

@@ -231,3 +231,18 @@ def test_without_slurm_it_says_so(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
     assert "sbatch is not on PATH" in done.stderr
+
+
+@pytest.mark.fault(
+    "input",
+    "a corpus that is not there, given to `mtrain launch slurm`",
+    happens="refused on the login node; nothing is submitted",
+    exit_code=3,
+)
+def test_files_are_looked_at_before_the_queue(folder: Path, notice: Notice) -> None:
+    corpus = ["data.kind=indexed", "data.train=[{path: nothing}]", "run.dir=runs/a", "--nodes=1"]
+    with notice:
+        refused = launch(folder, *corpus)
+    assert (refused.returncode, "nothing.idx" in refused.stderr) == (notice.exit_code, True), refused.stderr
+    assert not (folder / "calls").exists()
+    assert launch(folder, *corpus, "--without-files").returncode == 0
