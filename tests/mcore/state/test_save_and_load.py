@@ -374,16 +374,6 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(pool: Pool, tmp
     assert outcomes == sorted(outcomes)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_full_disk_on_one_rank_fails_the_save_on_all(pool: Pool, tmp_path: Path, victim: int) -> None:
-    faults = pool.run(ranks.save_on_full_disk, Layout(pp=2), configured(), tmp_path, victim)
-    assert len(set(faults)) == 1
-    kind, text = faults[0]
-    assert kind == "MachineError"
-    assert f"rank {victim}: could not save the checkpoint of step 2: File too large" in text
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_published_step_is_not_written_again(pool: Pool, tmp_path: Path) -> None:
     pool.run(ranks.save, Layout(dp=2), configured(), tmp_path, [3])
     faults = pool.run(ranks.save_error, Layout(dp=2), configured(), tmp_path, 3)

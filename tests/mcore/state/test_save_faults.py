@@ -13,6 +13,7 @@ from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
+from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state import save_fault_ranks as ranks
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool, RankFailed
@@ -222,3 +223,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, sav
     for _, _, (kind, text) in pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved):
         assert kind == "DataError"
         assert "no usable checkpoint" in text
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_on_one_rank_fails_the_save_on_all(pool: Pool, tmp_path: Path, victim: int) -> None:
+    faults = pool.run(checkpoint_ranks.save_on_full_disk, Layout(pp=2), configured(), tmp_path, victim)
+    assert len(set(faults)) == 1
+    kind, text = faults[0]
+    assert kind == "MachineError"
+    assert f"rank {victim}: could not save the checkpoint of step 2: File too large" in text
+    assert list(tmp_path.iterdir()) == []
