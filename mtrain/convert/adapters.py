@@ -21,6 +21,7 @@ from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.schema.adapter import AdapterSection
+from mtrain.convert.origin import put_side_files, source_of
 from mtrain.convert.proof import Proof
 from mtrain.convert.work import working_folder
 from mtrain.hf.io.matching import same_bits, shown
@@ -114,6 +115,9 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
         content = peft.config_of(family, model, saved.adapter, model.hf)
         with disk_faults(f"write {folder}"):
             write_atomically(folder / peft.CONFIG_NAME, _json(content))
+            # of an adapter as of a model: who serves it writes conversations as they were trained
+            source = source_of(saved.entry.path)
+            put_side_files(folder, saved.entry.path, source.origin, source.tokenizer, but=_OF_MODELS)
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
         differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
         if differing:
@@ -122,6 +126,8 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
 
 
 _METADATA = {"format": "pt"}
+_OF_MODELS = ("README.md", "generation_config.json")
+"""Files that tell of a whole model."""
 
 
 def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | None) -> Tensor:

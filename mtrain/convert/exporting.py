@@ -17,19 +17,17 @@ from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
+from mtrain.convert.origin import put_side_files
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import ExportTarget, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
-from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
 from mtrain.hf.io.safetensors import header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json, side_files
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
-from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import HF_TOKENIZER_FILE
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -172,14 +170,7 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
     origin, template = target.origin, None
     if origin is not None:
         template = plain_config(read_json(origin / CONFIG_NAME))
-        for name in side_files(origin):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(origin / name, folder / name)
-    elif target.tokenizer is not None:
-        _copy_tokenizer(target.tokenizer, folder)
-    trained = RunFolder(target.entry.path.resolve().parent.parent).saved_chat_templates()
-    if trained:  # the weights are of a run that wrote conversations by them
-        put_templates(trained, folder)
+    put_side_files(folder, target.entry.path, origin, target.tokenizer)
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     config = _config(target, template, dtype)
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
@@ -189,19 +180,6 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
         placed = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
         index = {"metadata": {**said.get("metadata", {}), **size}, "weight_map": dict(placed)}
         _write_like(folder / INDEX_NAME, index, None if origin is None else origin / INDEX_NAME)
-
-
-_TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", TEMPLATE_FILE)
-
-
-def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """That of a run whose weights came with none; a sentencepiece model alone is nothing that these libraries load."""
-    source = path if path.is_dir() else path.parent
-    if not (source / HF_TOKENIZER_FILE).is_file():
-        print(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer", flush=True)
-        return
-    for name in (name for name in _TOKENIZER_FILES if (source / name).is_file()):
-        shutil.copyfile(source / name, folder / name)
 
 
 def _config(target: ExportTarget, template: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mtrain.base.errors import MachineError
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.convert.target import source_of
+from mtrain.convert.origin import source_of
 from mtrain.data.batch import Microbatch
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.io.source import open_source

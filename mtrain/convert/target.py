@@ -11,15 +11,11 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
-from mtrain.checkpoint.store.imported import imported_model
-from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
-from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
 from mtrain.convert.merged import MergedTensors
+from mtrain.convert.origin import source_of
 from mtrain.hf.io.block_scaled import plain_config
-from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of, fitting_family
@@ -31,18 +27,6 @@ _LEFT = ("optimizer.", "rng")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows may be padded."""
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class ModelSource(NamedTuple):
-    """What the weights of a checkpoint are."""
-
-    model: ModelSection
-    origin: Path | None
-    """Folder with config.json, tokenizer and shard names of the weights that training started from."""
-    context_tokens: int | None
-    """Longest sequence that training saw, where there is no origin to say it."""
-    tokenizer: Path | None = None
-    """That of the run, where there is no origin to have one."""
 
 
 class ExportTarget(NamedTuple):
@@ -115,35 +99,6 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     )
     _check_keys(target)
     return target
-
-
-def source_of(checkpoint: Path) -> ModelSource:
-    """The model that a checkpoint holds, and what its first weights came with.
-
-    Raises:
-        DataError: Nothing says what model it is.
-    """
-    imported = imported_model(checkpoint)
-    if imported is not None:
-        return ModelSource(imported, checkpoint / ORIGIN, None)
-    path = checkpoint.resolve().parent.parent / "config.yaml"
-    if not path.exists():
-        raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
-    run = load_config([path], [])
-    if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
-        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length)
-    start = run.checkpoint.initialize_from
-    if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
-        return _without_origin(run)
-    entry = checkpoint_at(Path(start)).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
-    origin = source_of(entry.path).origin
-    return _without_origin(run) if origin is None else ModelSource(run.model, origin, run.data.seq_length)
-
-
-def _without_origin(run: Config) -> ModelSource:
-    tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
-    return ModelSource(run.model, None, run.data.seq_length, tokenizer)
 
 
 def _check_keys(target: ExportTarget) -> None:

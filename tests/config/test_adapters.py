@@ -29,6 +29,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"model__experts": EXPERTS},
         "targets=fc1, fc2: every layer has experts",
     ),
+    (
+        {"targets": ["qkv", "embedding"]},
+        {"model__tied_embeddings": True},
+        "adapter.targets=embedding would part the tables that model.tied_embeddings=true keeps the same",
+    ),
     ({}, {"model__mtp_depths": 1}, "adapter with model.mtp_depths=1 is not supported; set it to 0"),
     ({}, {"optimizer__kind": "muon"}, "adapter with optimizer.kind=muon would orthogonalize A and B apart"),
     ({}, {"model__backend": "te"}, "adapter needs the inputs of projections, which model.backend=te fuses"),

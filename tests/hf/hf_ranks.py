@@ -6,7 +6,7 @@ from typing import Any
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
 from mtrain.convert.logits import our_logits, random_tokens
-from mtrain.convert.target import source_of
+from mtrain.convert.origin import source_of
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_frozen_model, build_model

@@ -49,13 +49,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
+def word_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of a few words."""
     model = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(WORDS)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(["<s>", "</s>", "<end>"])
-    model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    word_tokenizer(tmp_path)
     return tmp_path
 
 

@@ -74,6 +74,22 @@ def test_adapters_of_experts_are_exact(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
+    "recompute",
+    [
+        {"train__recompute": "full", "train__recompute_layers": 1},
+        {"train__recompute": "selective", "train__recompute_modules": ["core_attn", "mlp"]},
+    ],
+    ids=["layers", "modules"],
+)
+def test_adapters_are_exact_with_recomputation_and_logits_in_chunks(pool: Pool, recompute: dict[str, Any]) -> None:
+    """Of weighed tokens alone; the pair of the output layer is a part of every chunk's product."""
+    targets = {"targets": ["qkv", "fc1", "fc2", "output"]}
+    chunks = {"model__tied_embeddings": False, "loss__chunk_tokens": 20}
+    user = adapted(LORA | targets, **chunks, **recompute)
+    assert_passes(check(pool, user, "tp2spmbs4,pp2cp2mbs4", num_steps=2))
+
+
+@pytest.mark.parametrize(
     ("kind", "rank", "layouts"),
     [
         ("lora", 24, "tp2mbs16,tp2spcp2mbs4,pp2mbs8"),

@@ -1,0 +1,99 @@
+"""Where the weights of a checkpoint came from, and the files that stood beside them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.imported import imported_model
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.config.schema.model import ModelSection
+from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
+from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.hf.schema.files import CONFIG_NAME, side_files
+from mtrain.runs.folder import RunFolder
+from mtrain.tokenizer import HF_TOKENIZER_FILE
+
+_TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", TEMPLATE_FILE)
+
+
+class ModelSource(NamedTuple):
+    """What the weights of a checkpoint are."""
+
+    model: ModelSection
+    origin: Path | None
+    """Folder with config.json, tokenizer and shard names of the weights that training started from."""
+    context_tokens: int | None
+    """Longest sequence that training saw, where there is no origin to say it."""
+    tokenizer: Path | None = None
+    """That of the run, where there is no origin to have one."""
+
+
+def source_of(checkpoint: Path) -> ModelSource:
+    """The model that a checkpoint holds, and what its first weights came with.
+
+    Raises:
+        DataError: Nothing says what model it is.
+    """
+    imported = imported_model(checkpoint)
+    if imported is not None:
+        return ModelSource(imported, checkpoint / ORIGIN, None)
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    if not path.exists():
+        raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
+    run = load_config([path], [])
+    if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
+        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length)
+    start = run.checkpoint.initialize_from
+    if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
+        return _without_origin(run)
+    entry = checkpoint_at(Path(start)).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    origin = source_of(entry.path).origin
+    return _without_origin(run) if origin is None else ModelSource(run.model, origin, run.data.seq_length)
+
+
+def _without_origin(run: Config) -> ModelSource:
+    tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
+    return ModelSource(run.model, None, run.data.seq_length, tokenizer)
+
+
+def put_side_files(
+    folder: Path, checkpoint: Path, origin: Path | None, tokenizer: Path | None, but: tuple[str, ...] = ()
+) -> None:
+    """Tokenizer, licence and so on of the origin, with the chat templates that the run wrote conversations by.
+
+    Args:
+        folder: Of an export; may hold some of them.
+        checkpoint: In the folder of its run.
+        origin: As `ModelSource.origin`.
+        tokenizer: As `ModelSource.tokenizer`.
+        but: Names of files that are left out.
+
+    Raises:
+        DataError: A link of the origin leads out of it, or the settings of its tokenizer are damaged.
+    """
+    if origin is not None:
+        for name in (each for each in side_files(origin) if each.as_posix() not in but):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(origin / name, folder / name)
+    elif tokenizer is not None:
+        _copy_tokenizer(tokenizer, folder)
+    trained = RunFolder(checkpoint.resolve().parent.parent).saved_chat_templates()
+    if trained:  # the weights are of a run that wrote conversations by them
+        put_templates(trained, folder)
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    """That of a run whose weights came with none; a sentencepiece model alone is nothing that these libraries load."""
+    source = path if path.is_dir() else path.parent
+    if not (source / HF_TOKENIZER_FILE).is_file():
+        print(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer", flush=True)
+        return
+    for name in (name for name in _TOKENIZER_FILES if (source / name).is_file()):
+        shutil.copyfile(source / name, folder / name)
