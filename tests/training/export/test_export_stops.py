@@ -16,7 +16,7 @@ from mtrain.hf.io.folder import HfFolder
 from mtrain.runs.folder import RunFolder
 from mtrain.training.export import Exporter, clean_staging, due_steps
 from tests.fault_table import Notice
-from tests.training.test_export import finished, run
+from tests.training.export.test_export import finished, run
 from tests.training.test_trainer import command, start, wait_for_step
 from tests.training.test_trainer import finished as ended
 

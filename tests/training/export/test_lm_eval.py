@@ -55,7 +55,12 @@ def test_an_export_of_training_is_evaluated(python_with_lm_eval: Path, tmp_path:
     lines = [json.dumps({"question": text, "choices": choices, "label": label}) for text, label in questions]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines) + "\n")
     told = subprocess.run(
-        [python_with_lm_eval, ROOT / "tests" / "training" / "evaluate_folder.py", export, tmp_path / "questions.jsonl"],
+        [
+            python_with_lm_eval,
+            ROOT / "tests" / "training" / "export" / "evaluate_folder.py",
+            export,
+            tmp_path / "questions.jsonl",
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""},
