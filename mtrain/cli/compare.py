@@ -1,4 +1,4 @@
-"""`mtrain compare`: where two runs part."""
+"""`mtrain compare`: where runs part."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +9,7 @@ from mtrain.cli.messages import one_message
 
 
 def compare(
-    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run folder.", show_default=False)],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The other one.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two run folders or more.", show_default=False)],
     rtol: Annotated[
         float | None,
         typer.Option(
@@ -19,9 +18,17 @@ def compare(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for compare.html and compare.png.")] = Path(),
 ) -> None:
-    """Compares two runs: what differs, and from which step and quantity on; exit 0 equal, 1 divergent."""
+    """Compares runs with the first one: what differs, and from which step and quantity on; exit 0 equal, 1
+    divergent."""
     with one_message():
+        from mtrain.base.errors import ConfigError
         from mtrain.compare.report import report_comparison
+        from mtrain.compare.several import report_several
 
-        is_equal = report_comparison(run_a, run_b, rtol, output)
+        if len(runs) == 1:
+            raise ConfigError(f"only {runs[0]} is given, but it is compared with others; name a second run folder")
+        if len(runs) == 2:
+            is_equal = report_comparison(runs[0], runs[1], rtol, output)
+        else:
+            is_equal = report_several(runs, rtol, output)
     raise typer.Exit(0 if is_equal else 1)

@@ -269,7 +269,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             done, valid_loss = step + 1, None
             lr = run.learning_rate(guard.updates_before(done), config.optimizer, last)
             with course.profiler.step(done):
-                made = trial.make(own, lr, done, stop_requested=course.signal.received is not None)
+                made = trial.make(own, lr, done, lambda: course.signal.received is not None)
             if made.is_applied:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
             spoil_point(run.chunks, run.optimizer, run.groups, done)

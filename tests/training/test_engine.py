@@ -253,7 +253,7 @@ def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path
         ("nothing to step", "RuntimeError: optim_step needs a forward_backward before it"),
         ("second engine", "ConfigError: this process already has megatron-core's process groups"),
         ("closed", "RuntimeError: this Engine is closed"),
-        ("not finite", "NumericError: the loss of term 'main' is (inf|nan)"),
+        ("not finite", "NonFiniteError: the loss of term 'main' is (inf|nan)"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing_behind(pool: Pool, name: str, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -84,7 +84,9 @@ class StepTrial:
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
         self._draws = bool(dropout_keys(run.config))
 
-    def make(self, own: Sequence[Microbatch] | None, lr: float, step: int, stop_requested: bool) -> Attempt:
+    def make(
+        self, own: Sequence[Microbatch] | None, lr: float, step: int, asked_to_stop: Callable[[], bool]
+    ) -> Attempt:
         """Computes and applies a step. Collective over the world.
 
         A bad one that is skipped leaves weights, optimizer state and its counters, loss scale and random states as they
@@ -94,7 +96,7 @@ class StepTrial:
             own: As for `TrainingStep.forward_backward`.
             lr: Of this update.
             step: Counted from 1.
-            stop_requested: As for `TrainingStep.forward_backward`.
+            asked_to_stop: Whether this rank was sent a stop signal; asked when the step begins.
 
         Raises:
             RollBackError: It was bad, and train.on_nonfinite or train.on_spike says rollback.
@@ -107,7 +109,7 @@ class StepTrial:
         try:
             with named(f"step {step}"):
                 self._heartbeat.enter(Phase.FORWARD_BACKWARD, step)
-                totals = self._run.training.forward_backward(own, stop_requested=stop_requested)
+                totals = self._run.training.forward_backward(own, stop_requested=asked_to_stop())
                 self._heartbeat.enter(Phase.UPDATE, step)
                 loss = totals.loss
                 update = self._run.training.update(totals, lr, lambda grad_norm: self._guard.judge(loss, grad_norm))
