@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,7 +94,8 @@ def test_a_rank_that_is_stopped_while_it_loads_is_named(
         assert first.wait(60) == -signal.SIGKILL, "it does not notice by itself"
     errors = first.communicate()[1]
     assert "error: rank 1 is stopped, for 2 s, in start" in errors
-    assert 'File "<string>", line 1 in <module>' in errors, "the stack of the stopped rank"
+    # line 1, or line 2 where the watchdog let the rank go on for a moment to write it
+    assert re.search(r'File "<string>", line [12] in <module>', errors), "the stack of the stopped rank"
     assert is_soon(lambda: not folder_of(tmp_path).exists())
 
 
