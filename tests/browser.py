@@ -54,7 +54,7 @@ class Browser:
         self.visit = Visit()
 
     def open(self, page: Path, width: int = 1280, *, dark: bool = False) -> Visit:
-        """Loads a file in a fresh tab as wide as told; returns when it has loaded and been quiet for a moment."""
+        """Loads a file in a fresh tab of the given width; returns when it has loaded and been quiet for a moment."""
         target = self._call("Target.createTarget", {"url": "about:blank"}, "")["targetId"]
         attached = self._call("Target.attachToTarget", {"targetId": target, "flatten": True}, "")
         self._session = attached["sessionId"]
@@ -95,7 +95,7 @@ class Browser:
             assert time.monotonic() < deadline, "the page does not load"
         self.evaluate("document.fonts.ready, 1")
         time.sleep(0.2)
-        self.evaluate("1")  # takes in what was told meanwhile
+        self.evaluate("1")  # takes in what has arrived meanwhile
 
     def _call(self, method: str, parameters: Mapping[str, Any] | None, session: str) -> Any:
         self._number += 1
@@ -119,16 +119,16 @@ class Browser:
         return answer
 
     def _note(self, event: Mapping[str, Any]) -> None:
-        told = event.get("params", {})
+        reported = event.get("params", {})
         match event.get("method"):
             case "Network.requestWillBeSent":
-                self.visit.requests.append(told["request"]["url"])
+                self.visit.requests.append(reported["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.visit.complaints.append(json.dumps(told["exceptionDetails"]))
-            case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
-                self.visit.complaints.append(json.dumps(told["args"]))
-            case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
-                self.visit.complaints.append(told["entry"]["text"])
+                self.visit.complaints.append(json.dumps(reported["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if reported["type"] in ("error", "warning", "assert"):
+                self.visit.complaints.append(json.dumps(reported["args"]))
+            case "Log.entryAdded" if reported["entry"]["level"] in ("error", "warning"):
+                self.visit.complaints.append(reported["entry"]["text"])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tokenizers: both kinds behave alike, and bad files are told."""
+"""Tokenizers: both kinds behave alike, and bad files are reported."""
 
 import json
 import os

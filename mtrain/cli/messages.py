@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import typer
 
 from mtrain.base.errors import MtrainError
-from mtrain.runs.failure import TOLD_TO, told_summary
+from mtrain.runs.failure import REPORT_TO, reported_summary
 
 
 @contextmanager
@@ -44,8 +44,8 @@ def prefixed_traceback() -> Iterator[None]:
 
 def _told(error: Exception) -> str | None:
     """The summary, where this process has to show it; empty where the local launcher will; None where there is none."""
-    summary = told_summary(error)
-    if summary is None or {"MTRAIN_LAUNCH", TOLD_TO} & os.environ.keys():
+    summary = reported_summary(error)
+    if summary is None or {"MTRAIN_LAUNCH", REPORT_TO} & os.environ.keys():
         return summary and ""
     return summary if not {"RANK", "SLURM_PROCID"} & os.environ.keys() else None
 

@@ -213,8 +213,8 @@ def _await_watchdog(mark: str) -> None:
 
 
 def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: str) -> FailureRecord | None:
-    """What the run folder says of this launch, once the launcher has told what it has seen; None: nothing."""
-    told = last_failure(run_dir)
+    """What the run folder says of this launch, once the launcher has reported what it has seen; None: nothing."""
+    reported = last_failure(run_dir)
     beat = heartbeats.of(failure.rank)
     if not failure.is_of_its_own and beat is not None and beat.start:
         seen = FailureRecord(
@@ -223,7 +223,7 @@ def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: 
             error=failure.cause.split()[-1],
             message=f"rank {failure.rank.number} {failure.cause}{_seen(beat)}",
             exit_code=failure.exit_code,
-            told_by="launcher",
+            reported_by="launcher",
             time_s=failure.seen_s,
             place=beat.place,
             start=beat.start,
@@ -231,8 +231,8 @@ def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: 
             host=socket.gethostname(),
         )
         with suppress(OSError):  # a full disk: it is shown all the same
-            told = record_failure(run_dir, seen)
-    return told if told is not None and told.launch == mark else None
+            reported = record_failure(run_dir, seen)
+    return reported if reported is not None and reported.launch == mark else None
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from mtrain.base.signals import STOP_SIGNALS
-from mtrain.runs.failure import TOLD_TO, last_failure, last_summary
+from mtrain.runs.failure import REPORT_TO, last_failure, last_summary
 
 STOPPED = 75
 """Exit code after a stop signal: what was begun is saved, and may be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -65,7 +65,7 @@ def main() -> None:
     from torch.distributed.run import main as run
 
     folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
-    told = Path(os.environ.setdefault(TOLD_TO, str(Path(folder, "run_dir"))))
+    reported = Path(os.environ.setdefault(REPORT_TO, str(Path(folder, "run_dir"))))
     try:
         run()
     except SignalException as stop:
@@ -73,7 +73,7 @@ def main() -> None:
         print(text, file=sys.stderr)
         sys.exit(STOPPED)
     except ChildFailedError as failed:
-        if (code := _told(told)) is not None:
+        if (code := _exit_code(reported)) is not None:
             sys.exit(code)
         rank, failure = failed.get_first_failure()
         print(f"error: rank {rank} failed first on this node, with exit code {failure.exitcode}", file=sys.stderr)
@@ -83,7 +83,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(file: Path) -> int | None:
+def _exit_code(file: Path) -> int | None:
     """Shows what the run folder says of the failure; the exit code of its first cause, None where it says nothing."""
     if not file.exists():
         return None

@@ -91,8 +91,12 @@ def _headline(run: RunHistory) -> str:
 def _notes(run: RunHistory) -> list[str]:
     keys = flat_keys(run.config) if run.config else {}
     tags = keys.get("run.tags") or []
-    told = (run.status.standing.reason, keys.get("run.notes"), f"Tags: {', '.join(map(str, tags))}." if tags else "")
-    return [str(note) for note in told if note]
+    reported = (
+        run.status.standing.reason,
+        keys.get("run.notes"),
+        f"Tags: {', '.join(map(str, tags))}." if tags else "",
+    )
+    return [str(note) for note in reported if note]
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
@@ -222,19 +226,19 @@ def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
 
 def _lines(run: RunHistory) -> Iterator[HistoryLine]:
     """Everything but saves that happened, by time where it is known, else by step."""
-    told = [
+    reported = [
         (event.time_s, HistoryLine(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
         for event in run.events
         if event.kind is not EventKind.SAVE
     ]
-    told += [
+    reported += [
         (step.time_s or 0.0, HistoryLine(_clock(step.time_s), step.step, "skipped step", step.skipped))
         for step in run.curves.steps
         if step.skipped is not None
     ]
     changed = [HistoryLine("", change.step, "change", f"from here on {change}") for change in run.curves.changes]
     yield from changed
-    yield from (line for _, line in sorted(told, key=lambda each: each[0]))
+    yield from (line for _, line in sorted(reported, key=lambda each: each[0]))
 
 
 def _said(text: str, rank: int) -> str:

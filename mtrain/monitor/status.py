@@ -41,7 +41,7 @@ class RunStatus:
     last_pass: ValidRecord | None
     """The latest validation."""
     eta_s: float | None
-    """Seconds to the last step, at the pace of the latest ones; None where none can be told."""
+    """Seconds to the last step, at the pace of the latest ones; None where none can be predicted."""
     world_size: int
     """Ranks of the latest start; 0 where nothing tells."""
     num_beating: int
@@ -228,9 +228,9 @@ def read_beats(folder: Path) -> list[Beat]:
 
 
 def _alarms(latest: Sequence[RunEvent], steps: Sequence[StepRecord]) -> list[str]:
-    told = [f"step {event.step}: {event.text}" for event in latest if event.kind is EventKind.ALARM]
-    told += [f"rolled back to step {each.step}: {each.text}" for each in latest if each.kind is EventKind.ROLLBACK]
-    return [*(f"step {step.step}: skipped, {step.skipped}" for step in steps if step.skipped is not None), *told]
+    reported = [f"step {event.step}: {event.text}" for event in latest if event.kind is EventKind.ALARM]
+    reported += [f"rolled back to step {each.step}: {each.text}" for each in latest if each.kind is EventKind.ROLLBACK]
+    return [*(f"step {step.step}: skipped, {step.skipped}" for step in steps if step.skipped is not None), *reported]
 
 
 def _last_checkpoint(folder: Path) -> int | None:

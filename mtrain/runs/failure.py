@@ -31,8 +31,8 @@ from mtrain.base.errors import (
 from mtrain.base.files import write_atomically
 
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
-TOLD_TO = "MTRAIN_TELL_LAUNCHER"
-"""Environment variable: a file in which a launcher wants the run folder's path, once there is something to be told."""
+REPORT_TO = "MTRAIN_REPORT_TO"
+"""Environment variable: a file in which a launcher wants the run folder's path, once there is something to report."""
 _KEPT_STARTS = 20
 _NUM_FRAMES = 3
 _SUMMARY = "mtrain_summary"
@@ -61,9 +61,9 @@ _ADVICE = {
     FailureClass.OUT_OF_MEMORY: "lower train.micro_batch_size or data.seq_length, recompute more (train.recompute), or "
     f"divide the model over more ranks; then {_AGAIN}",
     FailureClass.LOST_PEER: f"{_AGAIN}; where the same node is named twice, leave it out and look at its kernel log",
-    FailureClass.DISK: f"free space or mend the disk that the message names, then {_AGAIN}",
+    FailureClass.DISK: f"free space or fix the disk that the message names, then {_AGAIN}",
     FailureClass.CONFLICT: "let the other start have the folder, or stop it first",
-    FailureClass.MACHINE: f"mend what the message names, then {_AGAIN}",
+    FailureClass.MACHINE: f"fix what the message names, then {_AGAIN}",
     FailureClass.BUG: "the traceback names the line: a function of your own, or a fault of this program to be reported "
     "with the traceback and config.yaml",
 }
@@ -81,7 +81,7 @@ class FailureRecord:
     """As it follows "error: "."""
     exit_code: int
     """Of the run, if this is its first cause."""
-    told_by: str
+    reported_by: str
     """`rank`, `watchdog` or `launcher`."""
     time_s: float
     """Unix time."""
@@ -100,12 +100,12 @@ class FailureRecord:
     @property
     def is_consequence(self) -> bool:
         """Whether it says only that another rank failed."""
-        return self.kind is FailureClass.LOST_PEER and self.told_by == "rank"
+        return self.kind is FailureClass.LOST_PEER and self.reported_by == "rank"
 
 
 @contextlib.contextmanager
 def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) -> Iterator[None]:
-    """What ends the block by an exception is recorded; the exception then knows the summary (`told_summary`).
+    """What ends the block by an exception is recorded; the exception then knows the summary (`reported_summary`).
 
     Args:
         run_dir: The run folder, which this start has.
@@ -124,7 +124,7 @@ def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) ->
         raise
 
 
-def told_summary(error: BaseException) -> str | None:
+def reported_summary(error: BaseException) -> str | None:
     """The summary of a failure of this process that stands in the run folder."""
     found: str | None = vars(error).get(_SUMMARY)
     return found
@@ -175,7 +175,7 @@ def failure_of(
         error=type(error).__name__,
         message=text,
         exit_code=error.exit_code if isinstance(error, MtrainError) else 1,
-        told_by="rank",
+        reported_by="rank",
         time_s=time.time(),
         place=place,
         start=start,
@@ -192,7 +192,7 @@ def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
 
 def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
     """What people read at the end; some lines, each with its newline."""
-    by = f"[rank {failure.rank}] " if failure.rank > 0 and failure.told_by == "rank" else ""
+    by = f"[rank {failure.rank}] " if failure.rank > 0 and failure.reported_by == "rank" else ""
     lines = [f"error: {by}{failure.message}"]
     where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
     place = f", in {failure.place}" if failure.place else ""
@@ -217,16 +217,16 @@ def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -
     """
     folder = records_folder(run_dir, failure.start)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{failure.told_by}_{max(failure.rank, 0):05d}.json"
+    path = folder / f"{failure.reported_by}_{max(failure.rank, 0):05d}.json"
     if again or not path.exists():  # the first word counts: an earlier one is nearer to the cause
         write_atomically(path, json.dumps(asdict(failure), indent=2) + "\n")
-    if file := os.environ.get(TOLD_TO):
+    if file := os.environ.get(REPORT_TO):
         Path(file).write_text(str(run_dir.absolute()))
-    told = recorded(run_dir, failure.start) or [failure]
-    first = first_cause(told)
+    reported = recorded(run_dir, failure.start) or [failure]
+    first = first_cause(reported)
     if failure.is_consequence and (run_dir / "failure.json").exists():
         return first  # of a thousand ranks that follow, one writing is enough
-    num_failed = len({one.rank for one in told})
+    num_failed = len({one.rank for one in reported})
     write_atomically(run_dir / "failure.json", json.dumps(asdict(first), indent=2) + "\n")
     write_atomically(run_dir / "failure.txt", summary(first, run_dir, num_failed))
     return first

@@ -165,7 +165,7 @@ def _told_of(
 
 
 def _tellers(life: Life, account: StartAccount) -> Callable[[int, float], None]:
-    """Who is told of a save."""
+    """Who is notified of a save."""
 
     def saved(step: int, seconds: float) -> None:
         account.saved(step)

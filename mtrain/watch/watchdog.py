@@ -47,7 +47,7 @@ _GONE_S = 0.7
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the watchdog is told."""
+    """All that the watchdog is given."""
 
     node: str
     """Folder of the pulses."""
@@ -194,7 +194,7 @@ class Watchdog:
             error=loss.how.name.lower(),
             message=text,
             exit_code=RankLostError.exit_code,
-            told_by="watchdog",
+            reported_by="watchdog",
             time_s=time_s,
             place=loss.place or None,
             start=_number(states),

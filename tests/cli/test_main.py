@@ -95,7 +95,7 @@ def test_train_checks_the_world_size_before_torch_is_loaded(config_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
-def test_a_wrong_configuration_is_told_by_rank_0_alone(config_path: Path, name: str) -> None:
+def test_a_wrong_configuration_is_reported_by_rank_0_alone(config_path: Path, name: str) -> None:
     torchrun = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     srun = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n"}
     environment = {name: "1"} | (torchrun if name == "RANK" else srun)
@@ -103,7 +103,7 @@ def test_a_wrong_configuration_is_told_by_rank_0_alone(config_path: Path, name: 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_wrong_environment_is_told_by_the_rank_that_has_it(config_path: Path) -> None:
+def test_a_wrong_environment_is_reported_by_the_rank_that_has_it(config_path: Path) -> None:
     done = mtrain("train", config_path, RANK="1", WORLD_SIZE="2")
     assert done.returncode == 7
     assert done.stderr.startswith("error: [rank 1] the environment variable LOCAL_RANK is not set")

@@ -58,15 +58,16 @@ def test_the_coarser_precision_of_a_pair_decides_unless_a_tolerance_is_given(tmp
 
 
 @pytest.mark.parametrize(
-    ("precision", "told"), [("fp32", "1e-05, for fp32"), ("bf16", "4e-03 (losses) and 4e-02 (gradient norms), by the")]
+    ("precision", "reported"),
+    [("fp32", "1e-05, for fp32"), ("bf16", "4e-03 (losses) and 4e-02 (gradient norms), by the")],
 )
-def test_the_command_says_which_tolerance_it_takes(tmp_path: Path, precision: str, told: str) -> None:
+def test_the_command_says_which_tolerance_it_takes(tmp_path: Path, precision: str, reported: str) -> None:
     config = CONFIG.replace("PRECISION", precision)
     a, b = (run(tmp_path / name, steps(), config) for name in "ab")
     done = compare(a, b, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"tolerance      {told}" in done.stdout
-    assert f"Tolerance: {told}" in (tmp_path / "compare.html").read_text()
+    assert f"tolerance      {reported}" in done.stdout
+    assert f"Tolerance: {reported}" in (tmp_path / "compare.html").read_text()
     assert "tolerance      1e-04, --rtol" in compare(a, b, "--output", tmp_path, "--rtol", "1e-4").stdout
 
 
@@ -99,9 +100,9 @@ def test_what_depends_on_the_layout_by_definition_is_expected_to_differ(tmp_path
 def test_an_unrecorded_world_size_may_be_another(tmp_path: Path) -> None:
     a, b = run(tmp_path / "a", steps(), DROPOUT), run(tmp_path / "b", steps(), DROPOUT)
     (b / "environment.json").unlink()
-    told = compare_runs(a, b, None).expected
-    assert told is not None
-    assert told.endswith("follow the world size (not recorded)")
+    reported = compare_runs(a, b, None).expected
+    assert reported is not None
+    assert reported.endswith("follow the world size (not recorded)")
 
 
 def test_dropout_follows_the_micro_batch_size_and_every_record_says_so(
@@ -119,10 +120,11 @@ def test_dropout_follows_the_micro_batch_size_and_every_record_says_so(
         )
     done = compare(tmp_path / "small", tmp_path / "large", "--output", tmp_path)
     assert done.returncode == 1, done.stderr
-    told = "a difference: model.hidden_dropout above 0 makes the numbers follow train.micro_batch_size"
-    assert f"expected       {told}" in done.stdout
+    reported = "a difference: model.hidden_dropout above 0 makes the numbers follow train.micro_batch_size"
+    assert f"expected       {reported}" in done.stdout
     assert (
-        f"A difference is expected: {told.removeprefix('a difference: ')}." in (tmp_path / "compare.html").read_text()
+        f"A difference is expected: {reported.removeprefix('a difference: ')}."
+        in (tmp_path / "compare.html").read_text()
     )
 
 

@@ -108,8 +108,8 @@ def test_an_earlier_step_comes_before_an_earlier_quantity(tmp_path: Path) -> Non
     b = [*changed(2, lr=9.0)[:3], *changed(4, denominator=9.0)[3:]]
     comparison = compared(tmp_path, b)
     assert first(comparison) == (2, "learning rate")
-    told = str(comparison.divergence)
-    assert told == "step 2, learning rate: 0.001 and 9.0, relative difference 1.0e+00 (tolerance 1e-05)"
+    reported = str(comparison.divergence)
+    assert reported == "step 2, learning rate: 0.001 and 9.0, relative difference 1.0e+00 (tolerance 1e-05)"
 
 
 def test_what_is_within_the_tolerance_is_equal_but_told(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_tokens_of_both_runs_are_told(tmp_path: Path) -> None:
         "5,120 of text, 5,000 of them in the loss, beside 50 of padding; 2,048 a second",
     )
     assert all(
-        f"Tokens of {name}: {told}." in comparison_page(comparison)
-        for name, told in zip("ab", comparison.tokens, strict=True)
+        f"Tokens of {name}: {reported}." in comparison_page(comparison)
+        for name, reported in zip("ab", comparison.tokens, strict=True)
     )
 
 
@@ -227,10 +227,10 @@ def test_the_command_tells_and_draws_a_divergence(tmp_path: Path, chromium: Brow
     b = run(tmp_path / "b", changed(3, denominator=999.0, loss=1.5), CONFIG.replace("num_layers: 2", "num_layers: 3"))
     done = compare(a, b, "--output", tmp_path / "new" / "out")
     assert (done.returncode, done.stderr) == (1, "")
-    told = {line[:15].strip(): line[15:] for line in done.stdout.splitlines()}
-    assert told["configuration"] == "model.num_layers: 2 -> 3"
-    assert told["environment"] == "torch: 2.10 -> 2.9"
-    assert told["verdict"].startswith(
+    reported = {line[:15].strip(): line[15:] for line in done.stdout.splitlines()}
+    assert reported["configuration"] == "model.num_layers: 2 -> 3"
+    assert reported["environment"] == "torch: 2.10 -> 2.9"
+    assert reported["verdict"].startswith(
         "divergent from step 3, denominator: 1000.0 and 999.0, relative difference 1.0e-03"
     )
     assert ["denominator", "1.0e-03", "1e-12", "3", "3"] in [line.split() for line in done.stdout.splitlines()]

@@ -79,7 +79,7 @@ def test_layouts_do_not_make_checkpoints_differ_and_changes_are_named(runs: Path
     assert "not compared: rng.cpu" in text
 
 
-def test_differences_are_told_by_key_the_worst_first(tmp_path: Path) -> None:
+def test_differences_are_reported_by_key_the_worst_first(tmp_path: Path) -> None:
     large, small = torch.arange(24.0).view(4, 6), torch.ones(5)
     wide = torch.zeros(7)
     a = changed(tmp_path / "a", {"same": wide, "large": large, "small": small, "gone": wide, "shape": wide})

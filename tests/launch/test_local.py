@@ -1,4 +1,4 @@
-"""Ranks of `mtrain launch local`: what they are told, how they end, and that none stays behind."""
+"""Ranks of `mtrain launch local`: what they are given, how they end, and that none stays behind."""
 
 import os
 import signal
@@ -94,9 +94,9 @@ def is_running(pid: int) -> bool:
 def test_ranks_are_told_who_they_are(program: Callable[[str], Path], tmp_path: Path) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     assert run(program(f"tell(f'rank{{rank}}', ' '.join(os.environ[name] for name in {names}))"), 3) == 0
-    told = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(3)]
-    ports = {words.pop() for words in told}
-    assert told == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    reported = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(3)]
+    ports = {words.pop() for words in reported}
+    assert reported == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
     assert len(ports) == 1
 
 

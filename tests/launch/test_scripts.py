@@ -160,11 +160,11 @@ def test_the_batch_script_shows_the_one_summary_of_a_failure(
     rank = tmp_path / "logs" / "job-712345-0" / "rank_0.log"
     rank.parent.mkdir(parents=True)
     rank.write_text("error: of one rank of many\n")
-    told = "error: rank 1 is stopped, for 30 s, in save of step 3"
-    job = {"SRUN_CODE": code, "SRUN_TELLS": told, "JOB_STATE": "COMPLETING"}
+    reported = "error: rank 1 is stopped, for 30 s, in save of step 3"
+    job = {"SRUN_CODE": code, "SRUN_TELLS": reported, "JOB_STATE": "COMPLETING"}
     assert finish(start(tmp_path, str(tmp_path), "run.yaml", **job)) == ends_with
     errors = capfd.readouterr().err
-    assert told in errors
+    assert reported in errors
     assert errors.count("error:") == 1
     assert finish(start(tmp_path, str(tmp_path), "run.yaml", SRUN_CODE=code, JOB_STATE="COMPLETING")) == int(code)
     assert "of one rank of many" in capfd.readouterr().err, "where ranks have left no record"

@@ -14,7 +14,7 @@ from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Time that passes when it is asked to."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -122,8 +122,8 @@ def test_of_a_long_run_the_end_is_read(tmp_path: Path) -> None:
 def test_numbers_that_are_none_stay_json(tmp_path: Path) -> None:
     started(tmp_path)
     append(tmp_path, [step_record(5, float("nan"))])
-    told = json.loads(json.dumps(read_status(tmp_path).as_json(), allow_nan=False))
-    assert told["last_step"]["loss"] == "NaN"
+    reported = json.loads(json.dumps(read_status(tmp_path).as_json(), allow_nan=False))
+    assert reported["last_step"]["loss"] == "NaN"
 
 
 @pytest.mark.parametrize("name", ["dense", "mla"])
@@ -156,8 +156,8 @@ def test_the_verb_answers_without_torch_and_in_json(tmp_path: Path) -> None:
     program = "import sys; from mtrain.__main__ import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     command = [sys.executable, "-c", program, "status", str(tmp_path), "--json"]
     done = subprocess.run(command, env=program_environment(), capture_output=True, text=True, check=True)
-    (told,) = json.loads(done.stdout)
-    assert (told["state"], told["step"], told["name"]) == ("finished", 4, "first try")
+    (reported,) = json.loads(done.stdout)
+    assert (reported["state"], reported["step"], reported["name"]) == ("finished", 4, "first try")
     assert {"torch", "numpy", "megatron", "matplotlib", "ruamel", "mtrain.config"}.isdisjoint(done.stderr.split())
 
 

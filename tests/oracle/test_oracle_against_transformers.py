@@ -31,7 +31,7 @@ SMALL = {
 
 
 class Float32IsFloat64(TorchFunctionMode):
-    """Reads float32 as float64 wherever a torch function is told a dtype."""
+    """Reads float32 as float64 wherever a torch function is given a dtype."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

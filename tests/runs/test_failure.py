@@ -27,12 +27,12 @@ from mtrain.runs.failure import (
     record_failure,
     recorded,
     recording,
-    told_summary,
+    reported_summary,
 )
 
 
-def record(rank: int, kind: FailureClass, time_s: float, told_by: str = "rank") -> FailureRecord:
-    return FailureRecord(rank, kind, "Error", f"message of rank {rank}", 5, told_by, time_s, start=1, host="here")
+def record(rank: int, kind: FailureClass, time_s: float, reported_by: str = "rank") -> FailureRecord:
+    return FailureRecord(rank, kind, "Error", f"message of rank {rank}", 5, reported_by, time_s, start=1, host="here")
 
 
 LOST = FailureClass.LOST_PEER
@@ -53,9 +53,9 @@ def test_the_first_cause_is_what_others_follow_from(records: list[FailureRecord]
         clear_summary(tmp_path)
         for each in order:
             record_failure(tmp_path, each)
-        told = last_failure(tmp_path)
-        assert told is not None
-        assert told.rank == rank, "whoever comes last"
+        reported = last_failure(tmp_path)
+        assert reported is not None
+        assert reported.rank == rank, "whoever comes last"
 
 
 def memory_fault() -> BaseException:
@@ -100,16 +100,16 @@ def test_a_summary_tells_rank_error_class_place_and_what_to_do(tmp_path: Path) -
     with pytest.raises(KeyError) as caught, recording(tmp_path, 3, 2, lambda: "forward_backward of step 7"):
         users_loss()
     text = last_summary(tmp_path)
-    assert text == told_summary(caught.value)
+    assert text == reported_summary(caught.value)
     assert text.startswith("error: [rank 3] KeyError: 'labels'\n  class: bug (exit code 1), rank 3 on ")
     assert ", in forward_backward of step 7\n" in text
     assert f'at: File "{__file__}", line ' in text
     assert "in users_loss" in text
     assert "try: the traceback names the line" in text
     record_failure(tmp_path, replace(record(0, LOST, 9e12), start=2))
-    told = last_failure(tmp_path)
-    assert told is not None
-    assert (told.rank, told.place, len(recorded(tmp_path, 2))) == (3, "forward_backward of step 7", 2)
+    reported = last_failure(tmp_path)
+    assert reported is not None
+    assert (reported.rank, reported.place, len(recorded(tmp_path, 2))) == (3, "forward_backward of step 7", 2)
     clear_summary(tmp_path)
     assert last_failure(tmp_path) is None
     assert last_summary(tmp_path) == ""

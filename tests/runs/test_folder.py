@@ -76,7 +76,7 @@ def test_create_makes_the_folders_and_leaves_no_probe(folder: RunFolder) -> None
 @pytest.mark.fault(
     "ranks",
     "two launches into one run folder",
-    happens="the second is refused, and told process, machine and job of the first",
+    happens="the second is refused, and its message names process, machine and job of the first",
     exit_code=6,
 )
 def test_a_second_process_is_refused_and_told_who_is_there(folder: RunFolder, notice: Notice) -> None:
@@ -258,7 +258,7 @@ def test_the_same_run_on_another_layout_differs_in_nothing() -> None:
     assert difference(OLD, new.replace("micro_batch_size: 1", "micro_batch_size: 4")) == []
 
 
-def test_differences_are_told_by_dotted_key() -> None:
+def test_differences_are_reported_by_dotted_key() -> None:
     new = (
         OLD.replace("global_batch_size: 8", "global_batch_size: 16")
         .replace("base: 10000.0", "base: 5e5")
@@ -278,7 +278,9 @@ def test_differences_are_told_by_dotted_key() -> None:
 
 def test_a_null_and_a_missing_key_differ() -> None:
     assert difference("a: {b: null, c: 1}", "a: {c: 1}") == ["a.b"]
-    assert difference("a: {b: null}", "a: {b: {d: 1, e: 2}}") == ["a.b.d", "a.b.e"], "an absent section is told by keys"
+    assert difference("a: {b: null}", "a: {b: {d: 1, e: 2}}") == ["a.b.d", "a.b.e"], (
+        "an absent section is compared by its keys"
+    )
     assert changes("a: {b: null, c: 1}", "a: {c: 1}") == [Change("a.b", "null", None, is_neutral=False)]
 
 

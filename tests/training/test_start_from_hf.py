@@ -109,7 +109,7 @@ def test_the_resolved_configuration_says_the_architecture_and_repeats_itself(tmp
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reported"),
     [
         ("model.num_layers=5", "model.num_layers=5 does not agree with"),
         ("model.rope.base=1", "model.rope="),
@@ -119,11 +119,11 @@ def test_the_resolved_configuration_says_the_architecture_and_repeats_itself(tmp
         ("model.hf=elsewhere", "model.hf=elsewhere holds no config.json"),
     ],
 )
-def test_what_does_not_agree_with_the_folder_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
+def test_what_does_not_agree_with_the_folder_is_refused_by_name(tmp_path: Path, override: str, reported: str) -> None:
     save("llama", tmp_path / "hf")
     with pytest.raises(ConfigError) as refused:
         configured(tmp_path, override)
-    assert told in str(refused.value)
+    assert reported in str(refused.value)
 
 
 def test_a_folder_that_changed_meanwhile_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:

@@ -189,9 +189,9 @@ def test_layouts_log_the_same_losses_and_denominators(command: Any, start: Any, 
 def test_a_run_folder_tells_what_the_run_ran_on_but_not_where(command: Any, start: Any, tmp_path: Path) -> None:
     assert finished(start(command("train.num_steps=1")))[0] == 0
     text = (tmp_path / "run" / "environment.json").read_text()
-    told = json.loads(text)
-    assert told.keys() >= {"mtrain", "python", "torch", "megatron-core", "numpy", "device", "layout", "world_size"}
-    assert (told["device"], told["layout"], told["world_size"]) == ("cpu", "tp1-pp1-cp1-dp1", "1")
+    reported = json.loads(text)
+    assert reported.keys() >= {"mtrain", "python", "torch", "megatron-core", "numpy", "device", "layout", "world_size"}
+    assert (reported["device"], reported["layout"], reported["world_size"]) == ("cpu", "tp1-pp1-cp1-dp1", "1")
     assert socket.gethostname() not in text
 
 
@@ -298,8 +298,10 @@ def test_a_killed_rank_ends_the_run_with_its_name(command: Any, start: Any, tmp_
     assert re.search(r"rank 1 was killed by SIGKILL \(last seen in \w+ of step \d+\)", errors), errors
     assert "error: rank 1" in errors
     assert errors.count("error:") == 1, "rank 0, which lost its peer, is a consequence"
-    told = (tmp_path / "run" / "failures" / "start_00001" / "rank_00000.json").read_text()
-    assert re.search(r"rank 0 lost the connection to another rank; rank 1: silent for .* of step \d+ ", told), told
+    reported = (tmp_path / "run" / "failures" / "start_00001" / "rank_00000.json").read_text()
+    assert re.search(r"rank 0 lost the connection to another rank; rank 1: silent for .* of step \d+ ", reported), (
+        reported
+    )
     assert "Traceback" not in output + errors
     assert not any(child.is_running() for child in ranks)
     last = read_events(tmp_path / "run" / "events.jsonl")[-1]

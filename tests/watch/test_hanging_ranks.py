@@ -83,8 +83,8 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert f"{frame}" in errors.partition("  at: ")[2].splitlines()[0], errors
     assert errors.count("error:") == 1
     assert "class: lost peer (exit code 5), rank 1 on" in errors
-    told = json.loads((tmp_path / "run" / "failure.json").read_text())
-    assert (told["rank"], told["told_by"], told["exit_code"]) == (1, "watchdog", 5)
+    reported = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert (reported["rank"], reported["reported_by"], reported["exit_code"]) == (1, "watchdog", 5)
     stacks = sorted((tmp_path / "run" / "failures" / "start_00001").glob("stacks_rank_*.txt"))
     assert [path.name for path in stacks] == ["stacks_rank_00000.txt", "stacks_rank_00001.txt"]
     assert re.match(r"rank 0, process \d+, in \w+ of step 3, waiting in [\w-]+ \d+\n", stacks[0].read_text())

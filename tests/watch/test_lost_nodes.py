@@ -124,8 +124,8 @@ def test_a_lost_node_costs_steps_and_no_digit(command: Any, start: Any, tmp_path
     assert f"restarts 1, lost steps {goodput.lost_steps}" in output
     assert 0 < goodput.fraction < 1
     assert not (run / "failure.json").exists()
-    (told,) = (run / "failures" / "start_00001").glob("launcher_*.json")
-    assert json.loads(told.read_text())["exit_code"] == 5
+    (reported,) = (run / "failures" / "start_00001").glob("launcher_*.json")
+    assert json.loads(reported.read_text())["exit_code"] == 5
 
 
 def test_the_account_of_a_start_adds_up(command: Any, start: Any, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
         job: Files and encoder.
         num_workers: Processes that tokenise.
         stops_at_bad: Whether a record that is no sample is an error.
-        progress: Told of every chunk.
+        progress: Called after every chunk.
 
     Raises:
         DataError: A file is damaged, a record is bad, or there is no sample.

@@ -25,7 +25,7 @@ _EXTRAS: Mapping[TrackerName, str] = {"wandb": "wandb", "mlflow": "mlflow", "tra
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run, without secrets."""
+    """What a tracker is given about a run, without secrets."""
 
     folder: Path
     project: str
@@ -78,14 +78,14 @@ def tracked_run(
         config: Dotted key -> value, of the whole configuration.
         environment: What it runs on.
     """
-    told = {**config, **{f"environment.{name}": value for name, value in environment.items()}}
+    reported = {**config, **{f"environment.{name}": value for name, value in environment.items()}}
     words = without_secrets({"name": run.name or folder.resolve().name, "notes": run.notes}, os.environ)
-    clean = without_secrets(told, os.environ)
+    clean = without_secrets(reported, os.environ)
     return TrackedRun(folder, project, words["name"], words["notes"], tuple(run.tags), clean)
 
 
 def tracker_sink(name: TrackerName, run: TrackedRun, patience_s: float = PATIENCE_S) -> TrackerSink:
-    """The sink of a tracker, which is told of the run; its end waits for the tracker for `patience_s` seconds."""
+    """The sink of a tracker, which is given the run; its end waits for the tracker for `patience_s` seconds."""
     return TrackerSink(name, _opener(name, run), patience_s=patience_s)
 
 

@@ -64,9 +64,9 @@ def named(what: str) -> Iterator[None]:
     try:
         yield
     except BadStepError as error:
-        told = type(error)(f"{what}: {error}")
-        told.totals = error.totals
-        raise told from error
+        reported = type(error)(f"{what}: {error}")
+        reported.totals = error.totals
+        raise reported from error
     except NumericError as error:
         raise NumericError(f"{what}: {error}") from error
 
@@ -79,7 +79,7 @@ class StepTrial:
         Args:
             run: Whose steps.
             guard: Judges them.
-            heartbeat: Is told of each phase.
+            heartbeat: Is set to each phase.
         """
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
         self._draws = bool(dropout_keys(run.config))
@@ -114,13 +114,13 @@ class StepTrial:
                 loss = totals.loss
                 update = self._run.training.update(totals, lr, lambda grad_norm: self._guard.judge(loss, grad_norm))
         except BadStepError as fault:
-            told = self._with_cause(fault)
-            if self._guard.refuse(step, told) is Verdict.ROLL_BACK:
-                raise RollBackError(step, str(told)) from fault
+            reported = self._with_cause(fault)
+            if self._guard.refuse(step, reported) is Verdict.ROLL_BACK:
+                raise RollBackError(step, str(reported)) from fault
             self._restore(before)
             if self._run.groups.rank == 0:
-                print(f"warning: {told}; the step is left out", file=sys.stderr, flush=True)
-            return Attempt(fault.totals if totals is None else totals, None, str(told))
+                print(f"warning: {reported}; the step is left out", file=sys.stderr, flush=True)
+            return Attempt(fault.totals if totals is None else totals, None, str(reported))
         if update is not None and not update.overflowed:
             self._guard.accept(totals.loss, update.grad_norm)
         return Attempt(totals, update)

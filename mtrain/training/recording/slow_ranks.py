@@ -54,7 +54,7 @@ class SlowRanks:
         return replace(record, slow_rank=rank, slow_rank_ratio=slow[rank])
 
     def look(self) -> None:
-        """Compares the ranks, once all have told of the latest window. In the first rank's thread of the heartbeat."""
+        """Compares the ranks, once all have reported the latest window. In the first rank's thread of the heartbeat."""
         window = self._window
         if self._groups.rank != 0 or window == self._judged:
             return

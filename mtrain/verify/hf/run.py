@@ -53,7 +53,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     Args:
         config: The user's, with `model.hf`.
         request: The command line; without layouts the configuration's own.
-        progress: Told of every run that is done.
+        progress: Called with a line for every finished run.
         pool: Ranks that are at hand; None starts its own.
 
     Raises:

@@ -54,7 +54,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     Args:
         config: The user's.
         request: The command line.
-        progress: Told of every layout that is done.
+        progress: Called with a line for every finished layout.
         pool: Ranks that are at hand; None starts its own.
 
     Raises:

@@ -54,7 +54,7 @@ def verify_preempt(
     Args:
         config: The user's.
         request: The command line.
-        progress: Told of every stop that is done.
+        progress: Called with a line for every finished stop.
         program: Starts the launcher.
 
     Raises:

@@ -23,7 +23,7 @@ from mtrain.verify.report.text import TITLES
 from mtrain.verify.resume.worker import Print, SegmentResult, State
 
 _LEAST = float(np.finfo(np.float32).tiny)
-"""Told where bits differ, but none of the elements that were kept, or none as a number."""
+"""Reported where bits differ, but none of the elements that were kept, or none as a number."""
 _COMPARED_BY_KIND = ("lr", "denominator", "loss", "grad_norm", "terms", "kind", "step")
 
 

@@ -66,7 +66,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
     Args:
         config: The user's.
         request: The command line.
-        progress: Told of every case that is done.
+        progress: Called with a line for every finished case.
         pool: Ranks that are at hand; None starts its own.
 
     Raises:

@@ -69,16 +69,16 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     happens="refused before the run starts, and by `mtrain check`",
     exit_code=2,
 )
-@pytest.mark.parametrize(("name", "keys", "told"), REFUSED, ids=[name for name, *_ in REFUSED])
+@pytest.mark.parametrize(("name", "keys", "reported"), REFUSED, ids=[name for name, *_ in REFUSED])
 def test_a_run_that_could_never_export_does_not_start(
-    tmp_path: Path, name: str, keys: tuple[str, ...], told: str, notice: Notice
+    tmp_path: Path, name: str, keys: tuple[str, ...], reported: str, notice: Notice
 ) -> None:
     save(name, tmp_path / "hf")
     configured(tmp_path)
     with notice:
         result = command("train", tmp_path / "run.yaml", *EXPORTS, *keys)
     assert result.returncode == notice.exit_code
-    assert told in result.stderr
+    assert reported in result.stderr
     assert "Traceback" not in result.stderr
     assert command("check", tmp_path / "run.yaml", "--world-size", 1, *EXPORTS, *keys).returncode == notice.exit_code
 

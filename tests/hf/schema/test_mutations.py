@@ -184,13 +184,15 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     exit_code=3,
 )
 @pytest.mark.parametrize(
-    ("name", "changes", "told"), FOREIGN, ids=[f"{name}-{next(iter(c))}" for name, c, _ in FOREIGN]
+    ("name", "changes", "reported"), FOREIGN, ids=[f"{name}-{next(iter(c))}" for name, c, _ in FOREIGN]
 )
-def test_what_is_not_computed_is_refused_by_name(name: str, changes: dict[str, Any], told: str, notice: Notice) -> None:
+def test_what_is_not_computed_is_refused_by_name(
+    name: str, changes: dict[str, Any], reported: str, notice: Notice
+) -> None:
     config = base(name) | changes
     with notice, pytest.raises(DataError) as refused:
         family_of(config).model(config)
-    assert told in str(refused.value)
+    assert reported in str(refused.value)
     assert refused.value.exit_code == notice.exit_code
 
 
@@ -230,12 +232,12 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     happens="the field, its value and the needed type are named",
     exit_code=3,
 )
-@pytest.mark.parametrize(("changes", "told"), TYPES, ids=[f"{n}-{next(iter(c))}" for n, (c, _) in enumerate(TYPES)])
-def test_a_value_of_another_type_is_refused(changes: dict[str, Any], told: str, notice: Notice) -> None:
+@pytest.mark.parametrize(("changes", "reported"), TYPES, ids=[f"{n}-{next(iter(c))}" for n, (c, _) in enumerate(TYPES)])
+def test_a_value_of_another_type_is_refused(changes: dict[str, Any], reported: str, notice: Notice) -> None:
     config = base("llama") | changes
     with notice, pytest.raises(DataError) as refused:
         family_of(config).model(config)
-    assert told in str(refused.value)
+    assert reported in str(refused.value)
     assert refused.value.exit_code == notice.exit_code
 
 

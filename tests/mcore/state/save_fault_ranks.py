@@ -118,9 +118,9 @@ def _ending(work: Callable[[Callable[[], None]], Any]) -> Ending:
         steps += 1
 
     error = ("nothing", "")
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.redirect_stderr(io.StringIO()) as reported:
         try:
             work(count)
         except MtrainError as fault:
             error = (type(fault).__name__, str(fault))
-    return Ending(steps, error, time.monotonic() - began, told.getvalue().splitlines())
+    return Ending(steps, error, time.monotonic() - began, reported.getvalue().splitlines())

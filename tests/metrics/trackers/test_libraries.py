@@ -27,14 +27,14 @@ class RunNames:
 
 def start(folder: Path, tracker: TrackerName, steps: range) -> None:
     """One start of a run."""
-    sink = tracker_sink(tracker, told(folder), patience_s=PATIENCE_S)
+    sink = tracker_sink(tracker, reported(folder), patience_s=PATIENCE_S)
     for step in steps:
         sink.write(step_record(step, loss=2.0 + step))
     sink.write(valid_record(steps[-1]))
     sink.close()
 
 
-def told(folder: Path) -> TrackedRun:
+def reported(folder: Path) -> TrackedRun:
     return tracked_run(folder, "a project", RunNames(), {"train.lr": 0.5, "hub.api_key": "k"}, {"layout": "tp2"})
 
 

@@ -1,4 +1,4 @@
-"""A tracker that fails, hangs or is slow stops nothing, and what it lacks is told."""
+"""A tracker that fails, hangs or is slow stops nothing, and what it lacks is reported."""
 
 from __future__ import annotations
 

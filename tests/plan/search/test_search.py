@@ -100,7 +100,7 @@ def test_a_batch_that_no_layout_divides_says_which_would() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "memory", "told"),
+    ("changes", "ranks", "memory", "reported"),
     [
         ({"train.recompute": "none", "train.micro_batch_size": 2}, 8, 80, "set layout."),
         (
@@ -117,12 +117,12 @@ def test_a_batch_that_no_layout_divides_says_which_would() -> None:
         ),
     ],
 )
-def test_the_smallest_change_makes_it_fit(changes: dict[str, Any], ranks: int, memory: float, told: str) -> None:
+def test_the_smallest_change_makes_it_fit(changes: dict[str, Any], ranks: int, memory: float, reported: str) -> None:
     given = with_keys(of("llama3_8b", "data.seq_length=8192", "train.overlap_param_gather=false"), changes)
     assert given is not None
     with pytest.raises(ConfigError, match="does not fit: the heaviest rank needs") as refused:
         verdict(given, ranks, H100, int(memory * GIB))
-    assert told in str(refused.value)
+    assert reported in str(refused.value)
     change = smallest_change(given, ranks, H100, int(memory * GIB))
     assert change is not None
     changed = with_keys(given, change.keys)

@@ -54,7 +54,7 @@ def test_an_export_of_training_is_evaluated(python_with_lm_eval: Path, tmp_path:
     choices = [" a", " b", " d"]
     lines = [json.dumps({"question": text, "choices": choices, "label": label}) for text, label in questions]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines) + "\n")
-    told = subprocess.run(
+    reported = subprocess.run(
         [
             python_with_lm_eval,
             ROOT / "tests" / "training" / "export" / "evaluate_folder.py",
@@ -65,10 +65,10 @@ def test_an_export_of_training_is_evaluated(python_with_lm_eval: Path, tmp_path:
         text=True,
         env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""},
     )
-    assert told.returncode == 0, told.stderr
+    assert reported.returncode == 0, reported.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype="float32")
     right = [_choice(model, text, choices) == label for text, label in questions]
-    assert float(told.stdout.split()[-1]) == pytest.approx(sum(right) / len(right))
+    assert float(reported.stdout.split()[-1]) == pytest.approx(sum(right) / len(right))
 
 
 def _choice(model: torch.nn.Module, text: str, choices: list[str]) -> int:

@@ -65,7 +65,7 @@ def test_a_layout_that_stopped_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "told"),
+    ("alone", "reported"),
     [
         (layout(fails=True), "one process with one microbatch too: not a fault of a layout"),
         (layout(error="out of memory"), "none of them was one process: whose fault it is, is open"),
@@ -73,12 +73,12 @@ def test_a_layout_that_stopped_says_why() -> None:
     ],
     ids=["fails", "could not be run", "was not asked for"],
 )
-def test_no_axis_is_blamed_where_nothing_passes(alone: LayoutResult | None, told: str) -> None:
+def test_no_axis_is_blamed_where_nothing_passes(alone: LayoutResult | None, reported: str) -> None:
     results = [*([alone] if alone else []), layout("cp", fails=True)]
     diagnosis = diagnosed(results, lambda result, step: None, PARITY)
     assert diagnosis is not None
     assert diagnosis.axis == "every layout"
-    assert told in diagnosis.lines[0]
+    assert reported in diagnosis.lines[0]
 
 
 @pytest.mark.parametrize("kind", ["samples", "lr"])

@@ -69,20 +69,22 @@ def test_steps_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("fault", "axis", "told"),
+    ("fault", "axis", "reported"),
     [
         ("softmax-scale-off", "every layout", "one process too: not a fault of a layout"),
         ("cp-scaled-loss", "cp", "cp alone breaks the run"),
     ],
 )
-def test_one_process_is_run_where_layouts_fail(pool: Pool, tmp_path: Path, fault: str, axis: str, told: str) -> None:
+def test_one_process_is_run_where_layouts_fail(
+    pool: Pool, tmp_path: Path, fault: str, axis: str, reported: str
+) -> None:
     save("qwen3", tmp_path / "hf")
     report = verify_hf(configured(tmp_path), Request("cp2", 1, 4, fault, "test"), print, pool)
     assert [layout.num_ranks for layout in report.layouts] == [1, 2]
     assert [layout.passed for layout in report.layouts] == [axis == "cp", False]
     assert report.diagnosis is not None
     assert report.diagnosis.axis == axis
-    assert told in report.diagnosis.lines[0]
+    assert reported in report.diagnosis.lines[0]
 
 
 def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reported"),
     [
         ("model.hidden_dropout=0.1", "hidden_dropout"),
         ("loss.options={label_smoothing: 0.1}", "loss.options is set"),
@@ -111,9 +113,9 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
         ("loss.side_terms={z: {function: 'z_loss'}}", "loss.side_terms is set"),
     ],
 )
-def test_what_transformers_does_not_compute_is_refused(tmp_path: Path, override: str, told: str) -> None:
+def test_what_transformers_does_not_compute_is_refused(tmp_path: Path, override: str, reported: str) -> None:
     save("mixtral", tmp_path / "hf")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         comparable(configured(tmp_path, override))
 
 

@@ -60,7 +60,7 @@ def check(
     pool: Pool, user: Config, layouts: str | None = None, fault: str | None = None, num_steps: int = 3
 ) -> ParityReport:
     """The report on some layouts, after one process with one microbatch."""
-    told: list[str] = []
-    report = verify_parity(user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), told.append, pool)
-    assert sorted(line.split(":")[0] for line in told) == sorted(layout.name for layout in report.layouts)
+    reported: list[str] = []
+    report = verify_parity(user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), reported.append, pool)
+    assert sorted(line.split(":")[0] for line in reported) == sorted(layout.name for layout in report.layouts)
     return report

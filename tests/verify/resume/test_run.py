@@ -57,10 +57,10 @@ def lively_config(**changes: Any) -> Config:
 
 def resumed(pool: Pool, user: Config, layouts: str | None) -> ResumeReport:
     """The report on four steps, the run stopped after two."""
-    told: list[str] = []
+    reported: list[str] = []
     request = ResumeRequest(layouts, 4, 4, None, "mtrain verify resume", 2)
-    report = verify_resume(user, request, told.append, pool)
-    assert sorted(line.split(":")[0] for line in told) == sorted(case.name for case in report.layouts)
+    report = verify_resume(user, request, reported.append, pool)
+    assert sorted(line.split(":")[0] for line in reported) == sorted(case.name for case in report.layouts)
     return report
 
 
