@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.needs import browser_program
 
-DEADLINE_S = 40
+DEADLINE_S = 300
 OPTIONS = (
     "--headless",
     "--no-sandbox",
@@ -150,8 +150,8 @@ def browser(profile: Path) -> Iterator[Browser]:
     finally:
         os.close(commands_in)  # the browser ends itself and its children when nobody speaks to it any more
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=600)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=600)
         os.close(answers_out)

@@ -25,7 +25,7 @@ def run_on_two_ranks(folder: Path, *command: str) -> str:
     """The same under torchrun, in new interpreters."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     line, environment = [sys.executable, *launcher, *command], program_environment()
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -65,7 +65,7 @@ def test_a_users_program_is_checked_against_its_types(tmp_path: Path) -> None:
         "from mtrain import Motor\n"
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(program)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert re.search(r':6: note: Revealed type is "(builtins\.)?float"', result.stdout), result.stdout
     faults = [line for line in result.stdout.splitlines() if ": error: " in line]
     assert len(faults) == 3, result.stdout

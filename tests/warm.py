@@ -41,7 +41,7 @@ def completed(
     arguments: Sequence[object],
     folder: Path = ROOT,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 200,
+    timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """A command from its start to its end, as `subprocess.run` gives it back.
 

@@ -12,7 +12,7 @@ from tests.fault_table import Notice
 
 
 def wait_for(condition: Callable[[Beat], bool], folder: Path) -> Beat:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while (beat := read_beat(folder, 3)) is None or not condition(beat):
         assert time.monotonic() < deadline, beat
         time.sleep(0.01)

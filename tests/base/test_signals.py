@@ -92,7 +92,7 @@ with StopSignal() as stop:
 
 def test_signals_that_were_blocked_come_through() -> None:
     """In a process of its own: another thread of this one would take the signal that one thread blocks."""
-    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -136,7 +136,7 @@ def test_a_process_that_is_told_to_stop_finishes_its_step() -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGTERM)
-            output, _ = process.communicate(timeout=20)
+            output, _ = process.communicate(timeout=600)
         finally:
             process.kill()
     assert (output, process.returncode) == ("saved\n", 0)

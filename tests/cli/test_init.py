@@ -68,7 +68,7 @@ def quickstart(folder: Path, python: Path | str) -> subprocess.CompletedProcess[
     call("init", folder)
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
     line = ["bash", "launch/quickstart.sh"]
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_the_quickstart_runs_without_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ except SystemExit as end:
     print(end.code, *sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)
 """
     command_line = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+    done = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, timeout=600, check=True)
     return done.stderr.splitlines()[-1]
 
 
@@ -151,7 +151,7 @@ def test_a_command_of_0_1_0_takes_its_options(old: str) -> None:
     script, *rest = old.split()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     line = [sys.executable, str(ROOT / "tools" / script), *rest, "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     shown = set(re.findall(r"--[a-z][a-z-]+", done.stdout)) - {"--help", "--no-append-eos"}
     assert set(had.split()) <= shown == {name for name in options(command(*verb)) if name.startswith("--")}
@@ -160,6 +160,6 @@ def test_a_command_of_0_1_0_takes_its_options(old: str) -> None:
 def test_the_old_inspect_takes_a_path_alone(tmp_path: Path) -> None:
     line = [sys.executable, str(ROOT / "tools" / "inspect_checkpoint.py"), str(tmp_path / "nowhere")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert done.stderr.startswith(f"error: {tmp_path / 'nowhere'}")

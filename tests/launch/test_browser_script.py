@@ -13,7 +13,7 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
     ours = ("MTRAIN_BROWSER", "MTRAIN_REQUIRE_ALL_TESTS")
     clean = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(
-        ["/bin/bash", SCRIPT], env=clean | environment, capture_output=True, text=True, timeout=60, check=False
+        ["/bin/bash", SCRIPT], env=clean | environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

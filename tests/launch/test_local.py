@@ -35,7 +35,7 @@ def tell(name, text=""):
     os.replace(here / "writing" / name, here / name)
 """
 pytestmark = pytest.mark.usefixtures("hangup")
-LONG_S = 60
+LONG_S = 300
 """Longer than a test may take; nothing waits for it to pass."""
 
 

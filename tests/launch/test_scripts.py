@@ -56,7 +56,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
 def finish(process: subprocess.Popen[bytes]) -> int:
     """Its exit code; takes down what is left of its process group where it does not end."""
     try:
-        return process.wait(timeout=20)
+        return process.wait(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -74,7 +74,7 @@ def test_arguments_reach_the_ranks_unchanged(tmp_path: Path) -> None:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path.name}"
         time.sleep(0.02)

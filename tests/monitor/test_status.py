@@ -178,4 +178,4 @@ def test_watching_shows_what_is_new_until_it_is_interrupted(tmp_path: Path) -> N
     while json.loads(watching.stdout.readline())[0]["step"] != 5:
         pass
     os.kill(watching.pid, signal.SIGINT)
-    assert watching.wait(timeout=60) == 128 + signal.SIGINT
+    assert watching.wait(timeout=600) == 128 + signal.SIGINT

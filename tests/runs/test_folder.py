@@ -96,7 +96,7 @@ def test_a_second_process_is_refused_and_told_who_is_there(folder: RunFolder, no
 def test_the_lock_of_a_killed_process_is_no_obstacle(folder: RunFolder, notice: Notice) -> None:
     with another_process_in(folder) as process:
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=20)
+        process.wait(timeout=600)
         with notice, folder.locked() as lock:
             lock.check()
         assert f"process {os.getpid()} " in lock.owner
@@ -119,10 +119,10 @@ def test_a_forked_child_that_outlives_a_killed_run_does_not_hold_the_lock(folder
         assert process.stdout is not None
         assert process.stdout.readline() == "child begins\n"
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=600)
         with folder.locked() as lock:
             lock.check()
-        output, _ = process.communicate(timeout=20)  # closes the child's standard input: it may end
+        output, _ = process.communicate(timeout=600)  # closes the child's standard input: it may end
     assert output == "child ends\n"
 
 

@@ -66,7 +66,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 def let_go(process: subprocess.Popen[str]) -> str:
     """What it says at the end."""
-    return process.communicate("\n", timeout=60)[0]
+    return process.communicate("\n", timeout=600)[0]
 
 
 @pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
@@ -74,7 +74,7 @@ def test_a_folder_without_locks_is_taken_with_a_warning_and_given_back(tmp_path:
     for _ in range(2):  # the second is not kept waiting
         with holding(tmp_path, error) as process:
             assert line(process) == "locked\n"
-            output, errors = process.communicate("\n", timeout=60)
+            output, errors = process.communicate("\n", timeout=600)
             assert output == "still ours\n"
             assert errors.startswith(f"warning: the file system of {tmp_path} has no file locks; ")
             assert errors.count("\n") == 1

@@ -53,7 +53,7 @@ def run(pool: Pool, folder: Path) -> Run:
     def begin(config: str, name: str, *arguments: str, ranks: int = 1) -> tuple[int, str, str]:
         verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
         command = [sys.executable, "-m", "mtrain", *verb, str(folder / f"{config}.yaml"), f"run.dir={folder / name}"]
-        done = completed([*command, *arguments], folder, program_environment(folder), timeout=200)
+        done = completed([*command, *arguments], folder, program_environment(folder), timeout=600)
         return done.returncode, done.stdout, done.stderr
 
     return begin

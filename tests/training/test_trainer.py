@@ -22,7 +22,7 @@ from tests.fault_table import Notice
 from tests.pool import Pool
 from tests.warm import Command, program_environment
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 BASE = """
 model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 48, num_attention_heads: 4, vocab_size: 64, vocab_multiple: 8}
 train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: fp32}

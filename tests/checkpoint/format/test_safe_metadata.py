@@ -163,7 +163,7 @@ def test_bombs_are_refused_in_little_memory(tmp_path: Path, notice: Notice) -> N
     os.truncate(folders[-1] / ".metadata", 40 * 2**30)
     command = [sys.executable, "-c", READ_IN_LITTLE_MEMORY, *map(str, folders)]
     with notice:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     lines = ended.stdout.splitlines()
     assert (ended.returncode, len(lines)) == (0, len(folders)), ended.stderr
     for line, folder in zip(lines, folders):
