@@ -21,4 +21,5 @@ class Pool(ranks.Pool):
 
     def __init__(self) -> None:
         before = ["pytest", "tests.pool", "mtrain.verify.resume.worker", *FUNCTIONS, *warm.PRELOADED]
-        super().__init__(preloaded=[*before, "tests.base.strict_warnings"], timeout_s=600)  # last: not of what they import
+        # strict_warnings last: not of what the others import
+        super().__init__(preloaded=[*before, "tests.base.strict_warnings"], timeout_s=600)

@@ -131,7 +131,7 @@ def test_only_rank_0_is_shown(
 def test_the_first_failing_rank_gives_its_exit_code_and_its_error_once(
     program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = program("print(f'of rank {rank}', file=sys.stderr)\nif rank == 2: sys.exit(3)\ntime.sleep(60)")
+    path = program("print(f'of rank {rank}', file=sys.stderr)\nif rank == 2: sys.exit(3)\ntime.sleep(900)")
     (path.parent / "logs").mkdir()
     (path.parent / "logs" / "rank_2.log").write_text("an earlier launch\n")
     started = time.monotonic()
@@ -188,7 +188,7 @@ def test_a_killed_rank_is_named_with_its_signal(
     program_of_rank: str,
     notice: Notice,
 ) -> None:
-    path = program(f"if rank == 1:\n    {program_of_rank}\ntime.sleep(60)")
+    path = program(f"if rank == 1:\n    {program_of_rank}\ntime.sleep(900)")
     with notice:
         code = run(path, 2, grace_s=0.1)
     assert code == notice.exit_code
@@ -249,7 +249,7 @@ while True: time.sleep(0.05)
     assert not any(is_running(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
 
 
-CHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={session})"
+CHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(900)'], start_new_session={session})"
 
 
 @pytest.mark.parametrize("session", [False, True], ids=["child", "daemon"])
@@ -264,7 +264,7 @@ def test_what_a_rank_started_does_not_outlive_the_launch(
 
 
 def test_other_children_of_the_caller_are_left_alone(program: Callable[[str], Path]) -> None:
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=dict(os.environ))
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"], env=dict(os.environ))
     try:
         assert run(program("sys.exit(1)"), 1) == 1
         assert bystander.poll() is None
@@ -274,7 +274,7 @@ def test_other_children_of_the_caller_are_left_alone(program: Callable[[str], Pa
 
 
 def test_ranks_die_with_a_killed_launcher(program: Callable[[str], Path], tmp_path: Path) -> None:
-    with launcher(program("tell(f'pid{rank}', os.getpid()); time.sleep(60)"), 2) as process:
+    with launcher(program("tell(f'pid{rank}', os.getpid()); time.sleep(900)"), 2) as process:
         wait_for_both("pid", tmp_path, process)
         process.kill()
         pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
