@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from mtrain.config.load import load_config
     from mtrain.data.datum import Datum
     from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_teacher, per_token, weigh, weigh_sequences
-    from mtrain.training.engine import Engine, EvalResult, StepResult
+    from mtrain.training.engine import Engine
+    from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
 
 _MODULES = {
     "mtrain.base.errors": (
@@ -55,7 +56,8 @@ _MODULES = {
         "weigh",
         "weigh_sequences",
     ),
-    "mtrain.training.engine": ("Engine", "EvalResult", "StepResult"),
+    "mtrain.training.engine": ("Engine",),
+    "mtrain.training.engine_parts.results": ("EvalResult", "ForwardResult", "StepResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -66,6 +68,7 @@ __all__ = [
     "Datum",
     "Engine",
     "EvalResult",
+    "ForwardResult",
     "LossFunction",
     "LossPair",
     "MachineError",

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
-from torch import Tensor
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, remove
@@ -29,6 +27,7 @@ from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossFunction
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
+from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.mcore.state.load import load_checkpoint, save_checkpoint
 from mtrain.mcore.state.shards import non_finite_state
 from mtrain.mcore.state.verified import opened_checkpoint
@@ -36,42 +35,11 @@ from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Parts, build_parts, load_teacher
-from mtrain.training.forward import forward_totals, label_log_probs
+from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
+from mtrain.training.forward import forward_totals, label_scores
 from mtrain.training.resume import announced, initialize, say
 from mtrain.training.run_folder import claim
 from mtrain.training.step import OpenStep
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did; the same on all ranks."""
-
-    step: int
-    """Steps completed, this one included."""
-    loss: float
-    """Of the main term: sum of weight x loss over the whole batch / its denominator, in nats; 0 for an empty batch."""
-    objective: float
-    """With the side terms: the quantity that was differentiated."""
-    denominator: float
-    """What the main term was divided by, as its aggregation says."""
-    grad_norm: float
-    """Global L2 norm of the normalised gradient, before clipping; 0 for an empty batch, NaN after an fp16 overflow."""
-    lr: float
-    tokens: int
-    """Tokens read, over all calls of the step; padding left out."""
-    applied: bool
-    """False where nothing was learned: the batch had no loss tokens, or fp16 overflowed and lowered its loss scale."""
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """The loss over some data, each sample counted once; the same on all ranks."""
-
-    loss: float
-    """Of the main term, in nats."""
-    denominator: float
-    terms: dict[str, float]
-    """Each term's mean, the main one (`main`) included."""
 
 
 class Engine:
@@ -117,6 +85,7 @@ class Engine:
             self._held = held.pop_all()
         self._open: OpenStep | None = None
         self._tokens = self._total_tokens = 0
+        self._is_bare = False
 
     @property
     def rank(self) -> int:
@@ -128,17 +97,15 @@ class Engine:
         """Number of ranks."""
         return self._groups.layout.world_size
 
-    def forward(self, batch: Sequence[Datum]) -> list[Tensor]:
+    def forward(self, batch: Sequence[Datum], entropy: bool = False) -> ForwardResult:
         """What the model, as it is, thinks of each token; no gradient, no dropout.
 
         One all-reduce of the result over all ranks, beside those of the forward pass.
 
         Args:
             batch: Global.
-
-        Returns:
-            For each sample, on every rank: [len(input_ids) - 1] float32 on the CPU, the log-probability in nats of
-            input_ids[1:], whatever the weights.
+            entropy: Whether the entropy of each distribution is wanted too: one more all-reduce over TP for each chunk
+                of tokens, and a pass over the logits.
 
         Raises:
             DataError: A sample does not fit the configuration.
@@ -147,12 +114,36 @@ class Engine:
         samples = self._samples(batch)
         plan = self._rows.plan(samples, len(batch))
         batches, count = self._own(plan, samples, has_first=True), plan.num_microbatches
-        found = label_log_probs(self.config, self._groups, parts.chunks, parts.optimizer, batches, count).cpu()
+        model = (self.config, self._groups, parts.chunks, parts.optimizer)
+        found = label_scores(*model, batches, count, entropy).cpu()
         places = samples.places(plan, self._groups.layout.dp)
-        return [
-            found[row, begin : begin + len(datum.input_ids) - 1].clone()
+        of_samples = [
+            found[:, row, begin : begin + len(datum.input_ids) - 1].clone()
             for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
         ]
+        return ForwardResult([each[0] for each in of_samples], [each[1] for each in of_samples] if entropy else [])
+
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """The frozen model alone inside the `with` block: `forward` and `evaluate` without the adapters' part.
+
+        For log-probabilities of the model that a finetuning began from, without a second model in memory.
+
+        Raises:
+            ConfigError: The configuration has no `adapter`.
+            RuntimeError: Inside the block `forward_backward` was called, which would have nothing to learn.
+        """
+        if self.config.adapter is None:
+            raise ConfigError(
+                "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
+                "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
+            )
+        with adapters_off(self._built().chunks):
+            self._is_bare = True
+            try:
+                yield
+            finally:
+                self._is_bare = False
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossFunction | None = None) -> None:
         """Adds the gradient of a batch, not divided by anything; several calls make one step.
@@ -173,6 +164,8 @@ class Engine:
                 any other error it is gone.
         """
         training = self._built().training
+        if self._is_bare:
+            raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it behind the block")
         samples = self._samples(batch)
         plan = self._rows.plan(samples, len(batch))
         batches = self._own(plan, samples, has_first=self._open is None)

@@ -25,7 +25,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
-from mtrain.training.output.loss import OutputLoss, label_losses
+from mtrain.training.output.loss import OutputLoss, label_log_probs
 from mtrain.training.totals import check_totals, planned_denominators
 
 
@@ -84,15 +84,16 @@ def num_microbatches(config: Config, groups: Groups) -> int | None:
 
 
 @torch.no_grad()
-def label_log_probs(
+def label_scores(
     config: Config,
     groups: Groups,
     chunks: Sequence[Any],
     optimizer: Optimizer,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int,
+    with_entropy: bool,
 ) -> Tensor:
-    """The log-probability of the label at each position of a global batch, forward only.
+    """The log-probability of the label at each position of a global batch, forward only, and the entropy there.
 
     One all-reduce of the result over the world at the end, beside megatron-core's own collectives.
 
@@ -103,24 +104,25 @@ def label_log_probs(
         optimizer: Completes the parameters first.
         batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
         num_microbatches: How many they are.
+        with_entropy: Whether the entropy is wanted.
 
     Returns:
-        [rows, seq] float32 on the device, in nats, the same on all ranks. Rows by microbatch, then data-parallel rank:
-        without packing by slot of the global batch.
+        [1 or 2, rows, seq] float32 on the device, in nats, the same on all ranks: log-probabilities, entropies. Rows by
+        microbatch, then data-parallel rank: without packing by slot of the global batch.
     """
     optimizer.gather_parameters()
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # tokens further ahead: not asked for
-    found = torch.zeros(num_microbatches * layout.dp * size, seq, device=groups.device)
+    found = torch.zeros(1 + with_entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = zigzag_index(seq, layout.cp, groups.cp_rank).to(groups.device) if layout.cp > 1 else torch.arange(seq)
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        losses = label_losses(logits, batch, config, groups)
+        scores = label_log_probs(logits, batch, config, groups, with_entropy)
         own = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # else the same numbers were added once for each tensor-parallel rank
-            found[own.start : own.stop, columns] = -losses
+            found[:, own.start : own.stop, columns] = scores
 
     with _evaluating(chunks):
         run_forward(chunks, rows, take, config)

@@ -24,7 +24,8 @@ class Run(NamedTuple):
 
     steps: list[StepResult]
     log_probs: list[Any]
-    """Of the last batch after the last step, as numpy."""
+    """Of the last batch after the last step, as numpy; so is the next."""
+    entropy: list[Any]
     evaluation: EvalResult
 
 
@@ -62,8 +63,9 @@ def steps_of(engine: Engine, batches: Sequence[Batch], size: int, save_to: str |
         done.append(engine.optim_step())
     if save_to is not None:
         engine.save(save_to)
-    log_probs = [each.numpy() for each in engine.forward(batches[-1])]
-    return Run(done, log_probs, engine.evaluate(batches))
+    found = engine.forward(batches[-1], entropy=True)
+    log_probs, entropy = ([each.numpy() for each in values] for values in (found.log_probs, found.entropy))
+    return Run(done, log_probs, entropy, engine.evaluate(batches))
 
 
 def one_after_the_other(groups: Groups, configs: Sequence[Config], batches: Sequence[Batch]) -> list[Run]:
@@ -141,7 +143,33 @@ def exported(groups: Groups, config: Config, folder: str) -> None:
 def log_probs(groups: Groups, config: Config, batch: Batch) -> list[Any]:
     """Of the first weights, as numpy."""
     with free(groups), Engine(config) as engine:
-        return [each.numpy() for each in engine.forward(batch)]
+        return [each.numpy() for each in engine.forward(batch).log_probs]
+
+
+def with_adapters_off(groups: Groups, config: Config, batch: Batch) -> dict[str, Any]:
+    """Log-probabilities and a loss: with trained adapters, without them, and of a model that never had any."""
+    found = {}
+    with free(groups):
+        with Engine(config) as engine:
+            engine.forward_backward(batch)
+            engine.optim_step(lr=0.1)
+            found["on"] = _scores(engine, batch)
+            with engine.adapters_off():
+                found["off"] = _scores(engine, batch)
+                with pytest.raises(RuntimeError, match="nothing to learn"):
+                    engine.forward_backward(batch)
+            found["on again"] = _scores(engine, batch)
+        with Engine(config.model_copy(update={"adapter": None})) as engine:
+            found["plain"] = _scores(engine, batch)
+            with pytest.raises(ConfigError, match="adapters_off needs a model with adapters"), engine.adapters_off():
+                raise AssertionError("not reached")
+    return found
+
+
+def _scores(engine: Engine, batch: Batch) -> Any:
+    result = engine.forward(batch)
+    assert result.entropy == []
+    return [each.tolist() for each in result.log_probs], engine.evaluate([batch]).loss
 
 
 def message_of(groups: Groups, config: Config, name: str) -> str:

@@ -83,11 +83,12 @@ def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, 
             assert done.applied
     weights = {name: values.numpy() for name, values in parameters_of(saved[1]).items()}
     assert worst(weights, {name: value.numpy() for name, value in exact[-1].parameters.items()}, config) < 1e-5
-    for found, sample in zip(runs[0].log_probs, batches[-1], strict=True):
+    for found, entropy, sample in zip(runs[0].log_probs, runs[0].entropy, batches[-1], strict=True):
         logits = logits_of(exact[-1].parameters, config.model, torch.from_numpy(sample.tokens)[None])[0, :, :VOCAB]
         ids = torch.tensor(datum_of(sample).input_ids[1:])
-        likely = logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
-        np.testing.assert_allclose(found, likely.detach().numpy(), rtol=0, atol=1e-5)
+        likely = logits.log_softmax(-1)
+        np.testing.assert_allclose(found, likely.gather(1, ids[:, None])[:, 0].detach().numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(entropy, -(likely.exp() * likely).sum(1).detach().numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", [*LAYOUTS[:1], *LAYOUTS[2:4]], ids=str)
@@ -144,7 +145,8 @@ def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> Non
             assert relative(done.grad_norm, wanted.grad_norm) < 1e-5
             assert done.denominator == pytest.approx(wanted.denominator, rel=1e-12)
             assert done.tokens == wanted.tokens
-        for likely, wanted in zip(found.log_probs, alone.log_probs, strict=True):
+        theirs = alone.log_probs + alone.entropy
+        for likely, wanted in zip(found.log_probs + found.entropy, theirs, strict=True):
             np.testing.assert_allclose(likely, wanted, rtol=0, atol=1e-5)
         assert relative(found.evaluation.loss, alone.evaluation.loss) < 1e-5
         assert found.evaluation.denominator == pytest.approx(alone.evaluation.denominator, rel=1e-12)
@@ -230,6 +232,14 @@ def test_a_new_engine_goes_on_from_a_save(pool: Pool, tmp_path: Path, other: dic
         assert ours.step == theirs.step
         assert relative(ours.loss, theirs.loss) < 1e-5
         assert replace(ours, loss=0, objective=0, grad_norm=0) == replace(theirs, loss=0, objective=0, grad_norm=0)
+
+
+def test_without_its_adapters_a_model_is_the_one_that_never_had_any(pool: Pool) -> None:
+    """To the bit: log-probabilities and a loss, behind a step that has moved the adapters."""
+    batch = data_of(three_steps())[0][:4]
+    config = small(layout__tp=2, adapter={"rank": 2})
+    for found in pool.run(engine_ranks.with_adapters_off, Layout(tp=2), config, batch):
+        assert found["off"] == found["plain"] != found["on"] == found["on again"]
 
 
 def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path) -> None:

@@ -195,19 +195,25 @@ class _Sums:
 
 
 @torch.no_grad()
-def label_losses(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
-    """[batch, seq] float32: the cross entropy of the label of each token, whatever its weights, in nats.
+def label_log_probs(
+    logits: Logits, batch: Microbatch, config: Config, groups: Groups, with_entropy: bool = False
+) -> Tensor:
+    """The log-probability of the label of each token, whatever its weights, and the entropy of its distribution.
 
-    Two all-reduces over TP for each chunk of tokens.
+    Two all-reduces over TP for each chunk of tokens, three with the entropy.
+
+    Returns:
+        [1, batch, seq] float32 in nats; [2, batch, seq] with the entropy.
     """
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
     flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight))
-    losses = [
-        vocab_parallel(logits_of_rows(flat[rows], weight), config, groups).cross_entropy(labels[:, rows])
-        for rows in chunks(len(flat), chunk or len(flat))
-    ]
-    return torch.cat(losses, dim=1).view(seq, num_rows).t().float()
+    found = []
+    for rows in chunks(len(flat), chunk or len(flat)):
+        distribution = vocab_parallel(logits_of_rows(flat[rows], weight), config, groups)
+        scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
+        found.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
+    return torch.cat(found, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:

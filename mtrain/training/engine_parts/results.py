@@ -1,0 +1,50 @@
+"""What the methods of `Engine` return: the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What the model thinks of the tokens of each sample, in the order of the samples; float32 on the CPU, in nats."""
+
+    log_probs: list[Tensor]
+    """[len(input_ids) - 1] each: the log-probability of input_ids[1:], whatever the weights."""
+    entropy: list[Tensor]
+    """[len(input_ids) - 1] each: of the whole distribution that input_ids[1:] was predicted by; no entry where it was
+    not asked for."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on all ranks."""
+
+    step: int
+    """Steps completed, this one included."""
+    loss: float
+    """Of the main term: sum of weight x loss over the whole batch / its denominator, in nats; 0 for an empty batch."""
+    objective: float
+    """With the side terms: the quantity that was differentiated."""
+    denominator: float
+    """What the main term was divided by, as its aggregation says."""
+    grad_norm: float
+    """Global L2 norm of the normalised gradient, before clipping; 0 for an empty batch, NaN after an fp16 overflow."""
+    lr: float
+    tokens: int
+    """Tokens read, over all calls of the step; padding left out."""
+    applied: bool
+    """False where nothing was learned: the batch had no loss tokens, or fp16 overflowed and lowered its loss scale."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The loss over some data, each sample counted once; the same on all ranks."""
+
+    loss: float
+    """Of the main term, in nats."""
+    denominator: float
+    terms: dict[str, float]
+    """Each term's mean, the main one (`main`) included."""
