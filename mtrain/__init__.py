@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from mtrain.config import Config
     from mtrain.config.load import load_config
     from mtrain.data.datum import Datum
-    from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_teacher, per_token, weigh, weigh_sequences
+    from mtrain.loss.pair import (
+        LossFunction,
+        LossPair,
+        TermInputs,
+        needs_extras,
+        needs_teacher,
+        per_token,
+        weigh,
+        weigh_sequences,
+    )
     from mtrain.training.engine import Engine
     from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
 
@@ -51,6 +60,7 @@ _MODULES = {
         "LossFunction",
         "LossPair",
         "TermInputs",
+        "needs_extras",
         "needs_teacher",
         "per_token",
         "weigh",
@@ -80,6 +90,7 @@ __all__ = [
     "TermInputs",
     "__version__",
     "load_config",
+    "needs_extras",
     "needs_teacher",
     "per_token",
     "read_weights",

@@ -7,20 +7,25 @@ parallelism, packed for a broadcast) goes through `Microbatch.tensors`, `Microba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 FieldPath = tuple[str, ...]
-"""Where a tensor of a batch lies: a field, and inside it the loss term, or the depth and its field."""
+"""Where a tensor of a batch lies: a field, and inside it the loss term, the extra, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 _OF_DEPTH = ("tokens", "labels", "is_padding")
 _COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows")
 
 
 def field_dtypes(
-    terms: Sequence[str], with_documents: bool, is_packed: bool, with_padding: bool, mtp_depths: int
+    terms: Sequence[str],
+    with_documents: bool,
+    is_packed: bool,
+    with_padding: bool,
+    mtp_depths: int,
+    extras: Sequence[str] = (),
 ) -> dict[FieldPath, torch.dtype]:
     """The tensors that the batches of a run have, each [batch, seq].
 
@@ -30,6 +35,7 @@ def field_dtypes(
         is_packed: Whether rows may hold several samples.
         with_padding: Whether somebody asks which positions hold no text.
         mtp_depths: How many further tokens are predicted.
+        extras: Names of what loss functions read beside the weights.
     """
     dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
     if with_documents:
@@ -46,7 +52,7 @@ def field_dtypes(
     for term in terms:
         # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
         dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
-    return dtypes
+    return dtypes | {("extras", name): torch.float32 for name in extras}
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,9 @@ class Microbatch:
     the one before it. None: each row is one sequence."""
     mtp: tuple[MtpTargets, ...] = ()
     """By depth, from 1, where several tokens are predicted."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [batch, seq] float32: what loss functions read beside the weights, aligned with the labels; 0 at
+    padding."""
     num_sequences: int = 0
     """That `sequence_ids` tell apart; where there are none, the rows."""
     num_padding_tokens: int = 0
@@ -106,6 +115,7 @@ class Microbatch:
         found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in alone}
         found |= {("weights", term): weights for term, weights in self.weights.items()}
         found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
+        found |= {("extras", name): extra for name, extra in self.extras.items()}
         for depth, targets in enumerate(self.mtp):
             found |= {("mtp", str(depth), name): getattr(targets, name) for name in _OF_DEPTH}
         return {path: tensor for path, tensor in found.items() if tensor is not None}
@@ -134,6 +144,7 @@ class Microbatch:
             is_padding=tensors.get(("is_padding",)),
             sequence_ids=ids,
             mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
+            extras={path[1]: extra for path, extra in tensors.items() if path[0] == "extras"},
             num_sequences=num_sequences,
         )
 

@@ -48,10 +48,12 @@ class RowForm:
     """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
     window: int | None = None
     """Tokens that the windowed layers see, the own one counted."""
+    extras: tuple[str, ...] = ()
+    """What loss functions read beside the weights; every sample has them."""
 
     @classmethod
-    def of(cls, config: Config) -> RowForm:
-        """Of a run."""
+    def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
+        """Of a run whose loss functions read these extras."""
         return cls(
             width=config.row_width,
             terms=loss_terms(config.loss),
@@ -60,6 +62,7 @@ class RowForm:
             with_padding=config.model.experts is not None,
             mtp_depths=config.model.mtp_depths,
             window=config.model.sliding_window,
+            extras=tuple(extras),
         )
 
 
@@ -127,6 +130,10 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         sequence_ids=torch.from_numpy(ids) if form.is_packed else None,
         is_padding=~is_text if form.with_padding else None,
         mtp=tuple(_targets(each, form) for each in further.values()),
+        extras={
+            name: _laid([[piece.sample.extras[name] for piece in row] for row in laid], form.width, np.float32)
+            for name in form.extras
+        },
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing

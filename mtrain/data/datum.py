@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
 from mtrain.data.samples.sample import Sample, shifted
 
@@ -25,18 +26,25 @@ class Datum:
     comes before it. None: every token counts 1."""
     weight: float = 1.0
     """What the whole sequence counts, at least 0."""
+    extras: Mapping[str, Sequence[float] | float] = field(default_factory=dict)
+    """What a loss function reads beside the weights, by name, such as advantages: finite numbers, float32 precision.
+    One for the whole sequence; or one a token, of which the first is not used; or one a predicted token, as
+    `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has len(input_ids) of
+    them, one of predicted tokens one less. Names that no loss function needs are checked and left out."""
 
 
-def sample_of(datum: Datum, name: str, config: Config) -> Sample:
+def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
     """A datum as a sample.
 
     Args:
         datum: What the user gave.
         name: For messages, such as "sample 3".
         config: Positions of a sample, size of the vocabulary.
+        needed: Extras that the loss functions read.
 
     Raises:
-        DataError: It is empty, too long, has ids beyond the vocabulary, or weights that cannot be.
+        DataError: It is empty, too long, has ids beyond the vocabulary, or weights or extras that cannot be.
+        NumericError: An extra is not finite.
     """
     length, size = config.data.seq_length, config.model.vocab_size
     ids = np.asarray(datum.input_ids, dtype=np.int64)
@@ -58,7 +66,46 @@ def sample_of(datum: Datum, name: str, config: Config) -> Sample:
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
     # position t predicts token t + 1, so the weight of the first token has no position
-    return shifted(ids, weights[1:], datum.weight)
+    return shifted(ids, weights[1:], datum.weight, extras=_extras(datum, len(ids), name, needed))
+
+
+def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:
+    """Of the predicted tokens, or of the whole sequence."""
+    missing = [extra for extra in needed if extra not in datum.extras]
+    if missing:
+        raise _fault(
+            f"{name} has {'the extras ' + ', '.join(datum.extras) if datum.extras else 'no extras'}, but the loss "
+            f"functions need {', '.join(needed)}; give {', '.join(missing)} in Datum.extras"
+        )
+    return {extra: _checked_extra(values, num_tokens, extra, name) for extra, values in datum.extras.items()}
+
+
+def _checked_extra(
+    given: Sequence[float] | float, num_tokens: int, extra: str, name: str
+) -> NDArray[np.float32] | float:
+    """[num_tokens - 1], or one number."""
+    try:
+        # what float32 cannot hold becomes inf, and is refused as such below
+        with np.errstate(over="ignore"):
+            values = np.asarray(given, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _fault(f"{name} has an extra {extra!r} that is not made of numbers ({error}); give numbers") from error
+    if values.shape not in ((), (num_tokens,), (num_tokens - 1,)):
+        raise _fault(
+            f"{name} has {num_tokens} input_ids, but an extra {extra!r} of shape {list(values.shape)}; give one number "
+            f"a token ({num_tokens}), one a predicted token ({num_tokens - 1}), or one for the whole sequence"
+        )
+    if not np.isfinite(values).all():
+        places = np.flatnonzero(~np.isfinite(values))
+        where = f" at place {places[0]}" if values.ndim else ""
+        raise NumericError(
+            f"{name} has an extra {extra!r} that is {values.reshape(-1)[places[0]]}{where}; every number of it must be "
+            "finite in float32, also where the weight is 0: look at what has made it, and write 0 where there is none"
+        )
+    if not values.ndim:
+        return float(values)
+    # position t predicts token t + 1
+    return values[1:] if len(values) == num_tokens else values
 
 
 def _fault(message: str) -> DataError:

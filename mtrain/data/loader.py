@@ -160,7 +160,9 @@ class TrainingSlots:
 class StepLoader:
     """Batches of one data-parallel rank: a pure function of the configuration, the files and the step."""
 
-    def __init__(self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate) -> None:
+    def __init__(
+        self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate, extras: Sequence[str] = ()
+    ) -> None:
         """Opens and checks everything that the configuration names.
 
         Args:
@@ -168,12 +170,13 @@ class StepLoader:
             dp_rank: Of this rank.
             dp_size: Ranks that share the data.
             collate: Makes microbatches of rows.
+            extras: What the loss functions read beside the weights.
 
         Raises:
             ConfigError: the global batch does not divide over the ranks.
             DataError: a file is missing, damaged, too small, or does not fit the model.
         """
-        self._rows = RowsOfRank(config, dp_rank, dp_size, collate)
+        self._rows = RowsOfRank(config, dp_rank, dp_size, collate, extras)
         self.dp_size = dp_size
         self._config = config
         sources = Sources(config)
@@ -260,14 +263,23 @@ class StepLoader:
 class RowsOfRank:
     """Which samples of a global batch become which rows on this rank."""
 
-    def __init__(self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate) -> None:
+    def __init__(
+        self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate, extras: Sequence[str] = ()
+    ) -> None:
         """
+        Args:
+            config: Of the run.
+            dp_rank: Of this rank.
+            dp_size: Ranks that share the data.
+            collate: Makes microbatches of rows.
+            extras: What the loss functions read beside the weights; every sample needs them.
+
         Raises:
             ConfigError: train.global_batch_size does not divide over the ranks.
         """
         self.global_batch_size, self._micro_batch_size = config.train.global_batch_size, config.train.micro_batch_size
         self._dp_rank, self._dp_size, self._collate = dp_rank, dp_size, collate
-        self._form, self._shape = RowForm.of(config), StepShape.of(config, dp_size)
+        self._form, self._shape = RowForm.of(config, extras), StepShape.of(config, dp_size)
         if not self._form.is_packed and self.global_batch_size % (dp_size * self._micro_batch_size):
             raise ConfigError(
                 f"train.global_batch_size={self.global_batch_size} must be a multiple of dp x train.micro_batch_size = "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.loss.functions.load import asks_for_teacher, is_per_token, load_loss_function
+from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function
 from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 
@@ -90,6 +90,11 @@ class Objective:
     def teacher_terms(self) -> list[str]:
         """Terms whose functions read the teacher's logits."""
         return [term for term, function in self.functions.items() if asks_for_teacher(function)]
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What the functions of all terms read beside the weights, each name once."""
+        return tuple(dict.fromkeys(name for function in self.functions.values() for name in extras_of(function)))
 
     @property
     def whole_microbatch_terms(self) -> list[str]:

@@ -9,8 +9,8 @@ tokens of what each token says by itself, or over sequences of what `TermInputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +37,16 @@ class LossPair(NamedTuple):
     """float64 scalar without a graph: this rank's share of the divisor."""
 
 
+class Extras(dict[str, Tensor]):
+    """Extras by name, as `Datum.extras` gives them; only those that some loss function of the run was marked for."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ConfigError(
+            f"a loss function reads the extra {name!r}, but no loss function of the run says that it needs it; mark it "
+            f"with mtrain.needs_extras({name!r})"
+        )
+
+
 @dataclass(frozen=True)
 class TermInputs:
     """What a loss function sees: one microbatch, the part of the sequence that this context-parallel rank owns."""
@@ -59,6 +69,10 @@ class TermInputs:
     """Of the term."""
     packed: PackedSequences | None = None
     """Which tokens belong together, where a row may hold several sequences; None where each row is one."""
+    extras: Mapping[str, Tensor] = field(default_factory=Extras)
+    """Name -> [batch, seq] float32: numbers that the data bring along, such as advantages, for functions marked with
+    `needs_extras`. Aligned with the labels: position t has what belongs to the prediction of token t + 1. One of a
+    whole sequence is given at every position of it; padding has 0."""
 
     @property
     def shares(self) -> Tensor:
@@ -132,12 +146,27 @@ def needs_teacher(function: Function) -> Function:
     return function
 
 
+def needs_extras(*names: str, **by_option: str) -> Callable[[Function], Function]:
+    """Marks a loss function that reads `TermInputs.extras`: data without them are refused before a step.
+
+    Args:
+        names: Of those that it always reads.
+        by_option: Option of the function -> extra that it reads where the option is neither None nor 0 nor False.
+    """
+
+    def marked(function: Function) -> Function:
+        function.__dict__["needs_extras"] = (names, by_option)
+        return function
+
+    return marked
+
+
 def per_token(function: Function) -> Function:
     """Marks a loss function that a few tokens at a time may be shown to, and only those that some term counts.
 
-    What it adds for a token follows from that token's logits, label, weight and teacher alone, and is exactly 0 where
-    its weight and its share of the denominator are. So it uses neither sums over sequences nor `sequence_ids`. The run
-    then never holds the logits of a microbatch whole, and computes none for tokens that no term counts.
+    What it adds for a token follows from that token's logits, label, weight, extras and teacher alone, and is exactly 0
+    where its weight and its share of the denominator are. So it uses neither sums over sequences nor `sequence_ids`.
+    The run then never holds the logits of a microbatch whole, and computes none for tokens that no term counts.
     """
     function.__dict__["per_token"] = True
     return function

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
@@ -122,6 +122,11 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    if objective.extras:
+        raise ConfigError(
+            f"the loss functions need the extras {', '.join(objective.extras)}, which records of data.* do not have; "
+            "train with mtrain.Engine, whose Datum has extras"
+        )
     if groups.rank == 0:
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *objective.notes(config.loss)):
             print(f"note: {note}", flush=True)

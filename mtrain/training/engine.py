@@ -160,16 +160,17 @@ class Engine:
         Raises:
             ConfigError: The loss function breaks its contract or needs a teacher that is not there; or this is a
                 second call, and terms with denominators of their own need the whole batch in the first one.
-            DataError: A sample does not fit the configuration; what earlier calls have added is still there. After
-                any other error it is gone.
+            DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; what earlier
+                calls have added is still there, also after the next one. After any other error it is gone.
+            NumericError: An extra is not finite.
         """
         training = self._built().training
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it behind the block")
-        samples = self._samples(batch)
-        plan = self._rows.plan(samples, len(batch))
-        batches = self._own(plan, samples, has_first=self._open is None)
         objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
+        samples = self._samples(batch, objective.extras)
+        plan = self._rows.plan(samples, len(batch))
+        batches = self._own(plan, samples, has_first=self._open is None, extras=objective.extras)
         step, self._open = self._open or training.open(), None  # a pass that fails leaves no half of a gradient behind
         training.accumulate(step, batches, plan.num_microbatches, objective, is_last=False)
         self._open = step
@@ -220,7 +221,7 @@ class Engine:
         parts = self._built()
         objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
         model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
-        totals = forward_totals(*model, self._passes(batches), parts.teacher)
+        totals = forward_totals(*model, self._passes(batches, objective.extras), parts.teacher)
         main = totals[MAIN_TERM]
         return EvalResult(main.mean, main.denominator, {term: each.mean for term, each in totals.items()})
 
@@ -313,26 +314,35 @@ class Engine:
             raise RuntimeError("this Engine is closed; make another one")
         return self._parts
 
-    def _passes(self, batches: Iterable[Sequence[Datum]]) -> Iterator[list[Microbatch] | None]:
+    def _passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
         """This rank's part of each `train.global_batch_size` samples, of one pass at least."""
         data, size = itertools.chain.from_iterable(batches), self._rows.global_batch_size
         for number in itertools.count():
             batch = list(itertools.islice(data, size))
             if number and not batch:
                 return
-            samples = Given([sample_of(datum, f"sample {slot}", self.config) for slot, datum in enumerate(batch)])
+            samples = self._given(batch, extras)
             # whole passes, so that the number of microbatches is that of a training step
-            yield self._own(self._rows.plan(samples, size), samples, has_first=number == 0)
+            yield self._own(self._rows.plan(samples, size), samples, number == 0, extras)
 
-    def _samples(self, batch: Sequence[Datum]) -> Given:
+    def _samples(self, batch: Sequence[Datum], extras: Sequence[str] = ()) -> Given:
         """Every rank looks at all samples, so that all refuse the same one."""
         if not batch:
             raise ValueError("a batch needs at least one sample")
-        return Given([sample_of(datum, f"sample {slot}", self.config) for slot, datum in enumerate(batch)])
+        return self._given(batch, extras)
 
-    def _own(self, plan: RowPlan, samples: Given, has_first: bool) -> list[Microbatch] | None:
+    def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:
+        return Given([sample_of(datum, f"sample {slot}", self.config, extras) for slot, datum in enumerate(batch)])
+
+    def _own(
+        self, plan: RowPlan, samples: Given, has_first: bool, extras: Sequence[str] = ()
+    ) -> list[Microbatch] | None:
         """What this rank reads of a global batch; None where tensor-parallel rank 0 reads for it."""
-        return None if self._groups.tp_rank > 0 else self._rows.microbatches(plan, samples, has_first)
+        if self._groups.tp_rank > 0:
+            return None
+        # which extras a batch carries is up to the loss function of the call
+        rows = RowsOfRank(self.config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
+        return rows.microbatches(plan, samples, has_first)
 
 
 def _cleared(out: Path, scratch: Path) -> None:

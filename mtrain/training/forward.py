@@ -69,7 +69,8 @@ def forward_totals(
         for own in passes:
             # the plan is compared in validation too: a row that is counted twice shows here
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
-            rows = slice_for_rank(broadcast_batches(own, count, terms, config, groups), groups)
+            shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
+            rows = slice_for_rank(shared, groups)
             accumulate(rows, OutputLoss(own, rows, config, groups, objective, teacher))
     totals = GlobalTotals(sums, groups).read(objective.coefficients).terms
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")

@@ -149,7 +149,7 @@ class TrainingStep:
             )
         factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
-        shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups)
+        shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = self._parts.slice_rows(shared, self._groups)
         output_loss = self._parts.output_loss(batches, rows, self._config, self._groups, objective, self._teacher)

@@ -9,6 +9,8 @@ from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets, field_dty
 
 TERMS = ("main", "tokens")
 """A term may be called as a field."""
+FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights"))
+"""So may an extra."""
 
 
 def rows(dtype: torch.dtype) -> Tensor:
@@ -18,7 +20,7 @@ def rows(dtype: torch.dtype) -> Tensor:
 def full() -> Microbatch:
     """Every field filled."""
     return replace(
-        Microbatch.of({path: rows(dtype) for path, dtype in field_dtypes(TERMS, True, True, True, 2).items()}),
+        Microbatch.of({path: rows(dtype) for path, dtype in FIELDS.items()}),
         num_padding_tokens=3,
         num_loss_tokens=5,
     )
@@ -32,7 +34,7 @@ def test_the_table_names_every_field() -> None:
     }
     assert {path[0] for path in tensors} == {field.name for field in fields(Microbatch)} - counted
     assert {path[2] for path in tensors if path[0] == "mtp"} == {field.name for field in fields(MtpTargets)}
-    assert {path: each.dtype for path, each in tensors.items()} == field_dtypes(TERMS, True, True, True, 2)
+    assert {path: each.dtype for path, each in tensors.items()} == FIELDS
 
 
 def test_taking_apart_and_putting_together_changes_nothing() -> None:

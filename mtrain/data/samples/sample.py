@@ -1,6 +1,7 @@
 """One training sample before it becomes a row, or a part of a row, of a batch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ class Sample:
     """What the whole sample counts, at least 0."""
     document_starts: NDArray[np.int32] | None = None
     """[n]: index in the sample at which each token's document begins; None where the sample is one document."""
+    extras: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Name -> [width]: what a loss function reads beside the weights, such as advantages; shifted as labels are."""
 
     @property
     def width(self) -> int:
@@ -55,6 +58,7 @@ def shifted(
     label_mask: NDArray[np.float64],
     weight: float = 1.0,
     document_starts: NDArray[np.int32] | None = None,
+    extras: Mapping[str, NDArray[np.float32] | float] | None = None,
 ) -> Sample:
     """A sample from running text: position t holds ids[t] and predicts ids[t + 1].
 
@@ -63,5 +67,21 @@ def shifted(
         label_mask: [n - 1]: what predicting ids[1:] counts.
         weight: Of the sample.
         document_starts: [n - 1].
+        extras: Of each predicted token, [n - 1], or of the whole sample.
     """
-    return Sample(tokens=ids[:-1], labels=ids[1:], mask=label_mask, weight=weight, document_starts=document_starts)
+    width = max(1, len(ids) - 1)
+    return Sample(
+        tokens=ids[:-1],
+        labels=ids[1:],
+        mask=label_mask,
+        weight=weight,
+        document_starts=document_starts,
+        extras={name: _spread(extra, width) for name, extra in (extras or {}).items()},
+    )
+
+
+def _spread(extra: NDArray[np.float32] | float, width: int) -> NDArray[np.float32]:
+    """[width]: one number a position, 0 where there is none."""
+    if isinstance(extra, float):
+        return np.full(width, extra, np.float32)
+    return extra if len(extra) else np.zeros(width, np.float32)

@@ -56,6 +56,17 @@ def is_per_token(function: LossFunction) -> bool:
     return _is_marked(function, "per_token")
 
 
+def extras_of(function: LossFunction) -> tuple[str, ...]:
+    """What `mtrain.loss.pair.needs_extras` says that a function, with or without bound options, reads."""
+    inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    names, by_option = getattr(inner, "needs_extras", ((), {}))
+    if not by_option:
+        return tuple(names)
+    defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
+    options = defaults | bound
+    return (*names, *(name for option, name in by_option.items() if options[option]))
+
+
 def _is_marked(function: LossFunction, mark: str) -> bool:
     inner = function.func if isinstance(function, functools.partial) else function
     return bool(getattr(inner, mark, False))

@@ -15,7 +15,12 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 def broadcast_batches(
-    batches: Sequence[Microbatch] | None, count: int | None, terms: Sequence[str], config: Config, groups: Groups
+    batches: Sequence[Microbatch] | None,
+    count: int | None,
+    terms: Sequence[str],
+    config: Config,
+    groups: Groups,
+    extras: Sequence[str] = (),
 ) -> list[Microbatch]:
     """Full rows on the device of every rank of the tensor-parallel group.
 
@@ -28,6 +33,7 @@ def broadcast_batches(
         terms: Names of the loss terms.
         config: Gives the shapes.
         groups: The process groups.
+        extras: Names of what their loss functions read beside the weights.
     """
     # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing travels between those.
     if groups.layout.tp == 1:
@@ -41,7 +47,7 @@ def broadcast_batches(
         count, num_sequences = _shared_counts(batches, groups)
     assert count is not None, "without packing it follows from the configuration"
     is_packed, has_routers = config.data.packing is not None, model.experts is not None
-    fields = field_dtypes(terms, config.data.isolate_documents, is_packed, has_routers, model.mtp_depths)
+    fields = field_dtypes(terms, config.data.isolate_documents, is_packed, has_routers, model.mtp_depths, extras)
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, config.row_width)  # whole rows; they are cut for CP afterwards

@@ -17,7 +17,7 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
 from mtrain.loss.objective import Objective
-from mtrain.loss.pair import LossPair, TokenInputs
+from mtrain.loss.pair import Extras, LossPair, TokenInputs
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
@@ -101,11 +101,14 @@ class OutputLoss:
         self, logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]
     ) -> list[_Distribution]:
         terms = terms_by_distribution(batch)
-        inputs = [(logits.main, batch.labels, batch.tokens, teacher)]
-        inputs += [(each, ahead.labels, ahead.tokens, None) for each, ahead in zip(logits.mtp, batch.mtp, strict=True)]
+        inputs = [(logits.main, batch.labels, batch.tokens, teacher, batch.extras)]
+        # extras belong to the next token: those further ahead have none
+        inputs += [
+            (each, ahead.labels, ahead.tokens, None, {}) for each, ahead in zip(logits.mtp, batch.mtp, strict=True)
+        ]
         return [
-            _Distribution.of(deferred, labels, tokens, frozen, batch, names, count)
-            for (deferred, labels, tokens, frozen), names, count in zip(inputs, terms, counts, strict=True)
+            _Distribution.of(deferred, labels, tokens, frozen, extras, batch, names, count)
+            for (deferred, labels, tokens, frozen, extras), names, count in zip(inputs, terms, counts, strict=True)
         ]
 
     def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
@@ -127,6 +130,7 @@ class OutputLoss:
                 teacher=teacher,
                 context=context,
                 aggregation=terms.get(term, self._config.loss).aggregation,
+                extras=Extras({name: each[:, rows] for name, each in of.extras.items()}),
             )
             for term in of.weights
         }
@@ -145,6 +149,7 @@ class _Distribution:
     tokens: Tensor
     weights: dict[str, Tensor]
     denominator_weights: dict[str, Tensor]
+    extras: dict[str, Tensor]
     teacher: Operands | None
     """Hidden states of the same tokens, and the teacher's table."""
 
@@ -155,6 +160,7 @@ class _Distribution:
         labels: Tensor,
         tokens: Tensor,
         teacher: DeferredLogits | None,
+        extras: Mapping[str, Tensor],
         batch: Microbatch,
         terms: Sequence[str],
         count: int,
@@ -175,6 +181,7 @@ class _Distribution:
             tokens=one_row(tokens),
             weights={term: one_row(batch.weights[term]) for term in terms},
             denominator_weights={term: one_row(batch.denominator_weights[term]) for term in terms},
+            extras={name: one_row(extra) for name, extra in extras.items()},
             teacher=None if teacher is None else _selected_operands(teacher, index),
         )
 

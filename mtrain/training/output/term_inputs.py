@@ -10,7 +10,7 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
-from mtrain.loss.pair import TermInputs
+from mtrain.loss.pair import Extras, TermInputs
 from mtrain.loss.sequences import PackedSequences
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
@@ -67,13 +67,20 @@ def term_inputs(
             context,
             terms.get(term, config.loss).aggregation,  # depths of multi-token prediction: as the main term
             packed,
+            Extras(batch.extras),
         )
         for term in batch.weights
     }
     for depth, (deferred, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
         term = depth_term(depth)
-        # a distribution of its own: nothing found for the main logits may be used again here
+        # a distribution of its own: nothing found for the main logits may be used again here; extras belong to other
+        # tokens
         inputs[term] = replace(
-            inputs[term], logits=distribution(deferred), labels=ahead.labels, tokens=ahead.tokens, teacher=None
+            inputs[term],
+            logits=distribution(deferred),
+            labels=ahead.labels,
+            tokens=ahead.tokens,
+            teacher=None,
+            extras=Extras(),
         )
     return inputs
