@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mtrain.base.yaml_text import read_yaml
@@ -51,6 +52,12 @@ def _shown(flat: dict[str, Any], key: str) -> str | None:
 def flat_keys(text: str) -> dict[str, Any]:
     """Dotted key -> value of a resolved configuration; lists and empty sections are values. Old names have become
     the new ones."""
+    return dict(_flat_keys(text))
+
+
+@lru_cache(maxsize=8)
+def _flat_keys(text: str) -> dict[str, Any]:
+    """A start reads the same text several times, and each takes a tenth of a second."""
     flat: dict[str, Any] = {}
     content = read_yaml(text).content
     assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
