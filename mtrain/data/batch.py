@@ -26,6 +26,7 @@ def field_dtypes(
     with_padding: bool,
     mtp_depths: int,
     extras: Sequence[str] = (),
+    with_sources: bool = False,
 ) -> dict[FieldPath, torch.dtype]:
     """The tensors that the batches of a run have, each [batch, seq].
 
@@ -36,6 +37,7 @@ def field_dtypes(
         with_padding: Whether somebody asks which positions hold no text.
         mtp_depths: How many further tokens are predicted.
         extras: Names of what loss functions read beside the weights.
+        with_sources: Whether losses are told apart by source.
     """
     dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
     if with_documents:
@@ -45,6 +47,8 @@ def field_dtypes(
     if with_padding:
         # only where routers count text: a field that nobody reads would be broadcast with every batch
         dtypes["is_padding",] = torch.bool
+    if with_sources:
+        dtypes["sources",] = torch.int64
     for depth in map(str, range(mtp_depths)):
         dtypes |= {("mtp", depth, "tokens"): torch.int64, ("mtp", depth, "labels"): torch.int64}
         if with_padding:
@@ -91,6 +95,9 @@ class Microbatch:
     sequence_ids: Tensor | None = None
     """[batch, seq] int64: the sequence (sample) of each position, counted from 0 in the microbatch; padding belongs to
     the one before it. None: each row is one sequence."""
+    sources: Tensor | None = None
+    """[batch, seq] int64: the number in data.train of the source of each position; -1 where it is not known. None where
+    losses are not told apart by source."""
     mtp: tuple[MtpTargets, ...] = ()
     """By depth, from 1, where several tokens are predicted."""
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -111,7 +118,7 @@ class Microbatch:
 
     def tensors(self) -> dict[FieldPath, Tensor]:
         """Every tensor that is there."""
-        alone = ("tokens", "labels", "positions", "document_starts", "sequence_ids", "is_padding")
+        alone = ("tokens", "labels", "positions", "document_starts", "sequence_ids", "is_padding", "sources")
         found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in alone}
         found |= {("weights", term): weights for term, weights in self.weights.items()}
         found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
@@ -143,6 +150,7 @@ class Microbatch:
             document_starts=tensors.get(DOCUMENT_STARTS),
             is_padding=tensors.get(("is_padding",)),
             sequence_ids=ids,
+            sources=tensors.get(("sources",)),
             mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
             extras={path[1]: extra for path, extra in tensors.items() if path[0] == "extras"},
             num_sequences=num_sequences,

@@ -46,6 +46,8 @@ class RowForm:
     """Whether somebody asks which positions hold no text."""
     mtp_depths: int = 0
     """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
+    with_sources: bool = False
+    """Whether losses are told apart by source."""
     window: int | None = None
     """Tokens that the windowed layers see, the own one counted."""
     extras: tuple[str, ...] = ()
@@ -61,6 +63,7 @@ class RowForm:
             isolates_documents=config.data.isolate_documents,
             with_padding=config.model.experts is not None,
             mtp_depths=config.model.mtp_depths,
+            with_sources=bool(config.data.source_names),
             window=config.model.sliding_window,
             extras=tuple(extras),
         )
@@ -129,6 +132,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         document_starts=torch.from_numpy(starts) if form.isolates_documents else None,
         sequence_ids=torch.from_numpy(ids) if form.is_packed else None,
         is_padding=~is_text if form.with_padding else None,
+        sources=_sources(laid, form.width) if form.with_sources else None,
         mtp=tuple(_targets(each, form) for each in further.values()),
         extras={
             name: _laid([[piece.sample.extras[name] for piece in row] for row in laid], form.width, np.float32)
@@ -219,6 +223,15 @@ def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[
         row[: len(own)], row[len(own) :] = own, own[-1]
         count += len(widths)
     return ids, count
+
+
+def _sources(rows: Sequence[Sequence[_PlacedSample]], width: int) -> Tensor:
+    """[rows, width]: the number of each position's source; 0 in padding, which counts nothing."""
+    samples = [[piece.sample for piece in row] for row in rows]
+    numbers = [
+        [np.full(each.width, -1 if each.source is None else each.source) for each in of_row] for of_row in samples
+    ]
+    return _laid(numbers, width, np.int64)
 
 
 def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) -> Tensor:

@@ -1,6 +1,7 @@
 """From `data.*` to samples: opens what the configuration names, before training starts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Literal, Protocol, assert_never
 
@@ -82,7 +83,7 @@ class Blended:
 
     def sample(self, g: int) -> Sample:
         place = self.locate(g)
-        return self.sources[place.source].sample(place.epoch, place.index)
+        return replace(self.sources[place.source].sample(place.epoch, place.index), source=place.source)
 
     def locate(self, g: int) -> SamplePosition:
         return self.order.locate(g)

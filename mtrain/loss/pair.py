@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import Aggregation
-from mtrain.loss.sequences import PackedSequences, sum_by_sequence, sum_over_ranks
+from mtrain.loss.sequences import PackedSequences, TokenSources, sum_by_sequence, sum_by_source, sum_over_ranks
 
 if TYPE_CHECKING:
     from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
@@ -35,6 +35,31 @@ class LossPair(NamedTuple):
     """float32 scalar with a graph: sum over this rank's tokens of weight x loss, in nats."""
     denominator: Tensor
     """float64 scalar without a graph: this rank's share of the divisor."""
+
+    @property
+    def by_source(self) -> Tensor | None:
+        """[2, sources] float64 without a graph: both parts of each source of a blend; None where nobody asks, or where
+        a function made its pair otherwise than by `weigh` and `weigh_sequences`."""
+        return None
+
+
+class PairBySource(LossPair):
+    """A pair that remembers what each source of a blend adds to it. Whoever makes another pair of its parts forgets."""
+
+    # no third field, since functions take a pair apart into two
+    _by_source: Tensor | None = None
+
+    @property
+    def by_source(self) -> Tensor | None:
+        """As of `LossPair`."""
+        return self._by_source
+
+    @classmethod
+    def of(cls, numerator: Tensor, denominator: Tensor, by_source: Tensor) -> PairBySource:
+        """The parts, and the same by source."""
+        pair = cls(numerator, denominator)
+        pair._by_source = by_source
+        return pair
 
 
 class Extras(dict[str, Tensor]):
@@ -73,6 +98,8 @@ class TermInputs:
     """Name -> [batch, seq] float32: numbers that the data bring along, such as advantages, for functions marked with
     `needs_extras`. Aligned with the labels: position t has what belongs to the prediction of token t + 1. One of a
     whole sequence is given at every position of it; padding has 0."""
+    sources: TokenSources | None = None
+    """Which source of a blend each token comes from, where the term's losses are told apart by source."""
 
     @property
     def shares(self) -> Tensor:
@@ -184,8 +211,7 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
         inputs: The microbatch whose weights and shares count.
     """
     # where, not a selection by index: the host would have to wait for the number of selected tokens
-    kept = torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0)
-    return LossPair(kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64))
+    return _pair(torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0), inputs)
 
 
 def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
@@ -209,5 +235,17 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
             "function weighs whole sequences; set loss.aggregation=seq-mean-token-sum"
         )
     losses = sequence_losses.double()[inputs.sequence_ids]
-    kept = torch.where(inputs.denominator_weights != 0, losses * inputs.denominator_weights, 0.0)
-    return LossPair(kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64))
+    return _pair(torch.where(inputs.denominator_weights != 0, losses * inputs.denominator_weights, 0.0), inputs)
+
+
+def _pair(kept: Tensor, inputs: TermInputs) -> LossPair:
+    """Of what each token, [batch, seq], adds to the numerator."""
+    numerator, denominator = kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64)
+    if inputs.sources is None:
+        return LossPair(numerator, denominator)
+    divisors = sum_by_source(inputs.denominator_weights, inputs.sources)
+    if inputs.aggregation in ("sum", "token-sum-norm"):
+        # one number for the whole batch, which lies at one token of one source but divides all of them
+        divisors = denominator.expand_as(divisors)
+    by_source = torch.stack([sum_by_source(kept.detach(), inputs.sources), divisors])
+    return PairBySource.of(numerator, denominator, by_source)

@@ -26,6 +26,23 @@ def sum_by_sequence(values: Tensor, packed: PackedSequences) -> Tensor:
     return values.new_zeros(packed.num_sequences).index_put((packed.ids,), values, accumulate=True)
 
 
+@dataclass(frozen=True)
+class TokenSources:
+    """The sources of a blend that the tokens of a microbatch come from."""
+
+    ids: Tensor
+    """[batch, seq] int64: number of the source; -1 where it is not known."""
+    num_sources: int
+    """Of the run."""
+
+
+def sum_by_source(values: Tensor, sources: TokenSources) -> Tensor:
+    """[batch, seq] -> [num_sources] float64: the sum over this rank's tokens of each source; no graph."""
+    # a product, since adding into a few places collides on a GPU: slow, or in any order
+    is_of = sources.ids.reshape(-1, 1) == torch.arange(sources.num_sources, device=values.device)
+    return values.detach().reshape(-1).double() @ is_of.double()
+
+
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of every rank's values, on every rank, to be differentiated.
 

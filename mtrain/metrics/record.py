@@ -75,6 +75,9 @@ class StepRecord:
     term counts; None where it was not recorded."""
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name."""
+    sources: Mapping[str, TermRecord] = field(default_factory=dict)
+    """The main term over the samples of each source of a blend, by the end of its path; of sources that the step held
+    something of to learn. Empty where there are not several."""
     empty: bool = False
     """No token of the global batch was in the loss; weights and optimizer state stayed as they were."""
     skipped: str | None = None
@@ -152,10 +155,11 @@ def from_json_line(line: str) -> Record:
     """
     try:
         values = json.loads(line)
-        kind, by_name, by_set = values.pop("kind"), _terms_read(values, "terms"), _terms_read(values, "valid_sets")
+        kind, by_name = values.pop("kind"), _terms_read(values, "terms")
+        by_set, by_source = _terms_read(values, "valid_sets"), _terms_read(values, "sources")
         match kind:
             case "step":
-                return StepRecord(**_fields_read(StepRecord, values), terms=by_name)
+                return StepRecord(**_fields_read(StepRecord, values), terms=by_name, sources=by_source)
             case "valid":
                 return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name, valid_sets=by_set)
             case "change":

@@ -171,6 +171,9 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str, Markup]]:
 def _quantities(run: RunHistory) -> Iterator[tuple[str, str, list[Curve]]]:
     updated = [step for step in run.curves.steps if not step.empty]
     yield "loss", "nats", [_of(updated, lambda s: s.loss), *_validation_curves(run.curves.passes)]
+    for source in dict.fromkeys(source for step in updated for source in step.sources):
+        found = [(step.step, step.sources[source].loss) for step in updated if source in step.sources]
+        yield f"loss on {source}", "nats, in training", [Curve(_TRAINING, _TRAINING, 0, tuple(found))]
     terms = dict.fromkeys(term for step in updated for term in step.terms if term != MAIN_TERM)
     for term in terms:
         first = (_set_names(run.curves.passes) or [_VALIDATION])[0]

@@ -49,6 +49,9 @@ def _lines(status: RunStatus) -> dict[str, Text]:
             lines["step"].append(f"  last step {_ago(status.last.time_s, now_s)}")
     if status.last is not None:
         lines["numbers"] = Text(as_line(step_numbers(status.last)))
+        if status.last.sources:
+            losses = {name: f"{each.loss:.4f}" for name, each in status.last.sources.items()}
+            lines["sources"] = Text(as_line(losses))
     if (last := status.last_pass) is not None:
         sets = {name: f"{each.loss:.4f}" for name, each in last.valid_sets.items()}
         numbers = {"valid_loss": f"{last.valid_loss:.4f}", **sets, **side_terms(last)}

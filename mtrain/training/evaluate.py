@@ -14,7 +14,7 @@ from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.loss_reduction import TermTotals
+from mtrain.mcore.engine.loss_reduction import TermTotals, Totals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
@@ -123,7 +123,7 @@ def _record(
     )
 
 
-def term_records(totals: Mapping[str, TermTotals]) -> dict[str, TermRecord]:
+def term_records(totals: Mapping[str, Totals]) -> dict[str, TermRecord]:
     """Each term as sum over sum, for the metrics; the mean of an empty term is 0."""
     return {
         term: TermRecord(

@@ -111,7 +111,8 @@ class TrainingStep:
         """A step without gradients."""
         self._optimizer.zero_grad()
         self.routers.clear_counts()
-        pairs = PairAccumulator(tuple(self._objective.functions), self._groups.device, self._objective.router_terms)
+        terms, num_sources = tuple(self._objective.functions), len(self._config.data.source_names)
+        pairs = PairAccumulator(terms, self._groups.device, self._objective.router_terms, num_sources)
         return OpenStep(StepSums(pairs, dict.fromkeys(pairs.terms, 0.0)))
 
     def accumulate(

@@ -9,7 +9,7 @@ from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets, field_dty
 
 TERMS = ("main", "tokens")
 """A term may be called as a field."""
-FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights"))
+FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights"), True)
 """So may an extra."""
 
 
@@ -38,7 +38,10 @@ def test_the_table_names_every_field() -> None:
 
 
 def test_taking_apart_and_putting_together_changes_nothing() -> None:
-    for batch in (full(), replace(full(), document_starts=None, is_padding=None, sequence_ids=None, mtp=())):
+    for batch in (
+        full(),
+        replace(full(), document_starts=None, is_padding=None, sequence_ids=None, sources=None, mtp=()),
+    ):
         again = Microbatch.of(batch.tensors())
         assert again.tensors().keys() == batch.tensors().keys()
         assert all(torch.equal(each, batch.tensors()[path]) for path, each in again.tensors().items())

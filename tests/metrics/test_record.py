@@ -37,6 +37,7 @@ steps = st.builds(
     padding_tokens=st.none() | st.integers(0, 2**50),
     loss_tokens=st.none() | st.integers(0, 2**50),
     terms=terms,
+    sources=terms,
     empty=st.booleans(),
     skipped=st.none() | st.sampled_from(["fp16 overflow", "NaN", "line\nbreak"]),
     loss_scale=st.none() | finite,

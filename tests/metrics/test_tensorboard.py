@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mtrain.metrics.record import Record
+from mtrain.metrics.record import Record, TermRecord
 from mtrain.metrics.tensorboard import TensorBoardSink
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
@@ -38,7 +38,9 @@ def test_an_empty_step_has_no_loss(tmp_path: Path) -> None:
 
 
 def test_every_term_has_a_curve_where_it_had_something_to_learn(tmp_path: Path) -> None:
-    write(tmp_path, 0, with_side_terms(step_record(1)), with_side_terms(valid_record(1)))
+    by_source = replace(step_record(1), sources={"web": TermRecord(loss=3.0, numerator=6.0, denominator=2.0)})
+    write(tmp_path, 0, with_side_terms(by_source), with_side_terms(valid_record(1)))
+    assert curve(tmp_path, "train/loss/web") == [(1, 3.0)]
     tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     assert {tag for tag in tags if "terms" in tag} == {"terms/main", "terms/kl", "valid_terms/kl"}
     ((step, value),) = curve(tmp_path, "valid_terms/kl")

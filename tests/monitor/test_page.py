@@ -47,7 +47,17 @@ def full(step: int) -> StepRecord:
     """With all that can be recorded."""
     record = with_side_terms(step_record(step, 2 + 1 / step))
     assert isinstance(record, StepRecord)
-    return replace(record, padding_tokens=3, loss_tokens=900, mfu=0.4, memory_bytes=2**31, time_s=1e9, loss_scale=8.0)
+    sources = {"web": TermRecord(loss=record.loss + 1, numerator=1, denominator=1)}
+    return replace(
+        record,
+        sources=sources,
+        padding_tokens=3,
+        loss_tokens=900,
+        mfu=0.4,
+        memory_bytes=2**31,
+        time_s=1e9,
+        loss_scale=8.0,
+    )
 
 
 def page(run: Path) -> Element:
@@ -75,6 +85,7 @@ def test_every_quantity_has_its_picture_with_a_mark_for_each_later_start(requeue
     figures = page(requeued).all("figure")
     assert [each.all("figcaption")[0].text for each in figures] == [
         "loss",
+        "loss on web",
         "loss of kl",
         "learning rate",
         "gradient norm",

@@ -126,7 +126,7 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
     key = "".join([section.model_dump_json() for section in sections]) + str(_fingerprint(batches))
     if key not in _oracles:
         _oracles[key] = oracle_steps(
-            _tensors(initial_parameters(config)),
+            tensors(initial_parameters(config)),
             config.model,
             config.loss,
             config.optimizer,
@@ -135,12 +135,13 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
                 [oracle_loss.Sequence.of_sample(sample, config.model.experts is not None) for sample in batch]
                 for batch in batches
             ],
-            None if teacher is None else Teacher(_tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
+            None if teacher is None else Teacher(tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
         )
     return _oracles[key]
 
 
-def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    """As the oracle takes them."""
     return {name: torch.as_tensor(value) for name, value in arrays.items()}
 
 

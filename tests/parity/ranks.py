@@ -18,7 +18,7 @@ from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.finalize import finalize_gradients
-from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, TermTotals
+from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, TermTotals, Totals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import LossOfLogits, run_forward, run_schedule
 from mtrain.mcore.model.build import build_model, unwrap
@@ -323,3 +323,14 @@ def losses_along(
         set_parameters(built.chunks, groups, moved)
         found.append(built.training.forward_backward(own_microbatches(batch, groups, config)).objective)
     return found
+
+
+def totals_by_source(
+    groups: Groups, configs: Sequence[Config], parameters: Mapping[str, Any], batch: GlobalBatch
+) -> list[tuple[Totals, ...]]:
+    """What a step of each configuration says of the sources."""
+    built = [build(groups, config, parameters) for config in configs]
+    return [
+        one.training.forward_backward(own_microbatches(batch, groups, config)).sources
+        for one, config in zip(built, configs, strict=True)
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import word_tokenizer
+from tests.monitor.test_status import text as status_text
 from tests.training.test_trainer import command, finished, records, start
 
 __all__ = ["command", "start", "word_tokenizer"]
@@ -23,11 +24,13 @@ def test_each_set_has_its_own_loss_and_the_first_one_is_the_runs(
         lines = [json.dumps({"prompt": word, "response": f"{word} {words[0]}"}) for word in words]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     sets = {"long": "long", "short": "short", "again": "long", "both": "*o*"}
+    # half of the samples of a step from each source
+    train = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in ("train", "short"))
     valid = ", ".join(f"{name}: [{{path: {tmp_path}/{files}.jsonl}}]" for name, files in sets.items())
     arguments = [
         "data.kind=sft",
         f"data.tokenizer={word_tokenizer}",
-        f"data.train=[{{path: {tmp_path}/train.jsonl}}]",
+        f"data.train=[{train}]",
         f"data.valid={{{valid}}}",
         "layout.tp=2",
         "train.num_steps=1",
@@ -35,6 +38,12 @@ def test_each_set_has_its_own_loss_and_the_first_one_is_the_runs(
     ]
     code, output, errors = finished(start(command(*arguments, ranks=2)))
     assert code == 0, errors
+    (step,) = records(tmp_path / "run", "step")
+    assert list(step["sources"]) == ["train.jsonl", "short.jsonl"]
+    for part in ("numerator", "denominator"):
+        assert sum(each[part] for each in step["sources"].values()) == pytest.approx(step["terms"]["main"][part])
+    shown = "  ".join(f"{name} {each['loss']:.4f}" for name, each in step["sources"].items())
+    assert f"sources    {shown}" in status_text(tmp_path / "run")
     (found,) = records(tmp_path / "run", "valid")
     losses = found["valid_sets"]
     assert list(losses) == list(sets)

@@ -2,7 +2,8 @@
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -66,6 +67,11 @@ class DataSection(Section):
     packing: PackingSection | None = None
     """Where it is given, as in `packing: {batch: sequences}`, samples share rows; else each has a row of its own."""
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Of sources whose losses are told apart, by number; none where there are not several."""
+        return ()
+
 
 class FilesSection(DataSection):
     """What is read from files: a blend of sources, and what is held out of them."""
@@ -96,6 +102,12 @@ class FilesSection(DataSection):
         known = {source.path for source in self.train}
         new = {each.path: each for blend in self.curriculum for each in blend.sources if each.path not in known}
         return (*self.train, *new.values())
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """As of `DataSection`: the ends of the paths that tell the sources apart."""
+        paths = [source.path for source in self.all_sources]
+        return _short_names(paths) if len(paths) > 1 else ()
 
     @rule
     def blends_follow_each_other(self) -> str | None:
@@ -232,6 +244,16 @@ class SftSection(FilesSection):
         if self.tokenizer is not None:
             return None
         return "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
+
+
+def _short_names(paths: Sequence[str]) -> tuple[str, ...]:
+    """As few of the last parts of each path as tell all of them apart; equal paths get their numbers."""
+    parts = [PurePosixPath(path).parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]).replace("//", "/") for each in parts]
+        if len(set(names)) == len(set(paths)):
+            break
+    return tuple(name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names))
 
 
 def _is_day(text: str) -> bool:

@@ -24,6 +24,8 @@ class Sample:
     """[n]: index in the sample at which each token's document begins; None where the sample is one document."""
     extras: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Name -> [width]: what a loss function reads beside the weights, such as advantages; shifted as labels are."""
+    source: int | None = None
+    """Number in data.train, where it comes from a blend."""
 
     @property
     def width(self) -> int:

@@ -47,7 +47,8 @@ def broadcast_batches(
         count, num_sequences = _shared_counts(batches, groups)
     assert count is not None, "without packing it follows from the configuration"
     is_packed, has_routers = config.data.packing is not None, model.experts is not None
-    fields = field_dtypes(terms, config.data.isolate_documents, is_packed, has_routers, model.mtp_depths, extras)
+    flags = is_packed, has_routers, model.mtp_depths, extras, bool(config.data.source_names)
+    fields = field_dtypes(terms, config.data.isolate_documents, *flags)
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, config.row_width)  # whole rows; they are cut for CP afterwards

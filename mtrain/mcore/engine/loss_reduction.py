@@ -20,16 +20,21 @@ from mtrain.mcore.distributed.groups import Groups
 class PairAccumulator:
     """Sums the pairs of all microbatches of a step on the device, in float64, without a host synchronisation."""
 
-    def __init__(self, terms: Sequence[str], device: torch.device, router_terms: Sequence[str] = ()) -> None:
+    def __init__(
+        self, terms: Sequence[str], device: torch.device, router_terms: Sequence[str] = (), num_sources: int = 0
+    ) -> None:
         """Args:
         terms: Those that are computed from logits.
         device: Of the sums.
         router_terms: Those that routers compute inside the layers.
+        num_sources: By which the main term is told apart; 0 where it is not.
         """
         self.terms = (*terms, *router_terms)
         # float64: float32 holds whole counts of tokens to 2^24 alone, and a step may have more.
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerator, denominator."""
+        self.by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device)
+        """[2, sources]: numerators, then denominators of the main term; nan where a microbatch does not tell."""
         # Views, made once: a microbatch adds in place, without indexing or allocating.
         self._of_logits, self._of_routers = self.sums[: len(terms)], self.sums[len(terms) :]
         self._places = list(zip(terms, *self._of_logits.unbind(1)))
@@ -41,6 +46,9 @@ class PairAccumulator:
             # The sum holds a copy: megatron-core scales the loss in place afterwards (forward_step_calc_loss).
             numerator.add_(pairs[term].numerator.detach())
             denominator.add_(pairs[term].denominator)
+        if self.by_source.numel():
+            found = pairs[MAIN_TERM].by_source
+            self.by_source.add_(math.nan if found is None else found)
 
     def add_router(self, numerators: Tensor, denominators: Tensor) -> None:
         """Adds what one router saw of one microbatch, [router_terms] each."""
@@ -55,20 +63,30 @@ class PairAccumulator:
         # Zeros and not nothing: the vector has one length on all ranks.
         return self.sums if groups.counts_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
 
+    def owned_by_source(self, groups: Groups) -> Tensor:
+        """[2, sources] of which the sum over all ranks is that of the global batch."""
+        return self.by_source if groups.counts_loss else torch.zeros_like(self.by_source)
+
 
 @dataclass(frozen=True)
-class TermTotals:
-    """One term over the global batch."""
+class Totals:
+    """Sums of one term over a part of the global batch, or all of it."""
 
     numerator: float
     denominator: float
-    planned: float
-    """The denominator that the batches promised."""
 
     @property
     def mean(self) -> float:
         """Numerator / denominator, in nats; 0 where there was nothing to learn."""
         return self.numerator / self.denominator if self.denominator != 0 else 0.0
+
+
+@dataclass(frozen=True)
+class TermTotals(Totals):
+    """One term over the global batch."""
+
+    planned: float
+    """The denominator that the batches promised."""
 
 
 class TokenCounts(NamedTuple):
@@ -126,6 +144,8 @@ class StepTotals:
     """Squared norm of the gradient before it is divided; None in fp16, where the update finds it."""
     coefficients: Mapping[str, float]
     """Of the terms in the objective."""
+    sources: tuple[Totals, ...] = ()
+    """The main term by source of the blend; empty where there are not several, or the loss function does not tell."""
 
     @property
     def loss(self) -> float:
@@ -159,6 +179,7 @@ class _VectorFields:
     """Where each part of the vector lies that `GlobalTotals` sums."""
 
     num_terms: int
+    num_sources: int
     has_norm: bool
 
     @property
@@ -177,9 +198,14 @@ class _VectorFields:
         return slice(self.planned.stop, self.planned.stop + len(NO_TOKENS))
 
     @property
+    def sources(self) -> slice:
+        """Numerators of all sources, then denominators."""
+        return slice(self.tokens.stop, self.tokens.stop + 2 * self.num_sources)
+
+    @property
     def stop_requested(self) -> int:
         """Ranks that ask to stop."""
-        return self.tokens.stop
+        return self.sources.stop
 
     @property
     def norm_sq(self) -> int | None:
@@ -210,7 +236,8 @@ class GlobalTotals:
         local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
         """
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
-        self._fields = fields = _VectorFields(len(self._terms), local_grad_norm_sq is not None)
+        num_sources = sums.pairs.by_source.shape[1]
+        self._fields = fields = _VectorFields(len(self._terms), num_sources, local_grad_norm_sq is not None)
         # Host numbers first, those of the device copied over them: one transfer to the device and none back.
         host = [0.0] * fields.size
         if groups.counts_plan:
@@ -220,6 +247,7 @@ class GlobalTotals:
         host[fields.stop_requested] = float(stop_requested)
         vector = _on_device(host, groups.device)
         vector[fields.pairs].copy_(sums.pairs.owned(groups).view(-1))
+        vector[fields.sources].copy_(sums.pairs.owned_by_source(groups).view(-1))
         if local_grad_norm_sq is not None:
             vector[fields.norm_sq].copy_(local_grad_norm_sq)
         self._sum = AsyncAllReduce(vector)  # over the world; the host goes on
@@ -247,7 +275,14 @@ class GlobalTotals:
             num_positions=self._num_positions,
             grad_norm_sq=None if fields.norm_sq is None else values[fields.norm_sq],
             coefficients=coefficients,
+            sources=self._sources(values[fields.sources]),
         )
+
+    def _sources(self, values: Sequence[float]) -> tuple[Totals, ...]:
+        if not all(map(math.isfinite, values)):
+            return ()
+        half = self._fields.num_sources
+        return tuple(map(Totals, values[:half], values[half:]))
 
 
 class PlannedTotals:

@@ -17,7 +17,8 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
 from mtrain.loss.objective import Objective
-from mtrain.loss.pair import Extras, LossPair, TokenInputs
+from mtrain.loss.pair import MAIN_TERM, Extras, LossPair, PairBySource, TokenInputs
+from mtrain.loss.sequences import TokenSources
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
@@ -79,7 +80,8 @@ class OutputLoss:
             pairs = self._objective.pairs(term_inputs(logits, batch, self._config, self._groups, teacher))
             return scalar_of(pairs), pairs
         distributions = self._distributions(logits, batch, teacher, counts)
-        sums = _Sums([term for each in distributions for term in each.weights], batch.labels.device)
+        terms = [term for each in distributions for term in each.weights]
+        sums = _Sums(terms, batch.labels.device, len(self._config.data.source_names))
 
         def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
             pairs = self._objective.pairs(self._term_inputs(distributions[number], rows, local))
@@ -131,9 +133,13 @@ class OutputLoss:
                 context=context,
                 aggregation=terms.get(term, self._config.loss).aggregation,
                 extras=Extras({name: each[:, rows] for name, each in of.extras.items()}),
+                sources=self._sources(of, rows) if term == MAIN_TERM else None,
             )
             for term in of.weights
         }
+
+    def _sources(self, of: _Distribution, rows: slice) -> TokenSources | None:
+        return None if of.sources is None else TokenSources(of.sources[:, rows], len(self._config.data.source_names))
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,7 @@ class _Distribution:
     weights: dict[str, Tensor]
     denominator_weights: dict[str, Tensor]
     extras: dict[str, Tensor]
+    sources: Tensor | None
     teacher: Operands | None
     """Hidden states of the same tokens, and the teacher's table."""
 
@@ -182,6 +189,7 @@ class _Distribution:
             weights={term: one_row(batch.weights[term]) for term in terms},
             denominator_weights={term: one_row(batch.denominator_weights[term]) for term in terms},
             extras={name: one_row(extra) for name, extra in extras.items()},
+            sources=None if batch.sources is None else one_row(batch.sources),
             teacher=None if teacher is None else _selected_operands(teacher, index),
         )
 
@@ -189,16 +197,23 @@ class _Distribution:
 class _Sums:
     """Pairs of all chunks, added up."""
 
-    def __init__(self, terms: Sequence[str], device: torch.device) -> None:
+    def __init__(self, terms: Sequence[str], device: torch.device, num_sources: int) -> None:
         # float64, since how many float32 parts are added follows from the size of a chunk
         self._sums = {term: torch.zeros(2, dtype=torch.float64, device=device) for term in terms}
+        self._by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
         for term, (numerator, denominator) in pairs.items():
             self._sums[term] += torch.stack([numerator.detach().double(), denominator])
+        if self._by_source is not None and MAIN_TERM in pairs:
+            found = pairs[MAIN_TERM].by_source
+            self._by_source = None if found is None else self._by_source + found
 
     def pairs(self) -> dict[str, LossPair]:
-        return {term: LossPair(each[0].float(), each[1]) for term, each in self._sums.items()}
+        found = {term: LossPair(each[0].float(), each[1]) for term, each in self._sums.items()}
+        if self._by_source is not None:
+            found[MAIN_TERM] = PairBySource.of(*found[MAIN_TERM], self._by_source)
+        return found
 
 
 @torch.no_grad()

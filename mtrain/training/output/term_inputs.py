@@ -10,8 +10,8 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
-from mtrain.loss.pair import Extras, TermInputs
-from mtrain.loss.sequences import PackedSequences
+from mtrain.loss.pair import MAIN_TERM, Extras, TermInputs
+from mtrain.loss.sequences import PackedSequences, TokenSources
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits
@@ -55,6 +55,7 @@ def term_inputs(
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
     context = groups.cp if groups.layout.cp > 1 else None
     packed = None if batch.sequence_ids is None else PackedSequences(batch.sequence_ids, batch.num_sequences)
+    sources = None if batch.sources is None else TokenSources(batch.sources, len(config.data.source_names))
     terms = loss_terms(config.loss)
     inputs = {
         term: TermInputs(
@@ -68,6 +69,7 @@ def term_inputs(
             terms.get(term, config.loss).aggregation,  # depths of multi-token prediction: as the main term
             packed,
             Extras(batch.extras),
+            sources if term == MAIN_TERM else None,
         )
         for term in batch.weights
     }

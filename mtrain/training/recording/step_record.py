@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import psutil
 import torch
 
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.engine.loss_reduction import StepTotals
+from mtrain.mcore.engine.loss_reduction import StepTotals, Totals
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.metrics.record import StepRecord
 from mtrain.plan import Work, flops_of_step, mfu, peak_flops
@@ -83,6 +84,7 @@ def step_record(
         loss_tokens=counts.loss,
         flops=flops,
         terms=term_records(totals.terms),
+        sources=term_records(_with_something(dict(zip(run.config.data.source_names, totals.sources)))),
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,
         loss_scale=run.optimizer.loss_scale() if is_half else None,
@@ -91,6 +93,11 @@ def step_record(
         memory_bytes=_memory_bytes(run.groups.device),
         time_s=time.time(),
     )
+
+
+def _with_something(sources: Mapping[str, Totals]) -> dict[str, Totals]:
+    """Those that the step held something of to learn."""
+    return {name: each for name, each in sources.items() if each.denominator}
 
 
 def _memory_bytes(device: torch.device) -> int | None:
