@@ -3,6 +3,7 @@
 import os
 
 from mtrain.base.environment import RankEnvironment
+from mtrain.base.imports import without_collections
 from mtrain.cli.arguments import ConfigArguments, loaded_config
 from mtrain.cli.messages import one_message, prefixed_traceback
 
@@ -18,6 +19,7 @@ def train(arguments: ConfigArguments) -> None:
         Layout.from_config(config, environment.world_size)
         with watched(config, environment):
             # torch, only after the configuration is proved right, and under the eyes of the watchdog
-            from mtrain.training.trainer import train as run_training
+            with without_collections():
+                from mtrain.training.trainer import train as run_training
 
             run_training(config)
