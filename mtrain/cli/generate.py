@@ -1,5 +1,6 @@
-"""`mtrain generate`: a look at what a run has learned."""
+"""`mtrain generate`: a look at what a model has learned."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,23 +10,50 @@ from mtrain.cli.messages import one_message
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; may be given again.", show_default=False)],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run folder, a checkpoint, an import, or a folder of Hugging Face.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; may be given again.", show_default=False)
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help="One prompt a line; of .jsonl: objects with prompt or messages.", show_default=False),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is what a user says, in the run's chat template.")
+        bool, typer.Option("--chat", help="The prompt is what a user says, in the model's chat template.")
     ] = False,
 ) -> None:
-    """Continues prompts with the newest checkpoint of a run."""
+    """Continues prompts, or answers them.
+
+    Under torchrun or srun the model is spread over the ranks by the layout of its run.
+    """
     with one_message():
-        from mtrain.config.load import load_config
-        from mtrain.runs.folder import RunFolder
+        from mtrain.base.environment import RankEnvironment
+        from mtrain.base.errors import ConfigError
 
-        config = load_config([RunFolder(run).config], [])
-        from mtrain.training.generate import generate_text  # loads torch
+        if not prompt and prompts_file is None:
+            raise ConfigError("there is no prompt; give --prompt TEXT, or --prompts-file FILE")
+        if not 0 < top_p <= 1:
+            raise ConfigError(f"--top-p {top_p} must be above 0 and at most 1; 1 draws from all tokens")
+        from mtrain.training.sampling.choice import Sampling  # loads torch
+        from mtrain.training.sampling.generate import generate_text
+        from mtrain.training.sampling.prompts import read_prompts, shown
 
-        texts = generate_text(config, run, prompt, max_new_tokens, temperature, seed, chat)
-    for question, answer in zip(prompt, texts):
-        typer.echo(f"\n> {question}\n{answer}")
+        questions = [*(prompt or []), *(read_prompts(prompts_file) if prompts_file is not None else [])]
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+        texts = generate_text(model, questions, sampling, chat)
+        if RankEnvironment.from_environ(os.environ).rank > 0:
+            return
+    for question, answer in zip(questions, texts):
+        typer.echo(f"\n> {shown(question)}\n{answer}")

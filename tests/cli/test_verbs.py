@@ -61,7 +61,7 @@ MISSING = (
 )
 """Verbs whose input is not there, or is of another kind."""
 WRONG_PLACE = {
-    "generate nowhere --prompt x": 2,  # where config.yaml of the run should be
+    "generate nowhere --prompt x": 2,
     "init a-file": 2,
     "init a-file/below": 7,
     "stdlib-corpus --output a-file/below": 7,
@@ -135,7 +135,7 @@ OLD_NAMES = {
     ),
     "stdlib_corpus.py": (["stdlib-corpus"], "--output"),
     "plot_losses.py": (["plot"], "--output"),
-    "generate.py": (["generate"], "--prompt --max-new-tokens --temperature --seed"),
+    "generate.py": (["generate"], "--prompt --max-new-tokens --temperature --top-p --seed"),
     "convert_checkpoint.py export": (
         ["convert", "export"],
         "--checkpoint --out --like --dtype --workers --check-logits --threshold",

@@ -18,7 +18,7 @@ from mtrain.convert.exporting import export_hf
 from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
-from mtrain.training.generate import question_of
+from mtrain.training.sampling.prompts import questions_of
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.warm import completed
@@ -92,7 +92,7 @@ def test_an_export_answers_as_the_run_does(folder: Path) -> None:
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        ours = question_of(run, tokenizer, question, as_chat=True)
+        ours = questions_of(run, tokenizer, [question], as_chat=True)[0]
         assert ours.stop_ids == {theirs.eos_token_id, theirs.convert_tokens_to_ids("<|im_end|>")}
         if "<|" not in question:  # there they differ: the text of a special token in a question stays text here
             assert ids == ours.ids

@@ -17,7 +17,7 @@ from mtrain.tokenizer import load_tokenizer
 from tests.hf.folders import save
 from tests.pool import Pool
 from tests.training import engine_ranks
-from tests.training.test_generate import TEMPLATE, WORDS, word_tokenizer
+from tests.training.sampling.test_generate import TEMPLATE, WORDS, word_tokenizer
 from tests.training.test_start_from_hf import command, configured
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a a"}]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.data.zigzag import zigzag_index
+from mtrain.mcore.model.attention.cache import KeyValueCache
 from mtrain.mcore.model.attention.documents import (
     Run,
     attend_segments,
@@ -45,6 +46,8 @@ class RowAttention(MegatronModule):
 
     softmax_offset: nn.Parameter | None
     """[heads_local] attention sinks."""
+    cache: KeyValueCache | None = None
+    """While text is generated. Every context-parallel rank then reads whole rows, of sequences of its own."""
 
     def __init__(
         self,
@@ -82,7 +85,10 @@ class RowAttention(MegatronModule):
         # On the host, once for all heads: the ends of documents decide on shapes, for which a GPU would have to be
         # waited for.
         documents = None if document_starts is None else _document_runs(document_starts)
-        if self.cp.size() == 1:
+        if self.cache is not None and (visible := self.cache.visible(self.window)) is not None:
+            # a query of each sequence: the batch, [1, tokens, heads, dim]
+            output = self._causal(query.transpose(0, 1), key, value, visible).transpose(0, 1)
+        elif self._has_whole_rows:
             output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         elif self.ulysses:
             output = self._attend_with_own_heads(query, key, value, documents)
@@ -99,7 +105,7 @@ class RowAttention(MegatronModule):
 
         One all-gather over CP; its backward is a reduce-scatter.
         """
-        if self.cp.size() == 1:
+        if self._has_whole_rows:
             return part
         # Named for another use: it gathers along the first axis, over any group. Its backward sums, since queries of
         # every rank read all keys.
@@ -108,10 +114,14 @@ class RowAttention(MegatronModule):
 
     def own_heads(self, num_heads: int) -> slice:
         """Of the heads of this rank's queries, those that it attends with: under Ulysses one part of CP, else all."""
-        if self.cp.size() == 1 or not self.ulysses:
+        if self._has_whole_rows or not self.ulysses:
             return slice(0, num_heads)
         num_own = num_heads // self.cp.size()
         return slice(self.cp.rank() * num_own, (self.cp.rank() + 1) * num_own)
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        return self.cp.size() == 1 or self.cache is not None
 
     def _orders(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """`_row_order` of [seq, ...]."""
@@ -176,28 +186,35 @@ class RowAttention(MegatronModule):
         drops = self.dropout > 0 and self.training
         return self.softmax_offset is None and not drops and is_varlen_usable(query, key, value)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q."""
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
+        """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q.
+
+        `visible`, [b, 1, q, k] bool: the keys that each query sees instead.
+        """
         if self.softmax_offset is None:
-            return self._weighted_values(query, key, value, num_sinks=0)
+            return self._weighted_values(query, key, value, 0, visible)
         value_dim = value.shape[-1]
         # Divided, because the kernel multiplies all scores by the scale, that of the sink as well.
         query, key, value = with_sink_keys(query, key, value, self._sinks() / self.scale)
-        return self._weighted_values(query, key, value, num_sinks=1)[..., :value_dim]
+        return self._weighted_values(query, key, value, 1, visible)[..., :value_dim]
 
     def _sinks(self) -> Tensor:
         """[heads], at least float32, of the heads whose queries this rank holds now."""
         assert self.softmax_offset is not None
         # float32 from here on: the sum of its gradient over all tokens would lose bits in bfloat16.
         sinks = self.softmax_offset.to(torch.promote_types(self.softmax_offset.dtype, torch.float32))
-        return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and self.cp.size() > 1 else sinks
+        return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and not self._has_whole_rows else sinks
 
-    def _weighted_values(self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int) -> Tensor:
+    def _weighted_values(
+        self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int, visible: Tensor | None
+    ) -> Tensor:
         """As `_causal`; the first `num_sinks` keys, 0 or 1, are seen by every query."""
         query_length, key_length = query.shape[0], key.shape[0] - num_sinks
         # scaled_dot_product_attention aligns is_causal at the first key: wrong where there are fewer queries.
-        is_causal, mask = query_length == key_length, None
-        if self.window is not None and self.window < key_length:
+        is_causal, mask = query_length == key_length and visible is None, visible
+        if visible is not None:
+            mask = functional.pad(visible, (num_sinks, 0), value=True)
+        elif self.window is not None and self.window < key_length:
             is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
             mask = functional.pad(mask, (num_sinks, 0), value=True)  # a window never hides the sink
         elif is_causal:
@@ -288,7 +305,11 @@ class CoreAttention(RowAttention):
         assert attention_bias is None
         # megatron-core's packing cuts rows at documents, so what a CP rank holds would depend on cp.
         assert packed_seq_params is None
-        key, value = self._whole_rows(key, value)
+        if self.cache is not None:
+            seen = self.cache.extended(torch.cat((key, value), dim=-1))
+            key, value = torch.split(seen, [key.shape[-1], value.shape[-1]], dim=-1)
+        else:
+            key, value = self._whole_rows(key, value)
         return self.attend(query, key, value, attention_mask)
 
     def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -242,6 +242,8 @@ class LatentCore(RowAttention):
         """
         # [seq, batch, kv_lora_rank + rope]: one collective for both.
         rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
+        if self.cache is not None:
+            rows = self.cache.extended(rows)  # latents are kept, not heads: so much smaller is what they are for
         num_heads = query.shape[2]
         # Under allgather every CP rank repeats this projection for the whole row: the price of sending latents alone.
         by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]

@@ -5,42 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.tokenizer import load_tokenizer
-from mtrain.training.generate import continue_ids, question_of
+from mtrain.training.sampling.prompts import questions_of
 from tests.config.samples import config
-
-STOPS = {0}
-
-
-def counting(ids: Tensor) -> Tensor:
-    """Logits of a model over 10 tokens that likes the last token plus one, and nothing else much."""
-    logits = torch.zeros(10)
-    logits[(int(ids[-1]) + 1) % 10] = 5.0
-    return logits
-
-
-def test_the_likeliest_tokens_follow_up_to_the_end_token() -> None:
-    assert continue_ids([6], counting, 20, STOPS, 0.0, torch.Generator()) == [7, 8, 9]
-
-
-def test_no_more_tokens_than_asked_for() -> None:
-    assert continue_ids([1, 2], counting, 3, STOPS, 0.0, torch.Generator()) == [3, 4, 5]
-
-
-def test_sampling_follows_the_seed_and_the_temperature() -> None:
-    def sampled(seed: int, temperature: float) -> list[int]:
-        return continue_ids([1], counting, 30, set(), temperature, torch.Generator().manual_seed(seed))
-
-    assert sampled(1, 5.0) == sampled(1, 5.0)
-    assert sampled(1, 5.0) != sampled(2, 5.0)
-    assert sampled(1, 0.1) == [(2 + i) % 10 for i in range(30)]
-
 
 WORDS = ["<unk>", "<s>", "</s>", "<end>", "a", "user", "assistant"]
 TEMPLATE = (
@@ -72,7 +43,7 @@ def finetuning(tokenizer: Path, **data: Any) -> Config:
 def test_a_prompt_may_be_a_question_in_the_chat_template_of_the_run(tokenizer: Path) -> None:
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
     run, model = finetuning(tokenizer), load_tokenizer(tokenizer)
-    text, question = question_of(run, model, "a", as_chat=False), question_of(run, model, "a", as_chat=True)
+    text, question = questions_of(run, model, ["a"], as_chat=False)[0], questions_of(run, model, ["a"], as_chat=True)[0]
     assert (text.ids, text.stop_ids) == ([1, 4], frozenset({2}))
     assert (question.ids, question.stop_ids) == ([5, 4, 3, 6], frozenset({2, 3}))
 
@@ -80,4 +51,4 @@ def test_a_prompt_may_be_a_question_in_the_chat_template_of_the_run(tokenizer: P
 def test_a_run_without_a_chat_template_asks_nothing(tokenizer: Path) -> None:
     for run in (finetuning(tokenizer), finetuning(tokenizer, chat_template="plain"), config()):
         with pytest.raises(ConfigError, match="the run has no chat template"):
-            question_of(run, load_tokenizer(tokenizer), "a", as_chat=True)
+            questions_of(run, load_tokenizer(tokenizer), ["a"], as_chat=True)

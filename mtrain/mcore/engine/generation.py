@@ -1,0 +1,190 @@
+"""Single rows through the stages, with a cache of keys and values: what generation runs the model by.
+
+megatron-core's schedules exchange microbatches of one shape for a whole step; here each pass has its own number of
+tokens and the next one depends on what the last stage says. megatron-core's inference contexts are not used: the static
+one keeps one length for all sequences of a batch, and the dynamic one needs kernels that a CPU lacks (ADR 44).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.attention.cache import CachedPass, caching
+from mtrain.mcore.model.attention.context_parallel import RowAttention
+from mtrain.mcore.model.build import run_chunk, unwrap
+from mtrain.mcore.model.output_layer import Logits
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """Tokens of one sequence that a pass reads; the logits behind the last of them are wanted."""
+
+    sequence: int
+    """Its place in the cache."""
+    start: int
+    """Position of the first token: 0 for a prompt."""
+    tokens: Sequence[int]
+
+
+class CachedModel:
+    """The stages of this rank, its data-parallel and context-parallel replica apart from all others.
+
+    But for the experts: where these lie on ranks of several replicas, all replicas run as many passes.
+    """
+
+    def __init__(self, config: Config, groups: Groups, chunks: Sequence[Any], reading: CachedPass) -> None:
+        self._config, self._groups, self._chunks, self._reading = config, groups, chunks, reading
+        self._pipeline = dist.get_process_group_ranks(groups.collection.pp)
+        translated = get_model_config(chunks[0])
+        self._dtype = translated.pipeline_dtype or translated.params_dtype
+        # a row is divided among tensor-parallel ranks under sequence parallelism
+        self._multiple = groups.layout.tp if translated.sequence_parallel else 1
+
+    @torch.no_grad()
+    def next_logits(self, pieces: Sequence[PassTokens], of_prompts: bool) -> Tensor | None:
+        """Logits of the token behind each piece.
+
+        Collective over the replica: point-to-point between stages, an all-gather of the logits over TP, beside what the
+        layers do.
+
+        Args:
+            pieces: Whole prompts, or one token each; may be empty where other replicas need this one's experts.
+            of_prompts: Which of the two.
+
+        Returns:
+            [pieces, vocab_size] float32 on the last stage, the same on all its ranks; None on the others.
+        """
+        batch, ends = self._row(pieces, of_prompts)
+        output = self._through_stages(batch)
+        if output is None:
+            return None
+        hidden, weight = output.main.operands()
+        wanted = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
+        local = torch.matmul(wanted, weight.t()).float()
+        parts = [torch.empty_like(local) for _ in range(self._groups.layout.tp)]
+        if len(parts) > 1:
+            dist.all_gather(parts, local.contiguous(), group=self._groups.tp)
+        else:
+            parts = [local]
+        # padding of the table is behind the vocabulary and never sampled
+        return torch.cat(parts, dim=-1)[:, : self._config.model.vocab_size]
+
+    def from_last_stage(self, values: Tensor) -> None:
+        """Fills `values` on all stages of this replica with those of the last one. One broadcast over PP."""
+        if self._groups.layout.pp > 1:
+            dist.broadcast(values, self._pipeline[-1], group=self._groups.collection.pp)
+
+    def _row(self, pieces: Sequence[PassTokens], of_prompts: bool) -> tuple[Microbatch, list[int]]:
+        """All pieces in one row, filled up to what divides; and where the last token of each stands."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        for piece in pieces:
+            starts += [len(tokens)] * len(piece.tokens)
+            positions += range(piece.start, piece.start + len(piece.tokens))
+            sequences += [piece.sequence] * len(piece.tokens)
+            tokens += piece.tokens
+            ends.append(len(tokens) - 1)
+        # never empty, since experts and stages want a row
+        missing = -len(tokens) % self._multiple if tokens else self._multiple
+        starts += [len(tokens)] * missing
+        tokens, positions = tokens + [0] * missing, positions + [0] * missing
+        sequences += [self._reading.filler] * missing
+        self._reading.read(sequences, positions, of_prompts)
+        row = torch.tensor([tokens], dtype=torch.int64, device=self._groups.device)
+        places = torch.tensor([positions], dtype=torch.int64, device=self._groups.device)
+        documents = torch.tensor([starts], dtype=torch.int32) if of_prompts else None
+        return Microbatch(row, row, places, {}, {}, documents, None), ends
+
+    def _through_stages(self, batch: Microbatch) -> Logits | None:
+        """What the last stage says; None on other ranks."""
+        layout, hidden = self._groups.layout, None
+        for stage in range(layout.num_stages):
+            if stage % layout.pp != self._groups.pp_rank:
+                continue
+            chunk = self._chunks[stage // layout.pp]
+            if stage > 0:
+                unwrap(chunk).set_input_tensor(self._received(stage, hidden, batch.tokens.shape[1]))
+            output = run_chunk(chunk, batch)
+            if isinstance(output, Logits):
+                return output
+            hidden = output
+            if layout.pp > 1:
+                dist.send(hidden.contiguous(), self._pipeline[(stage + 1) % layout.pp], self._groups.collection.pp)
+        return None
+
+    def _received(self, stage: int, own: Tensor | None, num_tokens: int) -> Tensor:
+        """[tokens_local, 1, hidden] of the stage before."""
+        layout = self._groups.layout
+        if layout.pp == 1:
+            assert own is not None
+            return own
+        shape = (num_tokens // self._multiple, 1, self._config.model.hidden_size)
+        hidden = torch.empty(shape, dtype=self._dtype, device=self._groups.device)
+        dist.recv(hidden, self._pipeline[(stage - 1) % layout.pp], self._groups.collection.pp)
+        return hidden
+
+
+@contextlib.contextmanager
+def cached_model(
+    config: Config, groups: Groups, chunks: Sequence[Any], num_sequences: int, length: int
+) -> Iterator[CachedModel]:
+    """The model for a while without dropout and with caches, which are freed at the end.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks, their parameters complete; left as they were.
+        num_sequences: Most sequences at a time.
+        length: Of the longest one, prompt and answer.
+
+    Raises:
+        ConfigError: A layer cannot continue from a cache.
+    """
+    refuse_uncachable(config, chunks)
+    reading = CachedPass(num_sequences, length, groups.device)
+    attentions = [module for chunk in chunks for module in chunk.modules() if isinstance(module, RowAttention)]
+    was_training = [chunk.training for chunk in chunks]
+    try:
+        for chunk in chunks:
+            chunk.eval()
+        with caching(attentions, reading):
+            yield CachedModel(config, groups, chunks, reading)
+    finally:
+        for chunk, training in zip(chunks, was_training):
+            chunk.train(training)
+
+
+def refuse_uncachable(config: Config, chunks: Sequence[Any]) -> None:
+    """Refuses models that cannot generate, on all ranks alike.
+
+    Raises:
+        ConfigError: Layers of TransformerEngine, which keep no such cache, or experts with a capacity, which make what
+            a token becomes depend on what is read beside it.
+    """
+    experts = config.model.experts
+    if experts is not None and experts.capacity_factor is not None:
+        raise ConfigError(
+            f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what is read beside them, so a "
+            "text cannot be generated token by token; generate with capacity_factor=null"
+        )
+    # the first layer of a stage tells of all
+    if not any(isinstance(module, RowAttention) for chunk in chunks for module in chunk.modules()):
+        raise ConfigError(
+            "model.backend: layers of TransformerEngine keep no keys and values for generation here; set "
+            "model.backend=torch"
+        )

@@ -1,0 +1,152 @@
+"""Text from a model on disk, to look at what a run has made of it.
+
+Serving belongs to an inference engine; this is for the eyes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.imported import imported_model
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.mcore.distributed.groups import Groups, opened_groups
+from mtrain.mcore.distributed.init import joined_distributed
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model
+from mtrain.mcore.state.load import load_adapters, load_weights
+from mtrain.plan.layout import Layout
+from mtrain.runs.folder import RunFolder
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.training.resume import initialize, load_base
+from mtrain.training.sampling.choice import Sampling
+from mtrain.training.sampling.prompts import Prompt, questions_of
+from mtrain.training.sampling.sampler import Completion, generate
+
+_HF_CONFIG = "config.json"
+
+
+class Model(NamedTuple):
+    """A model on disk."""
+
+    config: Config
+    """Says its architecture, tokenizer and chat template."""
+    entry: CheckpointEntry | None
+    """None: the weights are those of `model.hf`."""
+
+
+def model_at(path: Path) -> Model:
+    """The model of a run folder (its newest good checkpoint), a checkpoint, an import or a folder of Hugging Face.
+
+    Raises:
+        ConfigError, DataError: Nothing there says what model it is.
+    """
+    if not path.exists():
+        raise ConfigError(
+            f"{path} is not there; name a run folder, a checkpoint, an import or a folder of Hugging Face"
+        )
+    if (path / _HF_CONFIG).exists() and not RunFolder(path).checkpoints.exists():
+        return Model(_config_of(path, {"hf": str(path)}), None)
+    entry = checkpoint_at(path).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    model = imported_model(entry.path)
+    if model is not None:
+        return Model(_config_of(entry.path / ORIGIN, model.model_dump(exclude={"hf"})), entry)
+    folder = RunFolder(entry.path.resolve().parent.parent)
+    if not folder.config.exists():
+        raise ConfigError(
+            f"{folder.config} is not there, which says what model {path} holds; name a run folder, a checkpoint inside "
+            "one, an import or a folder of Hugging Face"
+        )
+    return Model(load_config([folder.config], []), entry)
+
+
+def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
+    """Of weights that belong to no run."""
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    return load_config(
+        [],
+        under={
+            "run": {"dir": "unused"},
+            "model": model,
+            "train": {"global_batch_size": 1, "num_steps": 1, "precision": precision},
+            "optimizer": {"lr": 1.0},
+            # of a finetuning run, which has a chat template where the tokenizer brings one
+            "data": {"kind": "sft", "seq_length": 2, "train": [{"path": "unused"}], "tokenizer": str(side_files)},
+        },
+    )
+
+
+def generate_text(path: Path, prompts: Sequence[Prompt], sampling: Sampling, as_chat: bool = False) -> list[str]:
+    """Continues each prompt, or answers it. Under a launcher of several ranks, on the layout of the run; collective.
+
+    Args:
+        path: As for `model_at`.
+        prompts: Texts to continue, or what a user says, or conversations.
+        sampling: How; tokens at which a text ends are added.
+        as_chat: Whether the chat template writes each text as a question.
+
+    Returns:
+        The continuations, without prompts; the same on all ranks.
+
+    Raises:
+        ConfigError: Nothing says what model it is, no tokenizer is named, or there is no chat template and one is
+            wanted.
+        DataError: Tokenizer or checkpoint is missing or damaged.
+    """
+    found = model_at(path)
+    if found.config.data.tokenizer is None:
+        raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
+    tokenizer = load_tokenizer(Path(found.config.data.tokenizer))
+    questions = questions_of(found.config, tokenizer, prompts, as_chat)
+    sampling = replace(sampling, stop_ids=sampling.stop_ids.union(*(each.stop_ids for each in questions)))
+    timeout_s = found.config.train.process_group_timeout_s
+    with joined_distributed(found.config.train.device, timeout_s) as device:
+        config = _for_generation(found.config, dist.get_world_size())
+        layout = Layout.from_config(config, dist.get_world_size())
+        with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
+            chunks = _loaded(found.entry, config, groups)
+            completions = generate(config, groups, chunks, [each.ids for each in questions], sampling)
+    return [answer_text(tokenizer, each, sampling.stop_ids) for each in completions]
+
+
+def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]) -> str:
+    """What the model says, without the token that ended it."""
+    ids = completion.token_ids
+    return tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids)
+
+
+def _for_generation(config: Config, world_size: int) -> Config:
+    """One rank needs no layout; layers that keep what they have read, and experts that drop nothing."""
+    model: dict[str, Any] = {"backend": "torch"}
+    if config.model.experts is not None:
+        model["experts"] = config.model.experts.model_copy(update={"capacity_factor": None})
+    changes: dict[str, Any] = {"model": config.model.model_copy(update=model)}
+    if world_size == 1:
+        changes["layout"] = LayoutSection()
+    return config.model_copy(update=changes)
+
+
+def _loaded(entry: CheckpointEntry | None, config: Config, groups: Groups) -> list[Any]:
+    """A whole model, or adapters and the frozen model that they stand beside."""
+    chunks = build_model(config, groups)
+    optimizer = Optimizer(config, chunks, groups)
+    if entry is None:
+        initialize(config, groups, chunks, optimizer)
+    elif entry.manifest.base is None:
+        load_weights(entry, chunks, optimizer, groups, config)
+    else:
+        load_base(config, groups, chunks, optimizer)
+        load_adapters(entry, chunks, optimizer, groups, config)
+    optimizer.gather_parameters()
+    return chunks

@@ -1,0 +1,201 @@
+"""Generates answers on any layout.
+
+Each data-parallel and context-parallel replica answers prompts of its own: as soon as one answer ends, another prompt
+takes its place in the cache. A pass reads whole prompts or one token of each answer; experts that lie on several
+replicas make all of them run as many passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mtrain.base.errors import NumericError
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import any_rank
+from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
+from mtrain.training.sampling.choice import Sampling, TokenPlace, choose
+
+_PROMPT_TOKENS_OF_A_PASS = 8192
+"""A pass over prompts takes a further one while it has fewer tokens than this: activations, not the cache, are its
+cost."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt; the same on all ranks."""
+
+    token_ids: list[int]
+    """Without the prompt; the token that ended it is the last one."""
+    log_probs: list[float]
+    """Of each token in nats, under the model itself: temperature 1, nothing left out."""
+    finish_reason: Literal["stop", "length"]
+    """stop: a stop token ended it; length: it has max_new_tokens."""
+
+
+@dataclass
+class _Answer:
+    """One that is being generated."""
+
+    number: int
+    """Of its prompt."""
+    sequence: int
+    """Its place in the cache."""
+    prompt_length: int
+    ids: list[int] = field(default_factory=list)
+
+
+def generate(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    max_sequences: int = 64,
+) -> list[Completion]:
+    """An answer to each prompt. Collective over the world; the random states of training stay as they are.
+
+    One all-reduce of the answers over the replicas at the end, beside what a forward pass does for each token.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks, parameters complete; left as they were.
+        prompts: Token ids, the same on all ranks; at least one of each.
+        sampling: How tokens are drawn.
+        max_sequences: Most answers in flight on a replica; no answer depends on it.
+
+    Raises:
+        ConfigError: The model cannot generate (see `cached_model`).
+        NumericError: The model says nan; on all ranks.
+        ValueError: A prompt is empty or has ids beyond the vocabulary.
+    """
+    _check(prompts, config.model.vocab_size)
+    layout, device = groups.layout, groups.device
+    replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
+    own = range(replica, len(prompts), num_replicas)
+    # the same on all ranks, so that what is allocated does not depend on which prompts a replica got
+    length = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
+    num_sequences = max(1, min(max_sequences, -(-len(prompts) // num_replicas)))
+    ids = torch.zeros(len(prompts), sampling.max_new_tokens, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(len(prompts), sampling.max_new_tokens, dtype=torch.float64, device=device)
+    lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    with cached_model(config, groups, chunks, num_sequences, length) as model:
+        replies = _Replies(model, groups, prompts, sampling, own, num_sequences)
+        while _goes_on(replies.are_unfinished, groups):
+            replies.run_pass()
+    for number, (tokens, likely) in replies.done.items():
+        lengths[number] = len(tokens)
+        ids[number, : len(tokens)] = torch.tensor(tokens, device=device)
+        log_probs[number, : len(tokens)] = torch.tensor(likely, dtype=torch.float64, device=device)
+    for values in (ids, log_probs, lengths):
+        dist.all_reduce(values, group=groups.dp_cp)  # the others have zeros
+    return _completions(ids.tolist(), log_probs.tolist(), lengths.tolist(), sampling)
+
+
+def _check(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0 or min(prompt) < 0 or max(prompt) >= vocab_size:
+            between = f" from {min(prompt)} to {max(prompt)}" if len(prompt) else ""
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} token ids{between}, but needs at least one, of 0 to "
+                f"{vocab_size - 1}"
+            )
+
+
+def _goes_on(own: bool, groups: Groups) -> bool:
+    """Whether this replica runs another pass: where experts lie on several of them, as long as any has to."""
+    return any_rank(own, groups.device) if groups.layout.ep > 1 else own
+
+
+def _completions(
+    ids: list[list[int]], log_probs: list[list[float]], lengths: list[int], sampling: Sampling
+) -> list[Completion]:
+    found: list[Completion] = []
+    for tokens, likely, length in zip(ids, log_probs, lengths, strict=True):
+        if -1 in tokens[:length]:
+            error = NumericError(
+                "the model's logits are not finite, so no token can be drawn; go back to an earlier checkpoint"
+            )
+            error.on_every_rank = True
+            raise error
+        stopped = tokens[length - 1] in sampling.stop_ids
+        found.append(Completion(tokens[:length], likely[:length], "stop" if stopped else "length"))
+    return found
+
+
+class _Replies:
+    """The answers of one replica."""
+
+    def __init__(
+        self,
+        model: CachedModel,
+        groups: Groups,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        own: Sequence[int],
+        num_sequences: int,
+    ) -> None:
+        self._model, self._groups, self._prompts, self._sampling = model, groups, prompts, sampling
+        self._waiting = deque(own)
+        self._free = deque(range(num_sequences))
+        self._active: list[_Answer] = []
+        self._likely: dict[int, list[float]] = {number: [] for number in own}
+        self.done: dict[int, tuple[list[int], list[float]]] = {}
+        """By prompt: tokens and their log-probabilities."""
+
+    @property
+    def are_unfinished(self) -> bool:
+        """Whether an answer is missing."""
+        return bool(self._waiting or self._active)
+
+    def run_pass(self) -> None:
+        """Begins answers where there is room, else continues all by a token."""
+        fresh = self._begun()
+        told = fresh or self._active
+        pieces = [self._unread(answer) for answer in told]
+        # a replica that only serves experts reads a row that counts nothing
+        logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not told)
+        if not told:
+            return
+        # both as float64, which holds every id: one broadcast
+        drawn = torch.empty(2, len(told), dtype=torch.float64, device=self._groups.device)
+        if logits is not None:
+            tokens, likely = choose(logits, [TokenPlace(each.number, len(each.ids)) for each in told], self._sampling)
+            drawn = torch.stack((tokens.double(), likely))
+        self._model.from_last_stage(drawn)
+        self._take(told, *drawn.tolist())
+
+    def _unread(self, answer: _Answer) -> PassTokens:
+        """What the model has not read of it: the prompt, or the latest token."""
+        if not answer.ids:
+            return PassTokens(answer.sequence, 0, self._prompts[answer.number])
+        return PassTokens(answer.sequence, answer.prompt_length + len(answer.ids) - 1, answer.ids[-1:])
+
+    def _begun(self) -> list[_Answer]:
+        """Answers that begin with this pass."""
+        begun: list[_Answer] = []
+        num_tokens = 0
+        while self._waiting and self._free and num_tokens < _PROMPT_TOKENS_OF_A_PASS:
+            number = self._waiting.popleft()
+            num_tokens += len(self._prompts[number])
+            begun.append(_Answer(number, self._free.popleft(), len(self._prompts[number])))
+        self._active += begun
+        return begun
+
+    def _take(self, answers: Sequence[_Answer], tokens: list[float], likely: list[float]) -> None:
+        for answer, token, log_prob in zip(list(answers), tokens, likely, strict=True):
+            answer.ids.append(int(token))
+            self._likely[answer.number].append(log_prob)
+            # -1: the model says nan, which `generate` reports on all ranks
+            ends = answer.ids[-1] in self._sampling.stop_ids or answer.ids[-1] == -1
+            if ends or len(answer.ids) == self._sampling.max_new_tokens:
+                self.done[answer.number] = (answer.ids, self._likely[answer.number])
+                self._active.remove(answer)
+                self._free.append(answer.sequence)

@@ -1,0 +1,55 @@
+"""What ranks do in the tests of sampling; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import build_model, run_chunk
+from mtrain.mcore.model.output_layer import Logits
+from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.training.sampling.choice import Sampling
+from mtrain.training.sampling.sampler import Completion, generate
+
+Prompts = Sequence[Sequence[int]]
+
+
+def answers(
+    groups: Groups, configs: Sequence[Config], prompts: Prompts, samplings: Sequence[Sampling], max_sequences: int = 64
+) -> list[list[list[Completion]]]:
+    """By model and sampling: the answers."""
+    found = []
+    for config in configs:
+        chunks = _loaded(config, groups)
+        found.append([generate(config, groups, chunks, prompts, each, max_sequences) for each in samplings])
+        assert all(chunk.training for chunk in chunks), "generation leaves a model as it was"
+    return found
+
+
+def without_cache(groups: Groups, config: Config, sequences: Prompts) -> list[Any]:
+    """Logits of whole sequences by one training forward pass each, [length, vocab_size], as numpy."""
+    (chunk,) = _loaded(config, groups)
+    chunk.eval()
+    found = []
+    with torch.no_grad():
+        for ids in sequences:
+            tokens = torch.tensor([list(ids)])
+            places = torch.arange(tokens.shape[1])[None]
+            output = run_chunk(chunk, Microbatch(tokens, tokens, places, {}, {}, None, None))
+            assert isinstance(output, Logits)
+            found.append(output.main.whole()[:, 0, : config.model.vocab_size].double().numpy())
+    return found
+
+
+def _loaded(config: Config, groups: Groups) -> list[Any]:
+    chunks = build_model(config, groups)
+    assert config.model.hf is not None
+    load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
+    return chunks
