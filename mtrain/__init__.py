@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     )
     from mtrain.training.engine import Engine
     from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
+    from mtrain.training.sampling.choice import SamplingParams
+    from mtrain.training.sampling.sampler import Completion
 
 _MODULES = {
     "mtrain.base.errors": (
@@ -66,12 +68,15 @@ _MODULES = {
         "weigh",
         "weigh_sequences",
     ),
+    "mtrain.training.sampling.choice": ("SamplingParams",),
+    "mtrain.training.sampling.sampler": ("Completion",),
     "mtrain.training.engine": ("Engine",),
     "mtrain.training.engine_parts.results": ("EvalResult", "ForwardResult", "StepResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "Completion",
     "Config",
     "ConfigError",
     "DataError",
@@ -86,6 +91,7 @@ __all__ = [
     "NumericError",
     "RankLostError",
     "RunFolderError",
+    "SamplingParams",
     "StepResult",
     "TermInputs",
     "__version__",

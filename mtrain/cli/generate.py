@@ -38,20 +38,18 @@ def generate(
 
     Under torchrun or srun the model is spread over the ranks by the layout of its run.
     """
+    if not prompt and prompts_file is None:
+        raise typer.BadParameter("there is none; give --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p} must be above 0 and at most 1; 1: all tokens", param_hint="--top-p")
     with one_message():
         from mtrain.base.environment import RankEnvironment
-        from mtrain.base.errors import ConfigError
-
-        if not prompt and prompts_file is None:
-            raise ConfigError("there is no prompt; give --prompt TEXT, or --prompts-file FILE")
-        if not 0 < top_p <= 1:
-            raise ConfigError(f"--top-p {top_p} must be above 0 and at most 1; 1 draws from all tokens")
-        from mtrain.training.sampling.choice import Sampling  # loads torch
+        from mtrain.training.sampling.choice import SamplingParams  # loads torch
         from mtrain.training.sampling.generate import generate_text
         from mtrain.training.sampling.prompts import read_prompts, shown
 
         questions = [*(prompt or []), *(read_prompts(prompts_file) if prompts_file is not None else [])]
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+        sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)
         texts = generate_text(model, questions, sampling, chat)
         if RankEnvironment.from_environ(os.environ).rank > 0:
             return

@@ -39,6 +39,8 @@ from mtrain.training.engine_parts.results import EvalResult, ForwardResult, Step
 from mtrain.training.forward import forward_totals, label_scores
 from mtrain.training.resume import announced, initialize, say
 from mtrain.training.run_folder import claim
+from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.sampler import Completion, generate
 from mtrain.training.step import OpenStep
 
 
@@ -224,6 +226,33 @@ class Engine:
         totals = forward_totals(*model, self._passes(batches, objective.extras), parts.teacher)
         main = totals[MAIN_TERM]
         return EvalResult(main.mean, main.denominator, {term: each.mean for term, each in totals.items()})
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, max_sequences: int = 64
+    ) -> list[Completion]:
+        """Answers of the model as it is, with the log-probability of each token; no dropout.
+
+        Neither the layout nor what else is asked changes an answer: a token is drawn by the seed, the number of its
+        prompt and its place. To draw several answers to one prompt, give it several times.
+
+        Args:
+            prompts: Token ids, the same on all ranks; of any lengths, at least one of each.
+            sampling: How tokens are drawn, and when an answer ends. None: SamplingParams().
+            max_sequences: Most answers in flight on a data-parallel or context-parallel rank, for whose keys and values
+                memory is taken.
+
+        Returns:
+            An answer a prompt, on every rank.
+
+        Raises:
+            ConfigError: The model's layers cannot generate.
+            NumericError: The logits are not finite.
+            ValueError: A prompt is empty or has ids beyond the vocabulary.
+        """
+        parts = self._built()
+        parts.optimizer.gather_parameters()
+        given = (prompts, sampling or SamplingParams(), max_sequences)
+        return generate(self.config, self._groups, parts.chunks, *given)
 
     def save(self, run_dir: Path | str | None = None) -> Path:
         """Saves weights, optimizer and step, complete when this returns.

@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn, and when an answer ends."""
 
     max_new_tokens: int = 64
     """Most tokens to add."""
-    temperature: float = 0.0
+    temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token."""
     top_p: float = 1.0
     """Only the likeliest tokens that together reach this probability are drawn from."""
@@ -31,7 +31,7 @@ class Sampling:
     """Only so many of the likeliest tokens are drawn from; 0: all."""
     seed: int = 0
     """Of the drawing."""
-    stop_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
     """Each of them ends the answer, as its last token."""
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class TokenPlace:
     """Its number in the answer, from 0."""
 
 
-def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: Sampling) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """The next token of each row.
 
     Args:
@@ -88,7 +88,7 @@ def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: Sampling) -> 
     return torch.where(found.isfinite(), tokens, -1), found
 
 
-def _likeliest(shares: Tensor, sampling: Sampling) -> Tensor:
+def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
     """[rows, vocab_size] with 0 for tokens that are not drawn from; rows need not sum to 1.
 
     First `top_k`, then `top_p` of what remains, as transformers and vLLM have it; the token that reaches top_p is in.

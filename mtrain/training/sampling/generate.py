@@ -29,7 +29,7 @@ from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.resume import initialize, load_base
-from mtrain.training.sampling.choice import Sampling
+from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, questions_of
 from mtrain.training.sampling.sampler import Completion, generate
 
@@ -87,7 +87,7 @@ def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
     )
 
 
-def generate_text(path: Path, prompts: Sequence[Prompt], sampling: Sampling, as_chat: bool = False) -> list[str]:
+def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:
     """Continues each prompt, or answers it. Under a launcher of several ranks, on the layout of the run; collective.
 
     Args:
@@ -109,7 +109,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: Sampling, as_
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = load_tokenizer(Path(found.config.data.tokenizer))
     questions = questions_of(found.config, tokenizer, prompts, as_chat)
-    sampling = replace(sampling, stop_ids=sampling.stop_ids.union(*(each.stop_ids for each in questions)))
+    sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids.union(*(each.stop_ids for each in questions)))
     timeout_s = found.config.train.process_group_timeout_s
     with joined_distributed(found.config.train.device, timeout_s) as device:
         config = _for_generation(found.config, dist.get_world_size())
@@ -117,7 +117,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: Sampling, as_
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
             chunks = _loaded(found.entry, config, groups)
             completions = generate(config, groups, chunks, [each.ids for each in questions], sampling)
-    return [answer_text(tokenizer, each, sampling.stop_ids) for each in completions]
+    return [answer_text(tokenizer, each, sampling.stop_token_ids) for each in completions]
 
 
 def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]) -> str:

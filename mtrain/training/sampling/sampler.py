@@ -20,7 +20,7 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
-from mtrain.training.sampling.choice import Sampling, TokenPlace, choose
+from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
 """A pass over prompts takes a further one while it has fewer tokens than this: activations, not the cache, are its
@@ -56,7 +56,7 @@ def generate(
     groups: Groups,
     chunks: Sequence[Any],
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     max_sequences: int = 64,
 ) -> list[Completion]:
     """An answer to each prompt. Collective over the world; the random states of training stay as they are.
@@ -115,7 +115,7 @@ def _goes_on(own: bool, groups: Groups) -> bool:
 
 
 def _completions(
-    ids: list[list[int]], log_probs: list[list[float]], lengths: list[int], sampling: Sampling
+    ids: list[list[int]], log_probs: list[list[float]], lengths: list[int], sampling: SamplingParams
 ) -> list[Completion]:
     found: list[Completion] = []
     for tokens, likely, length in zip(ids, log_probs, lengths, strict=True):
@@ -125,7 +125,7 @@ def _completions(
             )
             error.on_every_rank = True
             raise error
-        stopped = tokens[length - 1] in sampling.stop_ids
+        stopped = tokens[length - 1] in sampling.stop_token_ids
         found.append(Completion(tokens[:length], likely[:length], "stop" if stopped else "length"))
     return found
 
@@ -138,7 +138,7 @@ class _Replies:
         model: CachedModel,
         groups: Groups,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling: SamplingParams,
         own: Sequence[int],
         num_sequences: int,
     ) -> None:
@@ -194,7 +194,7 @@ class _Replies:
             answer.ids.append(int(token))
             self._likely[answer.number].append(log_prob)
             # -1: the model says nan, which `generate` reports on all ranks
-            ends = answer.ids[-1] in self._sampling.stop_ids or answer.ids[-1] == -1
+            ends = answer.ids[-1] in self._sampling.stop_token_ids or answer.ids[-1] == -1
             if ends or len(answer.ids) == self._sampling.max_new_tokens:
                 self.done[answer.number] = (answer.ids, self._likely[answer.number])
                 self._active.remove(answer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mtrain import Datum, Engine
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
@@ -15,14 +16,20 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_model, run_chunk
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.import_hf import load_hf_weights
-from mtrain.training.sampling.choice import Sampling
+from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.generate import generate_text
 from mtrain.training.sampling.sampler import Completion, generate
+from tests.training.engine_ranks import free
 
 Prompts = Sequence[Sequence[int]]
 
 
 def answers(
-    groups: Groups, configs: Sequence[Config], prompts: Prompts, samplings: Sequence[Sampling], max_sequences: int = 64
+    groups: Groups,
+    configs: Sequence[Config],
+    prompts: Prompts,
+    samplings: Sequence[SamplingParams],
+    max_sequences: int = 64,
 ) -> list[list[list[Completion]]]:
     """By model and sampling: the answers."""
     found = []
@@ -53,3 +60,23 @@ def _loaded(config: Config, groups: Groups) -> list[Any]:
     assert config.model.hf is not None
     load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
     return chunks
+
+
+def engine_answers(groups: Groups, config: Config, prompts: Prompts, sampling: SamplingParams, folder: str) -> Any:
+    """(answers, what `forward` says of them, answers after a step); a checkpoint of the first weights in `folder`."""
+    with free(groups), Engine(config) as engine:
+        engine.save(folder)
+        first = engine.generate(prompts, sampling)
+        data = [Datum([*prompt, *each.token_ids]) for prompt, each in zip(prompts, first, strict=True)]
+        likely = [each.tolist() for each in engine.forward(data).log_probs]
+        engine.forward_backward(data)
+        engine.optim_step()
+        return first, likely, engine.generate(prompts, sampling)
+
+
+def texts(
+    groups: Groups, paths: Sequence[Path], prompts: Sequence[str], sampling: SamplingParams, as_chat: bool
+) -> list[list[str]]:
+    """What the models of some folders answer."""
+    with free(groups):
+        return [generate_text(path, prompts, sampling, as_chat) for path in paths]

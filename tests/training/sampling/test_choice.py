@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mtrain.training.sampling.choice import Sampling, TokenPlace, choose, uniform
+from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose, uniform
 
 LOGITS = torch.tensor([1.5, -0.3, 0.9, float("-inf"), 2.2, 0.0, -1.0, 2.1])
 MANY = [TokenPlace(answer, token) for answer in range(50) for token in range(100)]
 
 
-def drawn(sampling: Sampling) -> torch.Tensor:
+def drawn(sampling: SamplingParams) -> torch.Tensor:
     return choose(LOGITS.expand(len(MANY), -1), MANY, sampling)[0]
 
 
@@ -21,24 +21,24 @@ def test_tokens_come_as_often_as_the_distribution_of_transformers_says(top_p: fl
     warped = TemperatureLogitsWarper(0.9)(None, LOGITS[None].double())
     warped = warped if top_k == 0 else TopKLogitsWarper(top_k)(None, warped)
     shares = TopPLogitsWarper(top_p)(None, warped).softmax(-1)[0]
-    counts = drawn(Sampling(temperature=0.9, top_p=top_p, top_k=top_k, seed=3)).bincount(minlength=8).double()
+    counts = drawn(SamplingParams(temperature=0.9, top_p=top_p, top_k=top_k, seed=3)).bincount(minlength=8).double()
     # five standard deviations of a binomial count; 0 where a token is left out
     assert ((counts - len(MANY) * shares).abs() <= 5 * (len(MANY) * shares * (1 - shares)).sqrt() + 1e-9).all()
 
 
 def test_a_draw_follows_from_seed_answer_and_place_alone() -> None:
     """Whatever is drawn beside it."""
-    sampling = Sampling(temperature=1.3, seed=5)
+    sampling = SamplingParams(temperature=1.3, seed=5)
     together = drawn(sampling)
     one = torch.cat([choose(LOGITS[None], [place], sampling)[0] for place in MANY[:200]])
     assert torch.equal(together[:200], one)
-    assert not torch.equal(together, drawn(Sampling(temperature=1.3, seed=6)))
+    assert not torch.equal(together, drawn(SamplingParams(temperature=1.3, seed=6)))
     numbers = {uniform(seed, place) for seed in (0, 1) for place in MANY}
     assert len(numbers) == 2 * len(MANY)
 
 
 def test_log_probabilities_are_those_of_the_model_itself() -> None:
-    sampling = Sampling(temperature=0.5, top_p=0.6, seed=1)
+    sampling = SamplingParams(temperature=0.5, top_p=0.6, seed=1)
     tokens, likely = choose(LOGITS.expand(9, -1), MANY[:9], sampling)
     assert torch.allclose(likely, LOGITS.double().log_softmax(-1)[tokens], rtol=0, atol=1e-12)
 
@@ -46,7 +46,7 @@ def test_log_probabilities_are_those_of_the_model_itself() -> None:
 def test_nan_gives_no_token() -> None:
     rows = torch.stack((LOGITS, LOGITS.clone().fill_(float("nan")), LOGITS.clone().fill_(float("-inf"))))
     for temperature in (0.0, 1.0):
-        tokens, _ = choose(rows, MANY[:3], Sampling(temperature=temperature))
+        tokens, _ = choose(rows, MANY[:3], SamplingParams(temperature=temperature))
         assert tokens.tolist()[1:] == [-1, -1]
         assert tokens[0] >= 0
 
@@ -57,4 +57,4 @@ def test_nan_gives_no_token() -> None:
 )
 def test_values_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Sampling(**wrong)  # type: ignore[arg-type]
+        SamplingParams(**wrong)  # type: ignore[arg-type]

@@ -5,13 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.convert.importing import import_hf
+from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
-from mtrain.training.sampling.prompts import questions_of
+from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.prompts import questions_of, read_prompts, shown
 from tests.config.samples import config
+from tests.hf.folders import save
+from tests.pool import Pool
+from tests.training.sampling import sampling_ranks
 
 WORDS = ["<unk>", "<s>", "</s>", "<end>", "a", "user", "assistant"]
 TEMPLATE = (
@@ -52,3 +60,57 @@ def test_a_run_without_a_chat_template_asks_nothing(tokenizer: Path) -> None:
     for run in (finetuning(tokenizer), finetuning(tokenizer, chat_template="plain"), config()):
         with pytest.raises(ConfigError, match="the run has no chat template"):
             questions_of(run, load_tokenizer(tokenizer), ["a"], as_chat=True)
+
+
+def test_a_model_answers_alike_from_every_kind_of_folder(pool: Pool, tmp_path: Path) -> None:
+    """Of Hugging Face, imported, and the run and checkpoint that started from it, on one rank and on two."""
+    hf, run = tmp_path / "hf", tmp_path / "run"
+    model = save("llama", hf, dtype=torch.float32, vocab_size=len(WORDS), num_key_value_heads=2, num_hidden_layers=1)
+    word_tokenizer(hf)
+    (hf / "chat_template.jinja").write_text(TEMPLATE)
+    import_hf(hf, tmp_path / "ours", None, num_workers=1)
+    data = {"kind": "sft", "seq_length": 16, "train": [{"path": "x"}], "tokenizer": str(hf)}
+    train = {"global_batch_size": 1, "num_steps": 1, "precision": "fp32", "device": "cpu"}
+    sections = {"model": {"hf": str(hf)}, "train": train, "optimizer": {"lr": 1.0}, "data": data}
+    config = load_config([], under={"run": {"dir": str(run)}, "layout": {"tp": 2}, **sections})
+    asked = (["a user", "a a assistant"], SamplingParams(max_new_tokens=5, temperature=0.0))
+    pool.run(sampling_ranks.engine_answers, Layout(tp=2), config, [[5, 4]], asked[1], str(run))
+    paths = [hf, tmp_path / "ours", run, run / "checkpoints" / "step_00000000"]
+    spread = pool.run(sampling_ranks.texts, Layout(tp=2), [run], *asked, False)
+    for as_chat, given in ((False, paths), (True, paths[:2])):
+        (found,) = pool.run(sampling_ranks.texts, Layout(), given, *asked, as_chat)
+        assert as_chat or spread == [found[:1], found[:1]]
+        assert all(each == found[0] for each in found)
+        ids = [5, 4, 5, 3, 6] if as_chat else [1, 4, 5]  # user a user <end> assistant, or <s> a user
+        stops = [WORDS.index("<end>"), WORDS.index("</s>")] if as_chat else [WORDS.index("</s>")]
+        theirs = model.generate(
+            torch.tensor([ids]), max_new_tokens=5, do_sample=False, eos_token_id=stops, pad_token_id=0
+        )
+        answer = [int(each) for each in theirs[0, len(ids) :] if int(each) not in stops]
+        assert found[0][0] == load_tokenizer(hf).decode(answer)
+
+
+def test_prompts_come_from_lines_or_objects(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("one two\n\nthree\n")
+    assert read_prompts(tmp_path / "plain.txt") == ["one two", "three"]
+    said = [{"role": "user", "content": "hello"}]
+    lines = [json.dumps({"prompt": "one", "id": 3}), json.dumps({"messages": said})]
+    (tmp_path / "both.jsonl").write_text("\n".join(lines))
+    assert read_prompts(tmp_path / "both.jsonl") == ["one", said]
+    assert [shown(each) for each in read_prompts(tmp_path / "both.jsonl")] == ["one", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "holds no prompt"),
+        ("{", "line 1.*is no JSON"),
+        ('{"text": "a"}', 'line 1: needs an object with "prompt"'),
+        ('{"prompt": "a", "messages": []}', "one of the two"),
+        ('{"messages": []}', "the value is"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_understood_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    with pytest.raises(DataError, match=message):
+        read_prompts(tmp_path / "prompts.jsonl")

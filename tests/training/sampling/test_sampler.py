@@ -14,7 +14,7 @@ import transformers
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.plan.layout import Layout
-from mtrain.training.sampling.choice import Sampling, TokenPlace, choose
+from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
 from mtrain.training.sampling.sampler import Completion
 from tests.hf.folders import save
 from tests.pool import Pool
@@ -30,8 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21, 50, 8, 2, 33, 19, 4], [6, 6], [12, 48, 1]]
 NEW = 9
-GREEDY = Sampling(max_new_tokens=NEW)
-WARM = Sampling(max_new_tokens=NEW, temperature=0.8, top_p=0.9, top_k=20, seed=7)
+GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0)
+WARM = SamplingParams(max_new_tokens=NEW, temperature=0.8, top_p=0.9, top_k=20, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +146,22 @@ def test_a_stop_token_ends_an_answer_and_belongs_to_it(
 ) -> None:
     whole = alone["qwen2"][0]
     stop = whole[0].token_ids[3]
-    asked = [Sampling(max_new_tokens=NEW, stop_ids=frozenset({stop}))]
+    asked = [SamplingParams(max_new_tokens=NEW, temperature=0.0, stop_token_ids=frozenset({stop}))]
     ((found,),) = pool.run(sampling_ranks.answers, Layout(), [configured(folders["qwen2"], {})], PROMPTS, asked)[0]
     for ours, before in zip(found, whole, strict=True):
         end = before.token_ids.index(stop) + 1 if stop in before.token_ids else NEW
         assert ours.token_ids == before.token_ids[:end]
         assert ours.finish_reason == ("stop" if stop in before.token_ids else "length")
+
+
+def test_an_engine_answers_with_the_log_probabilities_that_it_trains(
+    pool: Pool, folders: dict[str, Path], tmp_path: Path, alone: dict[str, list[list[Completion]]]
+) -> None:
+    config = configured(folders["qwen2"], {"tp": 2, "sp": "true"})
+    first, likely, later = pool.run(
+        sampling_ranks.engine_answers, Layout(tp=2), config, PROMPTS, WARM, str(tmp_path / "run")
+    )[1]
+    assert ids_of(first) == ids_of(alone["qwen2"][1])
+    for prompt, answer, of_all in zip(PROMPTS, first, likely, strict=True):
+        np.testing.assert_allclose(answer.log_probs, of_all[len(prompt) - 1 :], rtol=0, atol=2e-5)
+    assert ids_of(later) != ids_of(first), "a step has changed the weights"
