@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function
+from mtrain.loss.diagnostics import Reported, shown_name
+from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function, reported_by
 from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 
@@ -97,6 +98,15 @@ class Objective:
         return tuple(dict.fromkeys(name for function in self.functions.values() for name in extras_of(function)))
 
     @property
+    def reported(self) -> Reported:
+        """The diagnostics of all terms, by the names that people see."""
+        found = [(term, reported_by(function)) for term, function in self.functions.items()]
+        return Reported(
+            means=tuple(shown_name(term, name) for term, each in found for name in each.means),
+            maxima=tuple(shown_name(term, name) for term, each in found for name in each.maxima),
+        )
+
+    @property
     def whole_microbatch_terms(self) -> list[str]:
         """Terms whose functions may look at all tokens of a microbatch together."""
         return [term for term, function in self.functions.items() if not is_per_token(function)]
@@ -146,7 +156,9 @@ class Objective:
         """
         # in the order of the functions on every rank, whatever order the terms are given in: they communicate
         return {
-            term: _checked(function(inputs_by_term[term]), self.names[term], inputs_by_term[term])
+            term: _checked(
+                function(inputs_by_term[term]), self.names[term], inputs_by_term[term], reported_by(function)
+            )
             for term, function in self.functions.items()
             if term in inputs_by_term
         }
@@ -211,7 +223,7 @@ def _divisor(term: TermSection) -> dict[str, object]:
     return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 
-def _checked(pair: object, name: str, inputs: TermInputs) -> LossPair:
+def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) -> LossPair:
     """Returns what a loss function returned, if it is a pair."""
     if not isinstance(pair, LossPair):
         raise ConfigError(
@@ -231,7 +243,19 @@ def _checked(pair: object, name: str, inputs: TermInputs) -> LossPair:
             f"loss.function={name!r} returned a numerator without a graph; compute it from inputs.logits even where "
             "every weight is 0, as mtrain.loss.pair.weigh does"
         )
+    _check_diagnostics(pair, name, reported)
     return pair
+
+
+def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
+    """They are those that every rank waits for."""
+    wanted = dict.fromkeys(reported.means, (2,)) | dict.fromkeys(reported.maxima, ())
+    found = {each: tuple(value.shape) for each, value in pair.diagnostics.items()}
+    if found != wanted:
+        raise ConfigError(
+            f"loss.function={name!r} returned the diagnostics {found}, but is marked for {wanted} (name: shape); make "
+            "them with mtrain.loss.diagnostics.diagnosed, and mark the function with mtrain.loss.diagnostics.reports"
+        )
 
 
 def _check_part(part: object, role: str, dtype: torch.dtype, name: str) -> None:

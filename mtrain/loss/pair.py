@@ -9,9 +9,9 @@ tokens of what each token says by itself, or over sequences of what `TermInputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,38 +28,24 @@ MAIN_TERM = "main"
 """Name of the term that `loss.function` computes; side terms carry the names of the config."""
 
 
-class LossPair(NamedTuple):
-    """Local partial sums of one term; pairs add, and (0, 0) is neutral."""
+@dataclass(frozen=True, eq=False)
+class LossPair:
+    """Local partial sums of one term; pairs add, and (0, 0) is neutral. Unpacks into numerator and denominator."""
 
     numerator: Tensor
     """float32 scalar with a graph: sum over this rank's tokens of weight x loss, in nats."""
     denominator: Tensor
     """float64 scalar without a graph: this rank's share of the divisor."""
+    by_source: Tensor | None = None
+    """[2, sources] float64 without a graph: both parts of each source of a blend; None where nobody asks, or where a
+    function made its pair otherwise than by `weigh` and `weigh_sequences`."""
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> means and maxima without a graph, as `mtrain.loss.diagnostics.diagnosed` makes them; their names are
+    those of `mtrain.loss.diagnostics.reports`."""
 
-    @property
-    def by_source(self) -> Tensor | None:
-        """[2, sources] float64 without a graph: both parts of each source of a blend; None where nobody asks, or where
-        a function made its pair otherwise than by `weigh` and `weigh_sequences`."""
-        return None
-
-
-class PairBySource(LossPair):
-    """A pair that remembers what each source of a blend adds to it. Whoever makes another pair of its parts forgets."""
-
-    # no third field, since functions take a pair apart into two
-    _by_source: Tensor | None = None
-
-    @property
-    def by_source(self) -> Tensor | None:
-        """As of `LossPair`."""
-        return self._by_source
-
-    @classmethod
-    def of(cls, numerator: Tensor, denominator: Tensor, by_source: Tensor) -> PairBySource:
-        """The parts, and the same by source."""
-        pair = cls(numerator, denominator)
-        pair._by_source = by_source
-        return pair
+    def __iter__(self) -> Iterator[Tensor]:
+        # two, since functions take a pair apart: whoever makes another pair of the parts leaves the rest behind
+        return iter((self.numerator, self.denominator))
 
 
 class Extras(dict[str, Tensor]):
@@ -248,4 +234,4 @@ def _pair(kept: Tensor, inputs: TermInputs) -> LossPair:
         # one number for the whole batch, which lies at one token of one source but divides all of them
         divisors = denominator.expand_as(divisors)
     by_source = torch.stack([sum_by_source(kept.detach(), inputs.sources), divisors])
-    return PairBySource.of(numerator, denominator, by_source)
+    return LossPair(numerator, denominator, by_source)

@@ -99,6 +99,8 @@ class StepRecord:
     """What the first rank needed: the peak on its GPU, or what is resident on a CPU; None where it was not recorded."""
     time_s: float | None = None
     """Unix time at which the step ended; None where it was not recorded."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss functions report beside their loss, over all tokens of the step (docs/policy-losses.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,10 @@ def from_json_line(line: str) -> Record:
         by_set, by_source = _terms_read(values, "valid_sets"), _terms_read(values, "sources")
         match kind:
             case "step":
-                return StepRecord(**_fields_read(StepRecord, values), terms=by_name, sources=by_source)
+                found = {name: _value_read(name, float, each) for name, each in values.pop("diagnostics", {}).items()}
+                return StepRecord(
+                    **_fields_read(StepRecord, values), terms=by_name, sources=by_source, diagnostics=found
+                )
             case "valid":
                 return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name, valid_sets=by_set)
             case "change":

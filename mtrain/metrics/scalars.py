@@ -33,6 +33,7 @@ def scalars(record: Record) -> dict[str, float]:
                 "speed/seconds": record.seconds,
                 "tokens/text": record.tokens,
                 **_term_means(record, "terms"),
+                **{f"diagnostics/{name}": value for name, value in record.diagnostics.items()},
                 **{f"train/loss/{name}": each.loss for name, each in record.sources.items()},
                 **{tag: value for tag, value in known.items() if value is not None},
             }

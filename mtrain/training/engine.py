@@ -204,6 +204,7 @@ class Engine:
             loss=totals.loss,
             objective=totals.objective,
             denominator=totals.terms[MAIN_TERM].denominator,
+            diagnostics=dict(totals.diagnostics),
             grad_norm=0.0 if update is None else update.grad_norm,
             lr=rate,
             tokens=tokens,

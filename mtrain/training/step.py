@@ -148,6 +148,7 @@ class TrainingStep:
                 f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
                 "the main one must be known before the first backward pass; give the whole global batch in one call"
             )
+        step.sums.pairs.diagnostics.expect(objective.reported.means, objective.reported.maxima)
         factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.data.samples.sample import Sample
 from tests.oracle import distributions, multi_token, routers
 from tests.oracle.model import Parameters, logits_of
+from tests.oracle.policy import POLICY_LOSSES
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Sequence:
     """v_i."""
     document_starts: tuple[int, ...] = (0,)
     """Where positions restart; attention does not reach back over these places."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [length] float64: what the data bring along."""
 
     @classmethod
     def of_sample(cls, sample: Sample, with_text: bool = False) -> "Sequence":
@@ -42,6 +45,7 @@ class Sequence:
         length = places[-1].item() + 1 if len(places) > 0 else 1
         if with_text:
             length = len(sample.tokens)
+        extras = {name: each[:length][: len(sample.tokens)] for name, each in sample.extras.items()}
         starts = (0,) if sample.document_starts is None else sorted(set(sample.document_starts[:length].tolist()))
         return cls(
             tokens=torch.from_numpy(sample.tokens[:length]),
@@ -49,6 +53,7 @@ class Sequence:
             weights=torch.from_numpy(sample.mask[:length]),
             sample_weight=sample.weight,
             document_starts=tuple(starts),
+            extras={name: torch.from_numpy(each).double() for name, each in extras.items()},
         )
 
     def documents(self) -> list[Tensor]:
@@ -147,6 +152,8 @@ def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_
             return distributions.entropy(logits)
         case "distillation":
             return distributions.divergence(logits, teacher_logits, **term.options)
+        case name if name in POLICY_LOSSES:
+            return POLICY_LOSSES[name](logits, sequence, **term.options)
         case _:
             return TOKEN_LOSSES[term.function](logits, sequence)
 

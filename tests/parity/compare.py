@@ -146,8 +146,9 @@ def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 
 def _fingerprint(batches: list[GlobalBatch]) -> int:
+    samples = [sample for batch in batches for sample in batch]
     return hash(
-        tuple((s.tokens.tobytes(), s.mask.tobytes(), s.weight, str(s.document_starts)) for b in batches for s in b)
+        tuple((s.tokens.tobytes(), s.mask.tobytes(), s.weight, str(s.document_starts), str(s.extras)) for s in samples)
     )
 
 

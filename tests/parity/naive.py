@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.loss.pair import LossPair, TermInputs
+from mtrain.loss.functions.policy import ppo_loss
+from mtrain.loss.pair import LossPair, TermInputs, needs_extras
 from mtrain.mcore.distributed.groups import Groups
 from tests.parity.batches import GlobalBatch
-from tests.parity.ranks import Outcome, train
+from tests.parity.ranks import Outcome, Run, train
 
 _groups: list[Groups] = []
 
@@ -78,3 +79,32 @@ def _sequences_in_sight(inputs: TermInputs) -> Tensor:
 
 def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
+
+
+@needs_extras("advantages", "old_logprobs")
+def policy_mean_of_means(inputs: TermInputs) -> LossPair:
+    """Token mean of each rank's microbatch, averaged over microbatches and ranks (verl before its pull request 906)."""
+    return LossPair(ppo_loss(inputs).numerator / _tokens(inputs), _scalar(1.0))
+
+
+@needs_extras("advantages", "old_logprobs")
+def policy_weighted_by_samples(inputs: TermInputs) -> LossPair:
+    """Token mean of each rank's microbatch, which counts by its samples."""
+    samples = len(inputs.weights)
+    return LossPair(ppo_loss(inputs).numerator / _tokens(inputs) * samples, _scalar(samples))
+
+
+@needs_extras("advantages", "old_logprobs")
+def policy_sequences_times_ranks(inputs: TermInputs) -> LossPair:
+    """The mean over sequences once more divided by dp (verl's pull request 4510)."""
+    pair = ppo_loss(inputs)
+    return LossPair(pair.numerator, pair.denominator * _groups[0].layout.dp)
+
+
+def _tokens(inputs: TermInputs) -> Tensor:
+    return (inputs.weights != 0).sum().clamp(min=1).float()
+
+
+def train_each_naively(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
+    """`ranks.train_each`, likewise."""
+    return [train_naively(groups, *run) for run in runs]

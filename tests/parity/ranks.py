@@ -44,6 +44,8 @@ class StepOutcome(NamedTuple):
     grad_norm: float
     gradients: Arrays | None
     """Before clipping, without the loss scale of fp16; on rank 0, else None."""
+    diagnostics: Mapping[str, float] = {}
+    """What loss functions report."""
 
 
 class Outcome(NamedTuple):
@@ -101,14 +103,16 @@ def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, n
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
     gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale())
     update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
-    return StepOutcome(totals.objective, dict(totals.terms), 0.0 if update is None else update.grad_norm, gradients)
+    norm = 0.0 if update is None else update.grad_norm
+    return StepOutcome(totals.objective, dict(totals.terms), norm, gradients, totals.diagnostics)
 
 
 def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list[Microbatch] | None:
     """The part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
-    rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp), Given(batch)
+    extras = Objective.from_config(config.loss, config.model.mtp_depths).extras if batch and batch[0].extras else ()
+    rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp, extras=extras), Given(batch)
     return rows.microbatches(rows.plan(samples, len(batch)), samples, has_first=True)
 
 

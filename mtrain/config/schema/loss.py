@@ -28,11 +28,21 @@ _OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "label_smoothing": lambda value: _is_number(value) and 0 <= value < 1,
     "temperature": lambda value: _is_number(value) and 0 < value < math.inf,
     "direction": lambda value: value in ("forward", "reverse"),
+    "clip_low": lambda value: value is None or (_is_number(value) and 0 <= value <= 1),
+    "clip_high": lambda value: _is_number(value) and 0 <= value < math.inf,
+    "dual_clip": lambda value: value is None or (_is_number(value) and 1 < value < math.inf),
+    "rollout_cap": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
+    "estimator": lambda value: value in ("k1", "k2", "k3"),
 }
 _LEGAL_OPTIONS = {
     "label_smoothing": "a number from 0 to below 1",
     "temperature": "a number above 0",
     "direction": "forward or reverse",
+    "clip_low": "a number from 0 to 1",
+    "clip_high": "a number of at least 0",
+    "dual_clip": "a number above 1, or null",
+    "rollout_cap": "a number above 0, or null",
+    "estimator": "k1, k2 or k3",
 }
 """Options of this package's own loss functions; those of other functions are theirs to check."""
 
@@ -41,6 +51,11 @@ LOSS_FUNCTIONS = {
     "z_loss": "mtrain.loss.functions.z_loss:z_loss",
     "entropy": "mtrain.loss.functions.entropy:entropy_loss",
     "distillation": "mtrain.loss.functions.distillation:distillation_loss",
+    "ppo": "mtrain.loss.functions.policy:ppo_loss",
+    "gspo": "mtrain.loss.functions.policy:gspo_loss",
+    "cispo": "mtrain.loss.functions.policy:cispo_loss",
+    "kl": "mtrain.loss.functions.kl:kl_loss",
+    "dft": "mtrain.loss.functions.dft:dft_loss",
 }
 """This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
 so a function may move to another module without becoming another run."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LOSS_FUNCTIONS
+from mtrain.loss.diagnostics import Reported
 from mtrain.loss.pair import LossFunction
 
 
@@ -65,6 +66,13 @@ def extras_of(function: LossFunction) -> tuple[str, ...]:
     defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
     options = defaults | bound
     return (*names, *(name for option, name in by_option.items() if options[option]))
+
+
+def reported_by(function: LossFunction) -> Reported:
+    """What `mtrain.loss.diagnostics.reports` says that a function, with or without bound options, reports."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    found: Reported = getattr(inner, "reports", Reported())
+    return found
 
 
 def _is_marked(function: LossFunction, mark: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed import waiting
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.diagnostics import DiagnosticSums
 
 
 class PairAccumulator:
@@ -31,6 +32,8 @@ class PairAccumulator:
         """
         self.terms = (*terms, *router_terms)
         # float64: float32 holds whole counts of tokens to 2^24 alone, and a step may have more.
+        self.diagnostics = DiagnosticSums(device)
+        """What loss functions report beside their pairs."""
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerator, denominator."""
         self.by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device)
@@ -46,6 +49,7 @@ class PairAccumulator:
             # The sum holds a copy: megatron-core scales the loss in place afterwards (forward_step_calc_loss).
             numerator.add_(pairs[term].numerator.detach())
             denominator.add_(pairs[term].denominator)
+        self.diagnostics.add(pairs)
         if self.by_source.numel():
             found = pairs[MAIN_TERM].by_source
             self.by_source.add_(math.nan if found is None else found)
@@ -146,6 +150,8 @@ class StepTotals:
     """Of the terms in the objective."""
     sources: tuple[Totals, ...] = ()
     """The main term by source of the blend; empty where there are not several, or the loss function does not tell."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    """Means and maxima that loss functions report, by name; without those that no token counted for."""
 
     @property
     def loss(self) -> float:
@@ -181,6 +187,7 @@ class _VectorFields:
     num_terms: int
     num_sources: int
     has_norm: bool
+    num_diagnostics: int
 
     @property
     def pairs(self) -> slice:
@@ -213,9 +220,15 @@ class _VectorFields:
         return self.stop_requested + 1 if self.has_norm else None
 
     @property
+    def diagnostics(self) -> slice:
+        """As `DiagnosticSums.vector` lays them."""
+        start = self.stop_requested + 1 + self.has_norm
+        return slice(start, start + self.num_diagnostics)
+
+    @property
     def size(self) -> int:
         """Of the vector."""
-        return self.stop_requested + 1 + self.has_norm
+        return self.diagnostics.stop
 
 
 class GlobalTotals:
@@ -237,7 +250,9 @@ class GlobalTotals:
         """
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
         num_sources = sums.pairs.by_source.shape[1]
-        self._fields = fields = _VectorFields(len(self._terms), num_sources, local_grad_norm_sq is not None)
+        self._diagnostics, self._world_size = sums.pairs.diagnostics, groups.layout.world_size
+        widths = num_sources, local_grad_norm_sq is not None, self._diagnostics.size(self._world_size)
+        self._fields = fields = _VectorFields(len(self._terms), *widths)
         # Host numbers first, those of the device copied over them: one transfer to the device and none back.
         host = [0.0] * fields.size
         if groups.counts_plan:
@@ -248,6 +263,7 @@ class GlobalTotals:
         vector = _on_device(host, groups.device)
         vector[fields.pairs].copy_(sums.pairs.owned(groups).view(-1))
         vector[fields.sources].copy_(sums.pairs.owned_by_source(groups).view(-1))
+        vector[fields.diagnostics].copy_(self._diagnostics.vector(groups))
         if local_grad_norm_sq is not None:
             vector[fields.norm_sq].copy_(local_grad_norm_sq)
         self._sum = AsyncAllReduce(vector)  # over the world; the host goes on
@@ -276,6 +292,7 @@ class GlobalTotals:
             grad_norm_sq=None if fields.norm_sq is None else values[fields.norm_sq],
             coefficients=coefficients,
             sources=self._sources(values[fields.sources]),
+            diagnostics=self._diagnostics.read(values[fields.diagnostics], self._world_size),
         )
 
     def _sources(self, values: Sequence[float]) -> tuple[Totals, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -37,6 +37,9 @@ class StepResult:
     """Tokens read, over all calls of the step; padding left out."""
     applied: bool
     """False where nothing was learned: the batch had no loss tokens, or fp16 overflowed and lowered its loss scale."""
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    """What the loss functions report (docs/policy-losses.md), each over all tokens of the step: clip_fraction and the
+    like; of a side term `term/name`. Without those that no token counted for."""
 
 
 @dataclass(frozen=True)

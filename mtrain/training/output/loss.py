@@ -16,8 +16,9 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
+from mtrain.loss.diagnostics import joined
 from mtrain.loss.objective import Objective
-from mtrain.loss.pair import MAIN_TERM, Extras, LossPair, PairBySource, TokenInputs
+from mtrain.loss.pair import MAIN_TERM, Extras, LossPair, TokenInputs
 from mtrain.loss.sequences import TokenSources
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.mcore.distributed.groups import Groups
@@ -200,20 +201,26 @@ class _Sums:
     def __init__(self, terms: Sequence[str], device: torch.device, num_sources: int) -> None:
         # float64, since how many float32 parts are added follows from the size of a chunk
         self._sums = {term: torch.zeros(2, dtype=torch.float64, device=device) for term in terms}
+        self._diagnostics: dict[str, dict[str, Tensor]] = {term: {} for term in terms}
         self._by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
-        for term, (numerator, denominator) in pairs.items():
-            self._sums[term] += torch.stack([numerator.detach().double(), denominator])
+        for term, pair in pairs.items():
+            self._sums[term] += torch.stack([pair.numerator.detach().double(), pair.denominator])
+            known = self._diagnostics[term]
+            for name, value in pair.diagnostics.items():
+                known[name] = joined(known[name], value) if name in known else value
         if self._by_source is not None and MAIN_TERM in pairs:
             found = pairs[MAIN_TERM].by_source
             self._by_source = None if found is None else self._by_source + found
 
     def pairs(self) -> dict[str, LossPair]:
-        found = {term: LossPair(each[0].float(), each[1]) for term, each in self._sums.items()}
-        if self._by_source is not None:
-            found[MAIN_TERM] = PairBySource.of(*found[MAIN_TERM], self._by_source)
-        return found
+        return {
+            term: LossPair(
+                numerator.float(), denominator, self._by_source if term == MAIN_TERM else None, self._diagnostics[term]
+            )
+            for term, (numerator, denominator) in self._sums.items()
+        }
 
 
 @torch.no_grad()

@@ -84,6 +84,7 @@ def step_record(
         loss_tokens=counts.loss,
         flops=flops,
         terms=term_records(totals.terms),
+        diagnostics=totals.diagnostics,
         sources=term_records(_with_something(dict(zip(run.config.data.source_names, totals.sources)))),
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,

@@ -103,9 +103,13 @@ def _without_the_last(loss: LossOfLogits, batches: Sequence[Microbatch], groups:
         seen += 1
         objective, pairs = loss(logits, batch)
         kept = 0.0 if seen == len(batches) > 1 else 1.0
-        return objective * kept, {term: LossPair(*(part * kept for part in pair)) for term, pair in pairs.items()}
+        return objective * kept, {term: _times(pair, kept) for term, pair in pairs.items()}
 
     return lossy
+
+
+def _times(pair: LossPair, factor: float) -> LossPair:
+    return replace(pair, numerator=pair.numerator * factor, denominator=pair.denominator * factor)
 
 
 def _denominator(change: Callable[[Tensor], Tensor]) -> Collaborators:
@@ -115,7 +119,7 @@ def _denominator(change: Callable[[Tensor], Tensor]) -> Collaborators:
         def changed(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
             objective, pairs = loss(logits, batch)
             return objective, {
-                term: pair._replace(denominator=change(pair.denominator)) for term, pair in pairs.items()
+                term: replace(pair, denominator=change(pair.denominator)) for term, pair in pairs.items()
             }
 
         return changed

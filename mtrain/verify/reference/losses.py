@@ -41,6 +41,12 @@ def divergence(logits: Tensor, teacher: Tensor, direction: str = "forward", temp
     return (first.exp() * (first - second)).sum(-1)
 
 
+def dynamic(logits: Tensor, labels: Tensor) -> Tensor:
+    """-sg(p) log p of the label. Source: Wu et al. 2025, equation 9."""
+    losses = cross_entropy(logits, labels)
+    return losses * torch.exp(-losses).detach()
+
+
 def known_losses(function: str, options: dict[str, Any]) -> TokenLosses | None:
     """The token losses that a name in the configuration stands for; None where it is a user's."""
 
@@ -53,5 +59,6 @@ def known_losses(function: str, options: dict[str, Any]) -> TokenLosses | None:
         "z_loss": lambda logits, labels, teacher: squared_logsumexp(logits),
         "entropy": lambda logits, labels, teacher: entropy(logits),
         "distillation": distilled,
+        "dft": lambda logits, labels, teacher: dynamic(logits, labels),
     }
     return known.get(function)

@@ -1,0 +1,128 @@
+"""Losses of policy gradients on tokens that another policy, or an older state of this one, has drawn.
+
+Their data bring along `advantages` (per token, or one a sequence), `old_logprobs` (the log-probabilities of the policy
+of which the ratio is taken) and, for the correction of stale rollouts, `rollout_logprobs` (those of the program that
+drew the tokens). What they are called elsewhere follows from options, aggregation and side terms:
+docs/policy-losses.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtrain.loss.diagnostics import diagnosed, reports
+from mtrain.loss.pair import LossPair, TermInputs, needs_extras, per_token, weigh
+
+
+@per_token
+@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+@needs_extras("advantages", "old_logprobs", rollout_cap="rollout_logprobs")
+def ppo_loss(
+    inputs: TermInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    rollout_cap: float | None = None,
+) -> LossPair:
+    """Weighs and sums -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi / pi_old of each token.
+
+    Args:
+        inputs: One microbatch.
+        clip_low: How far below 1 a ratio still counts.
+        clip_high: How far above 1; above clip_low it is DAPO's clip-higher.
+        dual_clip: A token of negative advantage loses no more than so many times its advantage; above 1. None: no
+            bound.
+        rollout_cap: Each token's loss is multiplied by min(pi_old / pi_rollout, rollout_cap): truncated importance
+            sampling for tokens that were drawn by other numbers than `old_logprobs`. None: not at all.
+
+    Source: Schulman et al. 2017, equation 7; dual clip Ye et al. 2020, equation 5; clip-higher Yu et al. 2025 (DAPO),
+    equation 10; truncated importance sampling Yao et al. 2025.
+    """
+    log_ratio = _log_ratio(_log_probs(inputs), inputs)
+    return _clipped(log_ratio, inputs, clip_low, clip_high, dual_clip, rollout_cap)
+
+
+@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+@needs_extras("advantages", "old_logprobs")
+def gspo_loss(inputs: TermInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossPair:
+    """As `ppo_loss`, with the geometric mean of a sequence's ratios as the ratio of each of its tokens.
+
+    The mean is over the loss tokens of the sequence, wherever they lie; its value is the whole sequence's, its gradient
+    reaches each token by that token's own log-probability. With one advantage a sequence, and weights of 0 and 1, that
+    is the loss of whole sequences; with several it is GSPO-token. Two all-reduces of [sequences] numbers over CP.
+
+    Source: Zheng et al. 2025 (GSPO), equations 5, 7 and 13.
+    """
+    log_probs = _log_probs(inputs)
+    # no graph: each token's own log-probability carries the gradient below
+    total = inputs.sum_over_sequence(_log_ratio(log_probs, inputs).detach())
+    count = inputs.sum_over_sequence(torch.ones_like(log_probs).detach())
+    mean = torch.where(count > 0, total / count, 0.0)[inputs.sequence_ids].to(log_probs.dtype)
+    return _clipped(mean + (log_probs - log_probs.detach()), inputs, clip_low, clip_high)
+
+
+@per_token
+@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+@needs_extras("advantages", "old_logprobs", rollout_cap="rollout_logprobs")
+def cispo_loss(
+    inputs: TermInputs, clip_low: float | None = None, clip_high: float = 0.2, rollout_cap: float | None = None
+) -> LossPair:
+    """Weighs and sums -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: clipped ratios keep their gradient.
+
+    Args:
+        inputs: One microbatch.
+        clip_low: None: no bound below.
+        clip_high: As of `ppo_loss`.
+        rollout_cap: As of `ppo_loss`.
+
+    Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5.
+    """
+    log_probs = _log_probs(inputs)
+    ratio = _log_ratio(log_probs, inputs).detach().exp()
+    bounded = ratio.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
+    losses = -bounded * inputs.extras["advantages"] * log_probs * _rollout_factor(inputs, rollout_cap)
+    return _reported(weigh(losses, inputs), inputs, ratio, bounded != ratio)
+
+
+def _log_probs(inputs: TermInputs) -> Tensor:
+    """[batch, seq] of the labels, in nats; 0 where masked."""
+    # where: what a masked token has may be anything, and exp of it inf, whose gradient of 0 x inf is nan
+    return torch.where(inputs.weights != 0, -inputs.logits.cross_entropy(inputs.labels), 0.0)
+
+
+def _log_ratio(log_probs: Tensor, inputs: TermInputs) -> Tensor:
+    """[batch, seq] log pi / pi_old; 0 where masked."""
+    return torch.where(inputs.weights != 0, log_probs - inputs.extras["old_logprobs"], 0.0)
+
+
+def _rollout_factor(inputs: TermInputs, cap: float | None) -> Tensor | float:
+    """[batch, seq] min(pi_old / pi_rollout, cap); 1 where nothing is corrected."""
+    if cap is None:
+        return 1.0
+    log_ratio = inputs.extras["old_logprobs"] - inputs.extras["rollout_logprobs"]
+    return torch.where(inputs.weights != 0, log_ratio, 0.0).exp().clamp(max=cap)
+
+
+def _clipped(
+    log_ratio: Tensor,
+    inputs: TermInputs,
+    low: float,
+    high: float,
+    dual: float | None = None,
+    rollout_cap: float | None = None,
+) -> LossPair:
+    """The clipped surrogate of ratios."""
+    ratio, advantages = log_ratio.exp(), inputs.extras["advantages"]
+    plain = ratio * advantages
+    surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
+    pair = weigh(-surrogate * _rollout_factor(inputs, rollout_cap), inputs)
+    return _reported(pair, inputs, ratio.detach(), surrogate.detach() != plain.detach())
+
+
+def _reported(pair: LossPair, inputs: TermInputs, ratio: Tensor, is_clipped: Tensor) -> LossPair:
+    # log is safe: where a ratio has become 0 the divergence is inf, and says so
+    means = {"clip_fraction": is_clipped.float(), "approximate_kl": ratio - 1 - ratio.log(), "ratio": ratio}
+    return diagnosed(pair, inputs, means, maxima={"ratio_max": ratio})
