@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,13 +70,29 @@ class Objective:
         objective._check_chunks(section)
         return objective
 
-    def with_main(self, function: LossFunction, section: LossSection) -> Objective:
-        """The same with another function as the main term.
+    def with_main(
+        self, loss: LossFunction | str, section: LossSection, options: Mapping[str, Any] | None = None
+    ) -> Objective:
+        """The same with another function as the main term, whose weights come as `section` says.
+
+        Args:
+            loss: A function, or a name as `loss.function` takes it.
+            section: Of the run.
+            options: Of a function that is named, as `loss.options`.
 
         Raises:
-            ConfigError: It needs a teacher and there is none, or the other way round; or chunks, as `from_config`.
+            ConfigError: It cannot be loaded or does not take the options; it needs a teacher and there is none, or the
+                other way round; or chunks, as `from_config`.
         """
-        name = getattr(function, "__qualname__", repr(function))
+        if isinstance(loss, str):
+            function, name = load_loss_function(loss, options or {}), loss
+        elif options is None:
+            function, name = loss, getattr(loss, "__qualname__", repr(loss))
+        else:
+            raise ConfigError(
+                "options belong to a loss that is given by its name; bind those of a function of your own with "
+                "functools.partial"
+            )
         functions, names = self.functions | {MAIN_TERM: function}, self.names | {MAIN_TERM: name}
         objective = replace(self, functions=functions, names=names)
         objective._check_teacher(section)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -147,7 +147,12 @@ class Engine:
             finally:
                 self._is_bare = False
 
-    def forward_backward(self, batch: Sequence[Datum], loss: LossFunction | None = None) -> None:
+    def forward_backward(
+        self,
+        batch: Sequence[Datum],
+        loss: LossFunction | str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Adds the gradient of a batch, not divided by anything; several calls make one step.
 
         Numerators and denominators add up too, and `optim_step` divides once: calls with parts of a batch are one call
@@ -156,12 +161,15 @@ class Engine:
 
         Args:
             batch: Global.
-            loss: Instead of `loss.function`: TermInputs -> LossPair, under the contract of docs/extending/loss.md.
-                Weights come as `loss.aggregation` says. None: as the configuration says.
+            loss: Instead of `loss.function`: a name, as that key takes it, or a function TermInputs -> LossPair under
+                the contract of docs/extending/loss.md. Weights come as `loss.aggregation` says. None: as the
+                configuration says.
+            options: Of a loss that is named, as `loss.options`.
 
         Raises:
-            ConfigError: The loss function breaks its contract or needs a teacher that is not there; or this is a
-                second call, and terms with denominators of their own need the whole batch in the first one.
+            ConfigError: The loss function is not known, does not take the options, breaks its contract or needs a
+                teacher that is not there; or this is a second call, and terms with denominators of their own need the
+                whole batch in the first one.
             DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; what earlier
                 calls have added is still there, also after the next one. After any other error it is gone.
             NumericError: An extra is not finite.
@@ -169,7 +177,7 @@ class Engine:
         training = self._built().training
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it behind the block")
-        objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
+        objective = self._objective_of(loss, options)
         samples = self._samples(batch, objective.extras)
         plan = self._rows.plan(samples, len(batch))
         batches = self._own(plan, samples, has_first=self._open is None, extras=objective.extras)
@@ -211,18 +219,24 @@ class Engine:
             applied=update is not None and not update.overflowed,
         )
 
-    def evaluate(self, batches: Iterable[Sequence[Datum]], loss: LossFunction | None = None) -> EvalResult:
+    def evaluate(
+        self,
+        batches: Iterable[Sequence[Datum]],
+        loss: LossFunction | str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> EvalResult:
         """The loss over some data, forward only: one sum over one sum, however the data are cut into batches.
 
         Args:
             batches: Global ones, of any sizes; read once, `train.global_batch_size` samples at a time.
-            loss: As for `forward_backward`.
+            loss: As for `forward_backward`, as `options`.
+            options: Of a loss that is named.
 
         Raises:
             NumericError, ConfigError, DataError: As `forward_backward` and `optim_step`.
         """
         parts = self._built()
-        objective = self._objective if loss is None else self._objective.with_main(loss, self.config.loss)
+        objective = self._objective_of(loss, options)
         model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
         totals = forward_totals(*model, self._passes(batches, objective.extras), parts.teacher)
         main = totals[MAIN_TERM]
@@ -343,6 +357,12 @@ class Engine:
         if self._parts is None:
             raise RuntimeError("this Engine is closed; make another one")
         return self._parts
+
+    def _objective_of(self, loss: LossFunction | str | None, options: Mapping[str, Any] | None) -> Objective:
+        if loss is None and options is None:
+            return self._objective
+        # options alone are those of the configuration's own function
+        return self._objective.with_main(self.config.loss.function if loss is None else loss, self.config.loss, options)
 
     def _passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
         """This rank's part of each `train.global_batch_size` samples, of one pass at least."""

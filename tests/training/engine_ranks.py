@@ -98,16 +98,26 @@ def opened_by_the_engine(groups: Groups, config: Config, batches: Sequence[Batch
     return runs
 
 
-def with_losses(groups: Groups, config: Config, batch: Batch) -> list[tuple[float, float]]:
-    """(loss, grad_norm) of one step with the loss of the configuration, and with the user's."""
+def raised(inputs: TermInputs, power: float) -> LossPair:
+    """A loss function of the user's with an option."""
+    return weigh(inputs.logits.cross_entropy(inputs.labels) ** power, inputs)
+
+
+NAMED = "tests.training.engine_ranks:raised"
+
+
+def with_losses(groups: Groups, config: Config, batch: Batch) -> list[tuple[float, float, float]]:
+    """(loss, grad_norm, loss of an evaluation) of one step: with the loss of the configuration, with the user's, with
+    the same by its name."""
     found = []
     with free(groups):
-        for loss in (None, squared):
+        for loss, options in ((None, None), (squared, None), (NAMED, {"power": 2.0})):
             with Engine(config) as engine:
-                engine.forward_backward(batch[:4], loss)
-                engine.forward_backward(batch[4:], loss)
+                before = engine.evaluate([batch], loss, options).loss
+                engine.forward_backward(batch[:4], loss, options)
+                engine.forward_backward(batch[4:], loss, options)
                 done = engine.optim_step()
-                found.append((done.loss, done.grad_norm))
+                found.append((done.loss, done.grad_norm, before))
     return found
 
 
@@ -221,6 +231,9 @@ MISTAKES = {
     "unknown id": lambda engine: engine.forward([Datum([1, 97])]),
     "weights": lambda engine: engine.forward_backward([Datum([1, 2, 3], weights=[1.0, 1.0])]),
     "negative": lambda engine: engine.evaluate([[Datum([1, 2], weight=-1.0)]]),
+    "unknown loss": lambda engine: engine.forward_backward([Datum([1, 2])], "ppoo"),
+    "unknown option": lambda engine: engine.evaluate([[Datum([1, 2])]], NAMED, {"pover": 2}),
+    "options of a function": lambda engine: engine.forward_backward([Datum([1, 2])], squared, {"power": 2}),
     "not a pair": lambda engine: engine.forward_backward([Datum([1, 2])], _mean),
     "nothing to step": lambda engine: engine.optim_step(),
     "second engine": _second_engine,

@@ -214,9 +214,10 @@ def test_an_engine_opens_and_closes_torch_distributed_itself(pool: Pool, tmp_pat
 def test_a_loss_function_of_the_users_own_is_the_one_of_the_configuration(pool: Pool) -> None:
     path = "tests.training.engine_ranks:squared"
     batch = data_of(weighted_steps())[0]
-    usual, own = pool.run(engine_ranks.with_losses, Layout(tp=2), small(layout__tp=2), batch)[0]
-    named, again = pool.run(engine_ranks.with_losses, Layout(tp=2), small(layout__tp=2, loss__function=path), batch)[0]
-    assert own == named == again != usual
+    usual, own, by_name = pool.run(engine_ranks.with_losses, Layout(tp=2), small(layout__tp=2), batch)[0]
+    config = small(layout__tp=2, loss__function=path)
+    configured, again, _ = pool.run(engine_ranks.with_losses, Layout(tp=2), config, batch)[0]
+    assert own == by_name == configured == again != usual
 
 
 @pytest.mark.parametrize("other", [{}, {"layout__pp": 2}], ids=["same layout", "other layout"])
@@ -260,6 +261,9 @@ def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path
     [
         ("empty", "ValueError: a batch needs at least one sample"),
         ("not a pair", "ConfigError: loss.function='_mean' returned a Tensor, but has to return a"),
+        ("unknown loss", "ConfigError: loss.function='ppoo' is not known; choose next_token"),
+        ("unknown option", r"ConfigError: loss.function='.*:raised' has the signature .* the options pover"),
+        ("options of a function", "ConfigError: options belong to a loss that is given by its name"),
         ("nothing to step", "RuntimeError: optim_step needs a forward_backward before it"),
         ("second engine", "ConfigError: this process already has megatron-core's process groups"),
         ("closed", "RuntimeError: this Engine is closed"),
