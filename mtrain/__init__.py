@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mtrain.config import Config
     from mtrain.config.load import load_config
     from mtrain.data.datum import Datum
+    from mtrain.hf.io.broadcast import receive_hf_tensors
     from mtrain.loss.pair import (
         LossFunction,
         LossPair,
@@ -58,6 +59,7 @@ _MODULES = {
     "mtrain.config": ("Config",),
     "mtrain.config.load": ("load_config",),
     "mtrain.data.datum": ("Datum",),
+    "mtrain.hf.io.broadcast": ("receive_hf_tensors",),
     "mtrain.loss.pair": (
         "LossFunction",
         "LossPair",
@@ -100,6 +102,7 @@ __all__ = [
     "needs_teacher",
     "per_token",
     "read_weights",
+    "receive_hf_tensors",
     "weigh",
     "weigh_sequences",
 ]

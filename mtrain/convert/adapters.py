@@ -131,8 +131,18 @@ _OF_MODELS = ("README.md", "generation_config.json")
 
 
 def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | None) -> Tensor:
-    values = to_peft(each, _without_padding(each, saved.tensor(each.key)))
-    return (values if dtype is None else values.to(dtype)).contiguous()
+    values = peft_tensor(each, saved.tensor(each.key))
+    return values if dtype is None else values.to(dtype)
+
+
+def peft_tensor(each: peft.PeftTensor, own: Tensor) -> Tensor:
+    """A tensor of PEFT.
+
+    Args:
+        each: From the table of names.
+        own: The whole of it here; of all experts stacked, of tables with rows that only pad the vocabulary.
+    """
+    return to_peft(each, _without_padding(each, own)).contiguous()
 
 
 def _without_padding(each: peft.PeftTensor, values: Tensor) -> Tensor:

@@ -46,7 +46,15 @@ def source_of(checkpoint: Path) -> ModelSource:
     path = checkpoint.resolve().parent.parent / "config.yaml"
     if not path.exists():
         raise DataError(f"{path} is not there, which says what model {checkpoint} holds; name a checkpoint in its run")
-    run = load_config([path], [])
+    return source_of_run(load_config([path], []))
+
+
+def source_of_run(run: Config) -> ModelSource:
+    """The model of a run, and what its first weights came with.
+
+    Raises:
+        DataError: The run began with weights of which nothing says what model they are.
+    """
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
         return ModelSource(run.model, Path(run.model.hf), run.data.seq_length)
     start = run.checkpoint.initialize_from

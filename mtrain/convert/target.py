@@ -77,10 +77,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     assert entry is not None, "checkpoint_at raises where there is none"
     source = source_of(entry.path)
     origin = like if like is not None else source.origin
-    template = None if origin is None else read_json(origin / CONFIG_NAME)
-    family = fitting_family(source.model) if template is None else family_of(template)
-    # refuses before any work is done
-    family.config(source.model, None if template is None else plain_config(template))
+    family = exported_family(source.model, origin)
     table = family.table(source.model)
     if entry.manifest.base is None:
         tensors: CheckpointTensors | MergedTensors = CheckpointTensors(entry.path)
@@ -99,6 +96,23 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     )
     _check_keys(target)
     return target
+
+
+def exported_family(model: ModelSection, origin: Path | None) -> Family:
+    """As what a model is exported.
+
+    Args:
+        model: The architecture.
+        origin: Folder whose config.json its own is made from; None where there is none.
+
+    Raises:
+        DataError: The family of that file, or any, cannot describe the model.
+    """
+    template = None if origin is None else read_json(origin / CONFIG_NAME)
+    family = fitting_family(model) if template is None else family_of(template)
+    # refuses before any work is done
+    family.config(model, None if template is None else plain_config(template))
+    return family
 
 
 def _check_keys(target: ExportTarget) -> None:

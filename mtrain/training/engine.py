@@ -6,23 +6,20 @@ Every method is collective: all ranks call the same ones in the same order, with
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.base.files import disk_faults, remove
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
-from mtrain.convert.exporting import export_hf
-from mtrain.data.batch import Microbatch
-from mtrain.data.datum import Datum, sample_of
-from mtrain.data.loader import Given, RowPlan, RowsOfRank
+from mtrain.data.datum import Datum
+from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossFunction
 from mtrain.mcore.distributed.groups import opened_groups
@@ -35,6 +32,9 @@ from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Parts, build_parts, load_teacher
+from mtrain.training.engine_parts.batches import GlobalBatches
+from mtrain.training.engine_parts.export import exported_beside
+from mtrain.training.engine_parts.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
 from mtrain.training.forward import forward_totals, label_scores
 from mtrain.training.resume import announced, initialize, say
@@ -82,7 +82,7 @@ class Engine:
             self._objective = Objective.from_config(config.loss, config.model.mtp_depths)
             self._parts: Parts | None = build_parts(config, groups, self._objective, load_teacher)
             initialize(config, groups, self._parts.chunks, self._parts.optimizer)
-            self._rows = RowsOfRank(config, groups.dp_rank, layout.dp)
+            self._batches = GlobalBatches(config, groups)
             # what fails above closes all that was opened; from here on `close` does
             self._held = held.pop_all()
         self._open: OpenStep | None = None
@@ -113,9 +113,9 @@ class Engine:
             DataError: A sample does not fit the configuration.
         """
         parts = self._built()
-        samples = self._samples(batch)
-        plan = self._rows.plan(samples, len(batch))
-        batches, count = self._own(plan, samples, has_first=True), plan.num_microbatches
+        samples = self._batches.samples(batch)
+        plan = self._batches.plan(samples, len(batch))
+        batches, count = self._batches.own(plan, samples, has_first=True), plan.num_microbatches
         model = (self.config, self._groups, parts.chunks, parts.optimizer)
         found = label_scores(*model, batches, count, entropy).cpu()
         places = samples.places(plan, self._groups.layout.dp)
@@ -178,9 +178,9 @@ class Engine:
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it behind the block")
         objective = self._objective_of(loss, options)
-        samples = self._samples(batch, objective.extras)
-        plan = self._rows.plan(samples, len(batch))
-        batches = self._own(plan, samples, has_first=self._open is None, extras=objective.extras)
+        samples = self._batches.samples(batch, objective.extras)
+        plan = self._batches.plan(samples, len(batch))
+        batches = self._batches.own(plan, samples, has_first=self._open is None, extras=objective.extras)
         step, self._open = self._open or training.open(), None  # a pass that fails leaves no half of a gradient behind
         training.accumulate(step, batches, plan.num_microbatches, objective, is_last=False)
         self._open = step
@@ -238,7 +238,7 @@ class Engine:
         parts = self._built()
         objective = self._objective_of(loss, options)
         model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
-        totals = forward_totals(*model, self._passes(batches, objective.extras), parts.teacher)
+        totals = forward_totals(*model, self._batches.passes(batches, objective.extras), parts.teacher)
         main = totals[MAIN_TERM]
         return EvalResult(main.mean, main.denominator, {term: each.mean for term, each in totals.items()})
 
@@ -329,15 +329,55 @@ class Engine:
             DataError: No Hugging Face family can describe the model.
             MachineError: The disk refuses.
         """
-        out = Path(folder)
-        scratch = out.parent / f".{out.name}.checkpoint"
-        on_first_rank(lambda: _cleared(out, scratch))
-        try:
-            checkpoint = self.save(scratch)
-            on_first_rank(lambda: _exported(checkpoint, out))
-        finally:
-            # in `finally`: an export that fails must not leave a second copy of the weights behind
-            on_first_rank(lambda: _removed(scratch))
+        exported_beside(Path(folder), self.save)
+
+    def named_hf_tensors(
+        self, content: HfContent = "merged", everywhere: bool = True, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they are, whole, under Hugging Face's names: for an inference engine, without a disk.
+
+        Bit for bit what `export_hf` writes, in the order of the model; a table that a folder holds under two names
+        comes once. (With adapters on a GPU the sum with the frozen matrix is rounded there, in an export on the CPU.)
+        Tensors come on the engine's device, in the precision that the run computes in, and are the caller's to keep.
+
+        Every rank iterates to the end, and calls nothing else of the engine meanwhile: tensors are gathered as the
+        iteration goes on, a bucket at a time, by one broadcast from each rank that holds a part of it.
+
+        Args:
+            content: Of a model with adapters: "merged", "base" for the frozen model, "adapter" for the adapters alone
+                under PEFT's names, which are what changes.
+            everywhere: Whether every rank gets the tensors; else rank 0 alone, and the iteration of others is empty.
+            bucket_bytes: Of tensors that are gathered together; a rank that gets them needs about three times as much.
+
+        Raises:
+            ConfigError: Adapters are asked for where there are none.
+            DataError: No Hugging Face family can describe the model.
+        """
+        return self._hf_tensors(content).stream(bucket_bytes, everywhere)
+
+    def broadcast_hf_tensors(
+        self, group: dist.ProcessGroup | None, content: HfContent = "merged", bucket_bytes: int = BUCKET_BYTES
+    ) -> int:
+        """Sends what `named_hf_tensors` gives to other processes, which call `receive_hf_tensors`.
+
+        First a description of all buckets, then one broadcast a bucket.
+
+        Args:
+            group: On rank 0: of it and the receivers, of a backend that sends from the engine's device; it need not
+                be of torch.distributed's own world. None on the other ranks.
+            content: As `named_hf_tensors`.
+            bucket_bytes: As `named_hf_tensors`; of what is sent at once, too.
+
+        Returns:
+            Bytes that were sent.
+
+        Raises:
+            ConfigError: Rank 0 has no group, or as `named_hf_tensors`.
+            DataError: As `named_hf_tensors`.
+        """
+        on_first_rank(lambda: need_group(group))
+        planned = self._hf_tensors(content)
+        return planned.send(bucket_bytes, group if self.rank == 0 else None)
 
     def close(self) -> None:
         """Frees the model and closes what the engine has opened. May be called twice."""
@@ -358,56 +398,12 @@ class Engine:
             raise RuntimeError("this Engine is closed; make another one")
         return self._parts
 
+    def _hf_tensors(self, content: HfContent) -> HfTensors:
+        parts = self._built()
+        return HfTensors(self.config, parts.chunks, parts.optimizer, self._groups, content)
+
     def _objective_of(self, loss: LossFunction | str | None, options: Mapping[str, Any] | None) -> Objective:
         if loss is None and options is None:
             return self._objective
         # options alone are those of the configuration's own function
         return self._objective.with_main(self.config.loss.function if loss is None else loss, self.config.loss, options)
-
-    def _passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
-        """This rank's part of each `train.global_batch_size` samples, of one pass at least."""
-        data, size = itertools.chain.from_iterable(batches), self._rows.global_batch_size
-        for number in itertools.count():
-            batch = list(itertools.islice(data, size))
-            if number and not batch:
-                return
-            samples = self._given(batch, extras)
-            # whole passes, so that the number of microbatches is that of a training step
-            yield self._own(self._rows.plan(samples, size), samples, number == 0, extras)
-
-    def _samples(self, batch: Sequence[Datum], extras: Sequence[str] = ()) -> Given:
-        """Every rank looks at all samples, so that all refuse the same one."""
-        if not batch:
-            raise ValueError("a batch needs at least one sample")
-        return self._given(batch, extras)
-
-    def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:
-        return Given([sample_of(datum, f"sample {slot}", self.config, extras) for slot, datum in enumerate(batch)])
-
-    def _own(
-        self, plan: RowPlan, samples: Given, has_first: bool, extras: Sequence[str] = ()
-    ) -> list[Microbatch] | None:
-        """What this rank reads of a global batch; None where tensor-parallel rank 0 reads for it."""
-        if self._groups.tp_rank > 0:
-            return None
-        # which extras a batch carries is up to the loss function of the call
-        rows = RowsOfRank(self.config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
-        return rows.microbatches(plan, samples, has_first)
-
-
-def _cleared(out: Path, scratch: Path) -> None:
-    """Refuses before any work is done, and deletes what an export that died has left."""
-    if out.exists():
-        raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
-    _removed(scratch)
-
-
-def _exported(checkpoint: Path, out: Path) -> None:
-    """In one thread, one tensor at a time; each is read back and compared."""
-    export_hf(checkpoint, out, like=None, dtype=None, num_workers=1)
-
-
-def _removed(folder: Path) -> None:
-    with disk_faults(f"delete {folder}"):
-        if folder.exists():
-            remove(folder)

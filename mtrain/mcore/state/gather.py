@@ -1,9 +1,12 @@
-"""Whole parameters and gradients under their global names: for comparing layouts, for small models."""
+"""Whole parameters and gradients under their global names: all at once, for comparing layouts of small models, or a few
+at a time in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +17,12 @@ from torch import Tensor
 
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.writer import Shard
+from mtrain.hf.io.buckets import TensorKind, buffer_bytes, views
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.state.sharded_parameters import is_written_here, sharded_parameters, shards, whole_of
 
 
 def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
@@ -118,3 +123,104 @@ def _shards(
             at = TensorSlice(tuple(part.global_offset[axes:]), tuple(values.shape))
             shards.append(Shard(name, tuple(part.global_shape[axes:]), at, values))
     return shards
+
+
+class _Box(NamedTuple):
+    """A box of a parameter, and who has it."""
+
+    name: str
+    """Global, layers and experts spelled out."""
+    at: TensorSlice
+    whole: TensorKind
+    """The parameter; a table with the rows that only pad the vocabulary."""
+
+    @property
+    def kind(self) -> TensorKind:
+        """Of the box."""
+        return TensorKind(self.whole.dtype, self.at.shape)
+
+
+class WholeParameters:
+    """All parameters of a model that is spread over ranks, adapters and buffers of its state included, by global name.
+
+    Every element is sent by one rank, which has its main replica; replicas share the sending as they share the writing
+    of checkpoints.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
+        """Finds out who has what: one all-gather of a list of boxes over the world.
+
+        Args:
+            chunks: This rank's model chunks, their parameters complete; updates are seen.
+            groups: The process groups.
+        """
+        self._device, self._rank = groups.device, groups.rank
+        self._own = dict(_own_parts(chunks, groups))
+        everyone: list[list[_Box]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, list(self._own))
+        self._held: dict[str, list[tuple[int, _Box]]] = defaultdict(list)
+        for rank, parts in enumerate(everyone):
+            for part in parts:
+                self._held[part.name].append((rank, part))
+        self.kinds: Mapping[str, TensorKind] = {name: held[0][1].whole for name, held in self._held.items()}
+        """By global name; tables with the rows that only pad the vocabulary."""
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str], everywhere: bool) -> dict[str, Tensor] | None:
+        """Whole parameters, as new tensors on the device, on every rank or on rank 0. Collective over the world.
+
+        One broadcast (or one message to rank 0) from each rank that holds a part of any of them.
+
+        Args:
+            names: The same on all ranks.
+            everywhere: Whether every rank wants them.
+
+        Returns:
+            By name; None on other ranks than the first where that alone wants them.
+        """
+        wanted = list(names)
+        by_owner: dict[int, list[_Box]] = defaultdict(list)
+        for rank, part in itertools.chain.from_iterable(self._held[name] for name in wanted):
+            by_owner[rank].append(part)
+        is_wanted = everywhere or self._rank == 0
+        found: dict[str, Tensor] = {}
+        if is_wanted:
+            for name in wanted:
+                dtype, shape = self.kinds[name]
+                found[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        for owner, parts in sorted(by_owner.items()):  # in the same order on all ranks
+            buffer = self._sent(owner, parts, everywhere)
+            if buffer is not None and is_wanted:
+                for part, values in zip(parts, views(buffer, [part.kind for part in parts]), strict=True):
+                    part.at.of(found[part.name]).copy_(values)
+        return found if is_wanted else None
+
+    def _sent(self, owner: int, parts: Sequence[_Box], everywhere: bool) -> Tensor | None:
+        """[bytes] what one rank has, where it arrives."""
+        is_mine = owner == self._rank
+        if not (is_mine or everywhere or self._rank == 0):
+            return None
+        kinds = [part.kind for part in parts]
+        buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=self._device)
+        if is_mine:
+            for part, place in zip(parts, views(buffer, kinds), strict=True):
+                place.copy_(self._own[part].view(part.at.shape))
+        if everywhere:
+            dist.broadcast(buffer, src=owner)
+        elif is_mine and owner != 0:
+            dist.send(buffer, dst=0)
+        elif owner != 0:
+            dist.recv(buffer, src=owner)
+        return buffer
+
+
+def _own_parts(chunks: Sequence[Any], groups: Groups) -> Iterable[tuple[_Box, Tensor]]:
+    """Boxes of which this rank has the main replica, and their elements: views."""
+    for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups):
+        if not is_written_here(place):
+            continue
+        axes = next(shards(place, place.key, place.data)).prepend_axis_num  # they number layers and experts
+        for shard in whole_of(place, place.key, place.data):
+            name = global_name(shard.key, shard.at.offset[:axes])
+            whole = TensorKind(shard.data.dtype, tuple(shard.global_shape[axes:]))
+            yield _Box(name, TensorSlice(shard.at.offset[axes:], shard.at.shape[axes:]), whole), shard.data

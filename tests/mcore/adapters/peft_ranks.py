@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,22 @@ from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import save_checkpoint
+from mtrain.training.engine_parts.hf_tensors import HfContent, HfTensors
 from mtrain.training.resume import initialize
 from mtrain.verify.core.weights import drawn, set_weights
+from tests.training.engine_parts.hf_ranks import bits_of
 
 
-def saved(groups: Groups, config: Config, tokens: Any) -> Any:
-    """Draws adapters, saves them into `run.dir` as a run does, and gives the logits."""
+class Saved(NamedTuple):
+    """Of a model with drawn adapters."""
+
+    logits: Any
+    streamed: dict[HfContent, dict[str, bytes]]
+    """Content -> name -> bits, as they come to this rank."""
+
+
+def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
+    """Draws adapters, saves them into `run.dir` as a run does, and gives the logits and all weights."""
     chunks = build_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if _is_pair(name) else None)
     optimizer = Optimizer(config, chunks, groups)
@@ -33,7 +43,10 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Any:
         folder.mkdir(parents=True)
         save_config(config, folder / "config.yaml")
     save_checkpoint(folder / "checkpoints", chunks, optimizer, groups, config, step=1)
-    return _logits(groups, config, chunks, tokens)
+    contents: tuple[HfContent, ...] = ("merged", "base", "adapter")
+    streams = {each: HfTensors(config, chunks, optimizer, groups, each).stream(20_000, True) for each in contents}
+    streamed = {each: {name: bits_of(values) for name, values in stream} for each, stream in streams.items()}
+    return Saved(_logits(groups, config, chunks, tokens), streamed)
 
 
 def started(groups: Groups, config: Config, tokens: Any) -> Any:

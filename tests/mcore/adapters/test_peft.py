@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
@@ -27,6 +28,7 @@ from tests.fault_table import Notice
 from tests.hf.folders import save
 from tests.mcore.adapters import peft_ranks
 from tests.pool import Pool
+from tests.training.engine_parts.hf_ranks import bits_of
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 5.0}
 ALL = ["qkv", "proj", "fc1", "fc2"]
@@ -60,6 +62,14 @@ def assert_close(found: NDArray[np.float32], expected: torch.Tensor) -> None:
     np.testing.assert_allclose(found / largest, expected.numpy() / largest, rtol=0, atol=1e-5)
 
 
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: bits_of(each) for name, each in tensors.items()}
+
+
 @torch.no_grad()
 def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = model.eval()(tokens).logits
@@ -89,7 +99,8 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
     save(family, hf, torch.float32, **changes)
     user = run_config(hf, tmp_path / "run", adapter)
     tokens = random_tokens(user.model.vocab_size)
-    ours = whole(pool.run(peft_ranks.saved, layout, user, tokens.numpy()), user.model.vocab_size)
+    ranks = pool.run(peft_ranks.saved, layout, user, tokens.numpy())
+    ours = whole([rank.logits for rank in ranks], user.model.vocab_size)
     plain = logits_of(held(hf, adapter), tokens)
     assert np.abs(ours - plain.numpy()).max() > 1e-2 * float(plain.abs().max()), "the adapter does something"
 
@@ -97,6 +108,13 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
     assert_close(ours, logits_of(peft.PeftModel.from_pretrained(held(hf, adapter), tmp_path / "adapter"), tokens))
     export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
     assert_close(ours, logits_of(loaded(tmp_path / "merged"), tokens))
+    base = tensors_in(hf)
+    if "base_dtype" in adapter:
+        base = {name: each.bfloat16() if each.dim() > 1 else each for name, each in base.items()}
+    for rank in ranks:
+        assert rank.streamed["adapter"] == bits(tensors_in(tmp_path / "adapter"))
+        assert rank.streamed["merged"] == bits(tensors_in(tmp_path / "merged"))
+        assert rank.streamed["base"] == bits(base)
 
     again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
     back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)

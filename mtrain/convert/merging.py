@@ -1,0 +1,106 @@
+"""Adapters added to the matrices beside them: W + scale B A, one matrix of the model at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
+from mtrain.mcore.model.adapters.fusion import Fusion
+from mtrain.plan import adapters as plan
+
+_LINEARS = tuple(
+    f".{name}.weight" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATENT_LINEARS)
+)
+TensorOf = Callable[[str], Tensor]
+"""Global name of an adapter's parameter, layers and experts spelled out -> the whole of it."""
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What a run's adapters make of each matrix."""
+
+    config: Config
+    """Of the run."""
+    adapter: AdapterSection
+
+    def sources(self, name: str) -> list[str]:
+        """The adapter's parameters that go into a matrix; none where it stays as it is.
+
+        Args:
+            name: Global, layers and experts spelled out; so in the methods that follow.
+        """
+        module, kinds = _module(name), [LORA_A, LORA_B, *([MAGNITUDE] if self.adapter.has_magnitudes else [])]
+        parts = self._parts_of(name)
+        if parts == ("experts",):
+            return [f"{module}.{kind}" for kind in kinds]
+        return [f"{module}.{part}_{kind}" for part in parts if part in self.adapter.parts for kind in kinds]
+
+    def merged(self, name: str, weight: Tensor, tensor_of: TensorOf) -> Tensor:
+        """A matrix with what its adapters add, in float32; as it is where it has none.
+
+        Args:
+            name: Of the matrix.
+            weight: The frozen matrix, without rows that only pad the vocabulary.
+            tensor_of: Gives what `sources` names; of tables with padding.
+        """
+        parts = self._parts_of(name)
+        if not parts:
+            return weight
+        adapter, wide, module = self.adapter, weight.float(), _module(name)
+        if parts == ("experts",):
+            down, up = (tensor_of(f"{module}.{kind}").float() for kind in (LORA_A, LORA_B))
+            return wide + adapter.scale * (up @ down)
+        if parts == ("embedding",):
+            down, up = _pair(module, "embedding", tensor_of)
+            return wide + adapter.scale * (down[: len(wide)] @ up.T)
+        changes = [self._product(module, part, tensor_of) if part in adapter.parts else None for part in parts]
+        fusion = _fusion(parts, wide, self.config)
+        new = wide + adapter.scale * fusion.joined(changes, 0.0, wide.T).T
+        if not adapter.has_magnitudes:
+            return new
+        norms = new.norm(dim=1)
+        ratios = [
+            tensor_of(f"{module}.{part}_{MAGNITUDE}").float() / norm if part in adapter.parts else None
+            for part, norm in zip(parts, fusion.split(norms), strict=True)
+        ]
+        return new * fusion.joined(ratios, 1.0, norms)[:, None]
+
+    def _product(self, module: str, part: str, tensor_of: TensorOf) -> Tensor:
+        """(B A)^T: [inputs, outputs], without rows of the padded vocabulary."""
+        down, up = _pair(module, part, tensor_of)
+        return (up[: self.config.model.vocab_size] @ down).T if part == "output" else (up @ down).T
+
+    def _parts_of(self, name: str) -> tuple[str, ...]:
+        """Parts of a tensor of which some have adapters; none where it is as it was."""
+        own = self.adapter.parts
+        tables = {f"{plan.EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
+        if name in tables:
+            return (tables[name],) if tables[name] in own else ()
+        if not name.endswith(_LINEARS):
+            return ()
+        if ".mlp.experts." in name:
+            return ("experts",) if "experts" in own else ()
+        parts = plan.fused_parts(self.config.model, name.removesuffix(".weight"))
+        return parts if own.intersection(parts) else ()
+
+
+def _module(name: str) -> str:
+    """Of the adapter beside a matrix."""
+    return f"{name.removesuffix('.weight')}_adapter"
+
+
+def _pair(module: str, part: str, tensor_of: TensorOf) -> tuple[Tensor, Tensor]:
+    down, up = (tensor_of(f"{module}.{part}_{kind}").float() for kind in (LORA_A, LORA_B))
+    return down, up
+
+
+def _fusion(parts: Sequence[str], weight: Tensor, config: Config) -> Fusion:
+    if len(parts) != 3:  # queries, keys and values by group
+        return Fusion(1, (len(weight) // len(parts),) * len(parts))
+    size = config.model.head_size
+    return Fusion(config.model.query_groups, (len(weight) // config.model.query_groups - 2 * size, size, size))

@@ -1,0 +1,101 @@
+"""Named tensors from a trainer to other processes, such as those of an inference engine: one description, then buckets.
+
+The description is a JSON object that says which tensors come in which bucket; a bucket is one flat buffer of bytes.
+Needs torch alone, so that a receiver loads neither Megatron-Core nor a configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
+from mtrain.hf.io.buckets import TensorKind, buffer_bytes, views
+
+BUCKET_BYTES = 1 << 28
+"""Of tensors that travel together, unless one alone is larger."""
+_VERSION = 1
+"""Of the description."""
+
+
+class NamedKind(NamedTuple):
+    """A tensor that is going to be sent."""
+
+    name: str
+    kind: TensorKind
+
+
+def send_tensors(
+    named: Iterable[tuple[str, Tensor]],
+    buckets: Sequence[Sequence[NamedKind]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Sends tensors to every other rank of a group, one broadcast a bucket.
+
+    Args:
+        named: In the order of the buckets; read as they are sent.
+        buckets: What they are.
+        group: Of this rank and the receivers; it need not be one of torch.distributed's own world.
+        device: That the group sends from.
+    """
+    root = group.rank()
+    described = [[_described(each) for each in bucket] for bucket in buckets]
+    text = json.dumps({"version": _VERSION, "buckets": described}).encode()
+    _broadcast(torch.tensor([len(text)], dtype=torch.int64, device=device), group, root)
+    _broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), group, root)
+    tensors = iter(named)
+    for bucket in buckets:
+        kinds = [each.kind for each in bucket]
+        buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=device)
+        for announced, place in zip(bucket, views(buffer, kinds), strict=True):
+            name, values = next(tensors)
+            found = NamedKind(name, TensorKind(values.dtype, tuple(values.shape)))
+            assert found == announced, f"{found} was to be {announced}"
+            place.copy_(values)
+        _broadcast(buffer, group, root)
+
+
+def receive_hf_tensors(
+    group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """What `Engine.broadcast_hf_tensors` sends: (name, tensor), in the order of the model.
+
+    To be iterated to its end by every rank of the group but the source, for instance by vLLM's `load_weights`. One
+    bucket is in memory at a time, unless tensors are kept: they are views of it.
+
+    Args:
+        group: Of the sender and the receivers.
+        source: The sender's rank in it.
+        device: That the group receives on: "cuda" with NCCL.
+
+    Raises:
+        DataError: The sender has another version.
+    """
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    _broadcast(length, group, source)
+    text = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    _broadcast(text, group, source)
+    content = json.loads(bytes(text.cpu().numpy()))
+    if content["version"] != _VERSION:
+        raise DataError(f"the sender describes tensors in version {content['version']}, but {_VERSION} is needed")
+    for described in content["buckets"]:
+        kinds = [TensorKind(getattr(torch, dtype), tuple(shape)) for _, dtype, shape in described]
+        buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=device)
+        _broadcast(buffer, group, source)
+        yield from zip((name for name, _, _ in described), views(buffer, kinds), strict=True)
+
+
+def _described(each: NamedKind) -> tuple[str, str, Sizes]:
+    return each.name, str(each.kind.dtype).removeprefix("torch."), each.kind.shape
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup, root: int) -> None:
+    # the group's own method: dist.broadcast knows only groups of this process's world, and RL frameworks open others
+    group.broadcast(tensor, root).wait()

@@ -1,0 +1,63 @@
+"""Global batches of a user's program, and what a rank reads of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.datum import Datum, sample_of
+from mtrain.data.loader import Given, RowPlan, RowsOfRank
+from mtrain.mcore.distributed.groups import Groups
+
+
+class GlobalBatches:
+    """Samples that every rank is given alike; each takes its own part."""
+
+    def __init__(self, config: Config, groups: Groups) -> None:
+        self._config, self._groups = config, groups
+        self._rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
+
+    def samples(self, batch: Sequence[Datum], extras: Sequence[str] = ()) -> Given:
+        """Every rank looks at all samples, so that all refuse the same one.
+
+        Args:
+            batch: Global.
+            extras: Names of what each sample has to carry.
+
+        Raises:
+            ValueError: There is none.
+            DataError: A sample does not fit the configuration.
+        """
+        if not batch:
+            raise ValueError("a batch needs at least one sample")
+        return self._given(batch, extras)
+
+    def plan(self, samples: Given, size: int) -> RowPlan:
+        """Where so many samples lie in rows."""
+        return self._rows.plan(samples, size)
+
+    def own(
+        self, plan: RowPlan, samples: Given, has_first: bool, extras: Sequence[str] = ()
+    ) -> list[Microbatch] | None:
+        """What this rank reads of a global batch; None where tensor-parallel rank 0 reads for it."""
+        if self._groups.tp_rank > 0:
+            return None
+        # which extras a batch carries is up to the loss function of the call
+        rows = RowsOfRank(self._config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
+        return rows.microbatches(plan, samples, has_first)
+
+    def passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
+        """This rank's part of each `train.global_batch_size` samples, of one pass at least."""
+        data, size = itertools.chain.from_iterable(batches), self._rows.global_batch_size
+        for number in itertools.count():
+            batch = list(itertools.islice(data, size))
+            if number and not batch:
+                return
+            samples = self._given(batch, extras)
+            # whole passes, so that the number of microbatches is that of a training step
+            yield self.own(self.plan(samples, size), samples, number == 0, extras)
+
+    def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:
+        return Given([sample_of(datum, f"sample {slot}", self._config, extras) for slot, datum in enumerate(batch)])

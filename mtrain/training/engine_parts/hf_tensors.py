@@ -1,0 +1,194 @@
+"""The weights of a model that is spread over ranks, as Hugging Face names and lays them, a bucket at a time.
+
+Names, shapes and bits are those of the folder that an export writes: the same tables plan both. No disk takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.config import Config
+from mtrain.convert.adapters import peft_tensor
+from mtrain.convert.merged import dtype_outside, slice_of, stacked_places
+from mtrain.convert.merging import Merging
+from mtrain.convert.origin import source_of_run
+from mtrain.convert.target import exported_family
+from mtrain.hf.io.broadcast import NamedKind, send_tensors
+from mtrain.hf.io.buckets import TensorKind, buffer_bytes
+from mtrain.hf.schema import peft
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.peft import PeftTensor
+from mtrain.hf.schema.table import FilledSlice, stream_tensor
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_all_ranks
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.transformer_config import DTYPES
+from mtrain.mcore.state.gather import WholeParameters
+
+HfContent: TypeAlias = Literal["merged", "base", "adapter"]
+"""Of a model with adapters: one whole model; the frozen model alone; the adapters alone, under PEFT's names. Others are
+whole anyway: merged and base are the same."""
+
+
+class _Unit(NamedTuple):
+    """Tensors outside that are made of the same parameters here."""
+
+    sources: Sequence[str]
+    """Global names of these."""
+    tensors: Sequence[NamedKind]
+    make: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
+    """Whole parameters by name -> `tensors`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of `tensors`."""
+        return sum(each.kind.size_bytes for each in self.tensors)
+
+
+class HfTensors:
+    """What a model is outside."""
+
+    def __init__(
+        self, config: Config, chunks: Sequence[Any], optimizer: Optimizer, groups: Groups, content: HfContent
+    ) -> None:
+        """Plans it. Collective over the world: two all-gathers of objects, and parameters that an update has left to be
+        gathered.
+
+        Args:
+            config: Of the run.
+            chunks: This rank's model chunks.
+            optimizer: Theirs.
+            groups: The process groups.
+            content: What of it.
+
+        Raises:
+            ConfigError: Adapters are asked for where the configuration has none.
+            DataError: No Hugging Face family can describe the model. On all ranks.
+        """
+        if content == "adapter" and config.adapter is None:
+            raise ConfigError(
+                "content='adapter' needs a model with adapters, but the configuration has no adapter section"
+            )
+        optimizer.gather_parameters()
+        self._config, self._content, self._device = config, content, groups.device
+        self._whole = WholeParameters(chunks, groups)
+        self._units = on_all_ranks(lambda: list(self._planned()))
+
+    def buckets(self, bucket_bytes: int) -> list[list[NamedKind]]:
+        """Names, dtypes and shapes of all tensors, by bucket, in the order of the model."""
+        return [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
+
+    def stream(self, bucket_bytes: int, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, gathered a bucket at a time. Collective over the world, to its end.
+
+        Memory: about three times the larger of a bucket and the largest tensor.
+
+        Args:
+            bucket_bytes: Of tensors that are gathered together, unless one alone is larger.
+            everywhere: Whether every rank gets them; else rank 0 alone, and the others nothing.
+        """
+        for bucket in self._buckets(bucket_bytes):
+            whole = self._whole.gather([name for unit in bucket for name in unit.sources], everywhere)
+            if whole is None:
+                continue
+            for unit in bucket:
+                own = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
+                yield from zip([each.name for each in unit.tensors], unit.make(own), strict=True)
+
+    def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
+        """Sends all tensors to the other ranks of a group, where this rank has one; the others help to gather them.
+
+        Returns:
+            Bytes that were sent, on all ranks.
+        """
+        tensors, buckets = self.stream(bucket_bytes, everywhere=False), self.buckets(bucket_bytes)
+        if group is not None:
+            send_tensors(tensors, buckets, group, self._device)
+        for _ in tensors:
+            raise AssertionError("only rank 0 gets tensors, and it has sent them all")
+        return sum(buffer_bytes([each.kind for each in bucket]) for bucket in buckets)
+
+    def _buckets(self, bucket_bytes: int) -> list[list[_Unit]]:
+        found: list[list[_Unit]] = [[]]
+        filled = 0
+        for unit in self._units:
+            if found[-1] and filled + unit.size_bytes > bucket_bytes:
+                found.append([])
+                filled = 0
+            found[-1].append(unit)
+            filled += unit.size_bytes
+        return found
+
+    def _planned(self) -> Iterator[_Unit]:
+        source = source_of_run(self._config)
+        family = exported_family(source.model, source.origin)
+        match self._content:
+            case "adapter":
+                yield from self._adapter_units(family)
+            case "merged" | "base":
+                for filled in family.table(source.model).slices:
+                    yield self._unit(filled)
+            case _:
+                assert_never(self._content)
+
+    def _unit(self, filled: FilledSlice) -> _Unit:
+        """Of a slice of a global tensor: one layer's fused projection, say, and the tensors that it consists of."""
+        key, adapter = filled.key, self._config.adapter if self._content == "merged" else None
+        names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
+        merging = None if adapter is None else Merging(self._config, adapter)
+        beside = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
+        dtype = self._whole.kinds[next(iter(names.values()))].dtype
+        if merging is not None:  # a frozen base may be held in less than the run computes in
+            dtype = dtype_outside(key, DTYPES[self._config.train.precision])
+        axes = len(next(iter(names)))
+        inner = TensorSlice.whole(filled.at.shape[axes:])
+
+        def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
+            # without rows that only pad the vocabulary
+            matrices = {place: inner.of(whole[name]) for place, name in names.items()}
+            if merging is not None:
+                matrices = {
+                    place: merging.merged(names[place], matrix, whole.__getitem__).to(dtype)
+                    for place, matrix in matrices.items()
+                }
+
+            def read(key: str, wanted: TensorSlice) -> Tensor:
+                return slice_of(key, wanted, dtype, matrices.__getitem__)
+
+            return [torch.cat(list(stream_tensor(each, key, read))).view(each.shape) for each in filled.tensors]
+
+        tensors = [NamedKind(each.name, TensorKind(dtype, each.shape)) for each in filled.tensors]
+        return _Unit([*names.values(), *beside], tensors, make)
+
+    def _adapter_units(self, family: Family) -> Iterator[_Unit]:
+        adapter = self._config.adapter
+        assert adapter is not None, "refused before"
+        for each in peft.tensors(family, self._config.model, adapter):
+            count = each.matrix.num_experts
+            names = [each.key.replace("{E}", str(expert)) for expert in range(count)] if count else [each.key]
+            kind = TensorKind(self._whole.kinds[names[0]].dtype, each.shape)
+            yield _Unit(names, [NamedKind(each.name, kind)], _peft_maker(each, names))
+
+
+def need_group(group: dist.ProcessGroup | None) -> None:
+    """Raises ConfigError where there is none to send to."""
+    if group is None:
+        raise ConfigError(
+            "rank 0 sends the weights, but group is None there; give it a group of rank 0 and the receivers"
+        )
+
+
+def _peft_maker(each: PeftTensor, names: Sequence[str]) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
+    def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
+        own = [whole[name] for name in names]
+        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0])]
+
+    return make
