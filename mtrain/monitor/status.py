@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from mtrain.checkpoint.store.steps import published_steps
 from mtrain.metrics.record import StepRecord, ValidRecord, from_json_line, to_json_line
 from mtrain.monitor.state import Signs, Standing, latest_start, standing
 from mtrain.runs.events import EventKind, RunEvent, read_events
+from mtrain.runs.failure import FailureRecord, last_failure, last_summary
 from mtrain.runs.folder import RunFolder
+from mtrain.runs.goodput import Goodput, goodput_of
+from mtrain.runs.starts import read_starts
 
 _TAIL_BYTES = 2**18
 """Of metrics.jsonl: some hundred steps, without reading the whole file of a long run."""
@@ -55,6 +58,12 @@ class RunStatus:
     num_starts: int
     alarms: tuple[str, ...]
     """The latest last."""
+    goodput: Goodput | None = None
+    """So far, over all starts; None where no start has given an account."""
+    failure: FailureRecord | None = None
+    """The first cause, where the latest start has failed."""
+    summary: str = ""
+    """The same for people."""
 
     @property
     def step(self) -> int:
@@ -83,6 +92,8 @@ class RunStatus:
             "checkpoint_age_s": None if self.saved_s is None else max(0.0, now_s - self.saved_s),
             "starts": self.num_starts,
             "alarms": list(self.alarms),
+            "goodput": None if self.goodput is None else {**asdict(self.goodput), "fraction": self.goodput.fraction},
+            "failure": None if self.failure is None else asdict(self.failure),
         }
 
 
@@ -135,6 +146,9 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
         saved_s=None if checkpoint is None else _saved_s(folder, checkpoint, events),
         num_starts=sum(event.kind is EventKind.START for event in events),
         alarms=tuple(_alarms(latest, steps))[-_MAX_ALARMS:],
+        goodput=goodput_of(read_starts(folder.starts)),
+        failure=last_failure(path),
+        summary=last_summary(path),
     )
 
 

@@ -37,6 +37,7 @@ def _block(status: RunStatus) -> Group:
     lines = [Text.assemble((status.name, "bold"), f"  {status.folder}")]
     lines += [Text(f"{name:<11}").append(value) for name, value in _lines(status).items()]
     lines += [Text(f"{'alarm':<11}").append(alarm, "red") for alarm in status.alarms]
+    lines += [Text(line, "red") for line in status.summary.splitlines()]
     return Group(*lines)
 
 
@@ -66,6 +67,9 @@ def _lines(status: RunStatus) -> dict[str, Text]:
     if status.saved_s is not None:
         saved += f", {_ago(status.saved_s, now_s)}"
     lines["checkpoint"] = Text(saved)
+    if status.goodput is not None and status.goodput.wall_s > 0:
+        share, counts = status.goodput.lines()
+        lines["goodput"] = Text(f"{share.removeprefix('goodput ')}; {counts}")
     if status.num_starts > 1:
         lines["starts"] = Text(str(status.num_starts))
     return lines

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from mtrain.config import Config
+from mtrain.metrics.trackers.open import refuse_missing
 from mtrain.preflight.disk import look_at_disk
 from mtrain.preflight.files import look_at_files
 from mtrain.preflight.findings import Findings
 
 
 def look(config: Config, findings: Findings) -> None:
-    """Opens the files that a run would open, and asks its disks for room.
+    """Opens the files that a run would open, asks its disks for room, and looks for the libraries of its trackers.
 
     Args:
         config: Of the run.
         findings: Takes what is found.
     """
+    if config.metrics.trackers:
+        with findings.looking():
+            refuse_missing(config.metrics.trackers)
+            findings.fact("trackers", ", ".join(config.metrics.trackers))
     look_at_files(config, findings)
     look_at_disk(config, findings)

@@ -44,6 +44,7 @@ class StartAccount:
         self._phases: Phases | None = None
         self._start_step: int | None = None
         self._step, self._trained_s = 0, 0.0
+        self._lost_steps, self._lost_s = 0, 0.0
         self._saves: list[tuple[int, float]] = []
         self._at: dict[int, float] = {}
         self._ended: str | None = None
@@ -94,8 +95,14 @@ class StartAccount:
 
     def gone_back(self, step: int) -> None:
         """The run goes on from this checkpoint: what was trained since is made anew."""
-        # of the checkpoint that this start began with, nothing was trained in it
-        self._step, self._trained_s = step, dict(self._saves).get(step, 0.0)
+        begin = step if self._start_step is None else self._start_step
+        # of the checkpoint that this start began with, or of an earlier one, nothing was trained in it
+        kept_s = dict(self._saves).get(step, 0.0)
+        self._lost_steps += self._step - max(step, begin)
+        self._lost_s += self._trained_s - kept_s
+        # what earlier starts had trained beyond an earlier one is lost as in a restart
+        self._start_step = min(step, begin)
+        self._step, self._trained_s = step, kept_s
         self._saves = [save for save in self._saves if save[0] <= step]
         self._at.clear()
 
@@ -124,6 +131,8 @@ class StartAccount:
             trained_s=self._trained_s,
             phases_s=phases,
             saves=tuple(self._saves),
+            lost_steps=self._lost_steps,
+            lost_s=self._lost_s,
             ended=self._ended,
         )
         write_start(self._folder, start)

@@ -36,7 +36,7 @@ class Goodput:
     other_s: float
     """The rest: records, polls, what a killed start did after its last account."""
     lost_steps: int
-    """Trained again after a restart."""
+    """Trained again after a restart or a rollback."""
     num_starts: int
 
     @property
@@ -84,7 +84,8 @@ def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
         name: math.fsum(start.phases_s.get(name, 0.0) for start in starts)
         for name in ("start", "build", "save", "validation", "export")
     }
-    known_s = trained_s + math.fsum(phases.values())
+    rolled_back_s = math.fsum(start.lost_s for start in starts)
+    known_s = trained_s + rolled_back_s + math.fsum(phases.values())
     return Goodput(
         effective_s=trained_s - lost_s,
         wall_s=lived_s + waiting_s,
@@ -93,9 +94,9 @@ def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
         saving_s=phases["save"],
         validation_s=phases["validation"],
         export_s=phases["export"],
-        lost_s=lost_s,
+        lost_s=lost_s + rolled_back_s,
         other_s=max(0.0, lived_s - known_s),
-        lost_steps=lost_steps,
+        lost_steps=lost_steps + sum(start.lost_steps for start in starts),
         num_starts=len(starts),
     )
 

@@ -36,7 +36,7 @@ class RunStart:
     """Slurm's, with its restart, where there is one."""
     world_size: int
     start_step: int | None = None
-    """Updates that the run had when it went on; None before that is known."""
+    """Updates that the run had when it went on, or the fewest that it went back to; None before that is known."""
     step: int = 0
     """Updates completed."""
     trained_s: float = 0.0
@@ -45,6 +45,10 @@ class RunStart:
     """Seconds in each phase (`mtrain.base.heartbeat.Phase`), the present one included."""
     saves: tuple[tuple[int, float], ...] = ()
     """The last saves: their step, and `trained_s` when it was completed."""
+    lost_steps: int = 0
+    """Completed, and gone back from in the same start."""
+    lost_s: float = 0.0
+    """Seconds in them; not in `trained_s`."""
     ended: str | None = None
     """`done`, or the error that ended it; None where nobody wrote it: it runs, or was killed."""
 

@@ -20,6 +20,8 @@ from mtrain.monitor.state import RunState
 from mtrain.monitor.status import find_runs, read_status
 from mtrain.monitor.table import status_view
 from mtrain.runs.events import EventKind
+from mtrain.runs.failure import failure_of, record_failure, summary
+from mtrain.runs.starts import RunStart, new_number, write_start
 from tests.compatibility.test_runs_of_0_1_0 import ARCHIVE
 from tests.metrics.records import step_record
 from tests.monitor.folders import append, beats, started, timed
@@ -52,6 +54,26 @@ def test_a_running_run_shows_its_numbers_by_the_names_of_the_console(tmp_path: P
     for part in ("step 4  valid_loss 2.7500", "3.0 GiB on the rank that needs most", "checkpoint step 3, 0:00:0"):
         assert part in shown
     assert "alarm      step 4: rank 1 is slow" in shown
+
+
+def test_the_goodput_so_far_and_the_summary_of_a_failure_are_shown(tmp_path: Path) -> None:
+    log = started(tmp_path)
+    assert "goodput  " not in text(tmp_path)
+    number = new_number(tmp_path / "starts")
+    start = RunStart(number, 1000.0, 1100.0, "here", None, 2, 0, 4, trained_s=80.0, lost_steps=3, lost_s=5)
+    write_start(tmp_path / "starts", start)
+    share = "80.0%: 80.0 s in steps that count, of 100.0 s (lost steps 5.0 s, other 15.0 s); restarts 0, lost steps 3"
+    assert f"goodput    {share}" in text(tmp_path)
+    failure = failure_of(DataError("no file x.jsonl"), 1, 1, "build, step 0")
+    record_failure(tmp_path, failure)
+    log.write(EventKind.FAILURE, 4, "DataError: no file x.jsonl", {"exit_code": 3})
+    shown = text(tmp_path)
+    for line in summary(failure, tmp_path).splitlines():
+        assert line[:190] in shown
+    assert "class: data (exit code 3), rank 1" in shown
+    found = json.loads(json.dumps(read_status(tmp_path).as_json()))
+    assert (found["goodput"]["fraction"], found["goodput"]["lost_steps"]) == (0.8, 3)
+    assert (found["failure"]["kind"], found["failure"]["exit_code"]) == ("data", 3)
 
 
 def test_many_runs_are_rows(tmp_path: Path) -> None:

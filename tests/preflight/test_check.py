@@ -75,6 +75,16 @@ def test_what_is_there_is_said(check: Check, corpus: Path, tokenizer: Path) -> N
     assert "checkpoints; " in text
 
 
+def test_a_tracker_that_is_not_installed_is_named(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = check(metrics__trackers=["wandb", "mlflow"])
+    assert code == 0, text
+    assert "trackers          wandb, mlflow" in text
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, text = check(metrics__trackers=["wandb", "trackio"])
+    assert code == 2
+    assert "has wandb, trackio, which are not installed; pip install 'mtrain[wandb,trackio]', or leave it out" in text
+
+
 def test_a_quick_look_finds_what_opening_finds(corpus: Path) -> None:
     opened = Corpus(str(corpus), 1000)
     assert check_pair(str(corpus), 1000) == (len(opened.document_lengths), int(opened.document_lengths.sum()))

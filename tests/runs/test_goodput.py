@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mtrain.runs.account import StartAccount
 from mtrain.runs.goodput import goodput_of, goodput_of_run
 from mtrain.runs.starts import RunStart, new_number, read_starts, start_file, write_start
 
@@ -70,6 +72,32 @@ def test_without_a_note_of_the_save_time_is_lost_in_proportion() -> None:
     goodput = goodput_of([FIRST, RunStart(2, 1300.0, 1310.0, "b", None, 2, start_step=15)])
     assert goodput is not None
     assert goodput.lost_s == pytest.approx(75)
+
+
+def test_steps_that_a_rollback_takes_back_are_lost(tmp_path: Path) -> None:
+    """One start from step 20 on: to 24, where it saves, to 27, back to 24, to 26, and back behind its own begin."""
+    folder = tmp_path / "starts"
+    account = StartAccount(folder, new_number(folder), 0, 1)
+    account.goes_on(20)
+    for step in range(21, 28):
+        account.completed(step, 2.0)
+        if step == 24:
+            account.saved(step)
+    account.gone_back(24)
+    account.write()
+    first = goodput_of_run(tmp_path)
+    assert first is not None
+    assert (first.lost_steps, first.lost_s, first.effective_s) == (3, 6.0, 8.0)
+    for step in (25, 26):
+        account.completed(step, 1.0)
+    account.gone_back(18)
+    account.write()
+    (start,) = read_starts(folder)
+    assert (start.start_step, start.step, start.trained_s) == (18, 18, 0.0)
+    assert (start.lost_steps, start.lost_s) == (3 + 6, 6.0 + 10.0)
+    second = goodput_of([replace(FIRST, step=20), start])
+    assert second is not None
+    assert second.lost_steps == 9 + 2, "two of the start before"
 
 
 def test_accounts_are_read_back_and_damaged_ones_left_out(tmp_path: Path) -> None:

@@ -56,14 +56,17 @@ class TrackedRun:
 
 
 def refuse_missing(trackers: Sequence[TrackerName]) -> None:
-    """Raises where a library is not installed.
+    """Raises where a library is not installed; imports none.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: Names all that are missing.
     """
-    for name in trackers:
-        if importlib.util.find_spec(_EXTRAS[name]) is None:
-            raise ConfigError(f"metrics.trackers has {name}, which is not installed; pip install 'mtrain[{name}]'")
+    if missing := [name for name in trackers if importlib.util.find_spec(_EXTRAS[name]) is None]:
+        names, verb = ", ".join(missing), "are" if len(missing) > 1 else "is"
+        raise ConfigError(
+            f"metrics.trackers has {names}, which {verb} not installed; pip install 'mtrain[{','.join(missing)}]', or "
+            "leave it out"
+        )
 
 
 def tracked_run(

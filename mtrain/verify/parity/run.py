@@ -64,7 +64,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     """
     device, max_ranks = device_for(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
-    plan = _plan(shrunk, config, request.num_steps)
+    plan = _plan(shrunk, config, request, progress)
     check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
     layouts = check.run(progress)
     return ParityReport(
@@ -122,11 +122,18 @@ def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
     return with_loss_tokens(lambda length: shrink(config, trials, length), config)
 
 
-def _plan(shrunk: Shrunk, config: Config, num_steps: int) -> SamplePlan:
-    """The user's data where they are there, and hard batches in any case."""
+def _plan(shrunk: Shrunk, config: Config, request: Request, progress: Progress) -> SamplePlan:
+    """The user's data where they are there, and hard batches in any case; of each kind, where a fault is planted."""
     if shrunk.reads_files:
-        return SamplePlan(num_steps, NUM_HARD_KINDS, config.model.vocab_size)
-    return SamplePlan(0, num_steps)
+        return SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size)
+    if request.fault is None or request.num_steps >= NUM_HARD_KINDS:
+        return SamplePlan(0, request.num_steps)
+    # the batches differ in what they can show: the first one has no weight but 0 and 1
+    progress(
+        f"--steps {request.num_steps} is raised to {NUM_HARD_KINDS}, since planted faults such as {request.fault} may "
+        "show on one kind of batch alone"
+    )
+    return SamplePlan(0, NUM_HARD_KINDS)
 
 
 class _Check:

@@ -19,6 +19,7 @@ from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import StepRecord
 from mtrain.plan.layout import Layout
 from mtrain.runs.events import EventKind, read_events
+from mtrain.runs.goodput import goodput_of_run
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.oracle.loss import Sequence
@@ -160,6 +161,9 @@ def test_a_rollback_leaves_the_run_without_the_batches_around(
     assert_is_the_run_without(tmp_path, config, outcomes[0].initial, {BAD - 1, BAD, BAD + 1})
     (event,) = [each for each in read_events(tmp_path / "events.jsonl") if each.kind == EventKind.ROLLBACK]
     assert (event.step, event.facts["from_step"]) == (6, BAD), "the checkpoint of step 9 has the margin in it"
+    goodput = goodput_of_run(tmp_path)
+    assert goodput is not None
+    assert (goodput.lost_steps, goodput.restarts) == (BAD - 1 - 6, 0)
     assert published_steps(tmp_path / "checkpoints") == [9, 12]
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
