@@ -29,7 +29,7 @@ from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import forward_tolerance, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
 from mtrain.verify.core.worker import Job, Outcome, pieces_of, run_layout
-from mtrain.verify.planted.inject import chosen
+from mtrain.verify.planted.inject import FAULTS, chosen
 
 PRELOADED = ("mtrain.verify.core.worker", "mtrain.verify.core.exact", "mtrain.verify.planted.faults")
 
@@ -123,17 +123,13 @@ def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
 
 
 def _plan(shrunk: Shrunk, config: Config, request: Request, progress: Progress) -> SamplePlan:
-    """The user's data where they are there, and hard batches in any case; of each kind, where a fault is planted."""
+    """The user's data where they are there, and hard batches in any case; so many that a planted fault can show."""
     if shrunk.reads_files:
         return SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size)
-    if request.fault is None or request.num_steps >= NUM_HARD_KINDS:
-        return SamplePlan(0, request.num_steps)
-    # the batches differ in what they can show: the first one has no weight but 0 and 1
-    progress(
-        f"--steps {request.num_steps} is raised to {NUM_HARD_KINDS}, since planted faults such as {request.fault} may "
-        "show on one kind of batch alone"
-    )
-    return SamplePlan(0, NUM_HARD_KINDS)
+    needed = next((each.shown_by for each in FAULTS if each.name == request.fault), 1)
+    if request.num_steps < needed:
+        progress(f"--steps {request.num_steps} is raised to {needed}: before, {request.fault} changes nothing here")
+    return SamplePlan(0, max(request.num_steps, needed))
 
 
 class _Check:

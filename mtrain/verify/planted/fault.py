@@ -24,6 +24,8 @@ class Fault:
     condition: Callable[[Config], bool] = _anything
     """Whether a configuration gives it a chance."""
     condition_text: str = ""
+    shown_by: int = 1
+    """The step on random batches that betrays it: weights other than 0 and 1 come second, few loss tokens third."""
 
 
 def isolates_documents(config: Config) -> bool:

@@ -85,10 +85,13 @@ LAYOUT_FAULTS = (
         _clips,
         "optimizer.clip_grad > 0",
     ),
-    Fault("clamped-denominator", "takes clamp(min=1) of each microbatch's denominator", "microbatches"),
+    Fault("clamped-denominator", "takes clamp(min=1) of each microbatch's denominator", "microbatches", shown_by=3),
     Fault("epsilon-in-denominator", "adds 1e-8 to each microbatch's denominator", None),
     Fault(
-        "int32-weights", "counts loss tokens in int32, as Megatron-Core does, so that weights lose their fraction", None
+        "int32-weights",
+        "counts loss tokens in int32, as Megatron-Core does, so that weights lose their fraction",
+        None,
+        shown_by=2,
     ),
     Fault("dp-rank-not-reduced", "leaves one data-parallel rank's gradients out of the sum", "dp"),
     Fault("dropout-left-on", "trains with a hidden dropout of 0.1 that the configuration does not have", None),
@@ -136,6 +139,7 @@ LAYOUT_FAULTS = (
         "dp",
         _moves_biases,
         "model.experts.bias_update_rate > 0",
+        shown_by=2,
     ),
     Fault(
         "experts-left-out-of-norm", "takes the experts of one expert-parallel rank alone into the gradient norm", "ep"

@@ -67,8 +67,8 @@ _SEQUENCE_MEANS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-
 SHARED_FAULTS = (
     Fault("last-token-masked", "leaves the last token of each document out of the loss", None),
     Fault("masked-tokens-counted", "gives every token of text the weight 1, masked ones too", None),
-    Fault("token-weights-squared", "applies the weights of tokens twice", None),
-    Fault("sample-weights-ignored", "lets every sample count the same", None),
+    Fault("token-weights-squared", "applies the weights of tokens twice", None, shown_by=2),
+    Fault("sample-weights-ignored", "lets every sample count the same", None, shown_by=2),
     Fault("padding-counted", "counts padding as loss tokens", None),
     Fault("labels-shifted-twice", "predicts the token behind the next one", None),
     Fault(
@@ -200,6 +200,7 @@ SHARED_FAULTS = (
         None,
         _schedules,
         "a schedule other than constant, or a warm-up",
+        shown_by=2,
     ),
     Fault(
         "warmup-off-by-one",
@@ -207,6 +208,7 @@ SHARED_FAULTS = (
         None,
         _has_warmup,
         "optimizer.warmup_steps > 0",
+        shown_by=2,
     ),
 )
 """By the order of data, loss, model, optimizer."""

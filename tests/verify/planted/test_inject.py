@@ -52,8 +52,6 @@ FULL_WIDTH = {"model__qk_norm": True, "model__qk_norm_width": "full"}
 OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
 """Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
-SHOWN_BY = {"clamped-denominator": 3, "int32-weights": 2, "expert-loads-per-rank": 2}
-"""The step that betrays a fault which the first does not: weights come second, few tokens in a microbatch third."""
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in LAYOUT_FAULTS])
@@ -62,8 +60,7 @@ def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     changes = (
         {"optimizer__kind": "muon"} if name in OF_MUON else FULL_WIDTH if name == "full-width-norm-by-tp-rank" else {}
     )
-    num_steps = SHOWN_BY.get(name, 1)
-    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**changes), layouts, name, num_steps)
+    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**changes), layouts, name, num_steps=1)
     assert not report.passed
     assert report.injected == name
     assert all(layout.error is None for layout in report.layouts)
