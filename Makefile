@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 setup := set -euo pipefail; source launch/setup.sh; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1};
 .DEFAULT_GOAL := help
-.PHONY: help check fix test test-fast docs clean
+.PHONY: help check fix test test-fast test-nightly docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -18,6 +18,9 @@ test: ## all that CI runs: check and every test
 
 test-fast: ## the tests of tests/fast.txt: what breaks first, in under 90 s on two idle cores
 	@$(setup) "$$python" -m pytest -n 2 --dist worksteal @tests/fast.txt
+
+test-nightly: ## rows of eight ranks and other programs' evaluation: what cheaper tests show already
+	@$(setup) "$$python" -m pytest -n 2 --dist worksteal -m nightly
 
 docs: ## the site, into site/; fails on a broken link
 	@$(setup) NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo "open site/index.html"

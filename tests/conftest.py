@@ -13,6 +13,7 @@ from hypothesis import settings
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.needs import NOT_RUN, leave_out, report_not_run
+from tests.nightly import Nightly
 from tests.pool import Pool
 
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
@@ -30,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--max-examples", type=int, help="search so many random runs for parity faults, from new seeds (at night)"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A hook of its own, since that of this file runs after `-m` has chosen."""
+    config.pluginmanager.register(Nightly())
 
 
 @pytest.hookimpl(trylast=True)  # what -k and -m deselect is not missing

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The one test command: set-up on a fresh machine (a browser and Slurm too), then tests/check.sh and the tests. Arguments go to pytest.
+# What is marked `nightly` has a command of its own: make test-nightly.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
@@ -9,6 +10,7 @@ tests/slurm/install.sh
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests/check.sh "$python"
-"$python" -m pytest -n 2 --dist worksteal -m "not slurm" "$@"
+# three workers on two cores: tests of signals, timeouts and lost ranks mostly wait
+"$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly" "$@"
 # alone: one cluster at a time, and its jobs have time limits
 (($#)) || "$python" -m pytest -m slurm tests/slurm

@@ -92,8 +92,16 @@ class Parts(NamedTuple):
     training: TrainingStep
 
 
+def in_few_passes(config: Config, groups: Groups) -> Config:
+    """The configuration with the largest microbatches that fill the pipeline; each pass costs as much as any other."""
+    layout = groups.layout
+    size = max(1, config.train.global_batch_size // layout.dp // layout.pp)
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": size})})
+
+
 def build(groups: Groups, config: Config) -> Parts:
     """Model, optimizer and step on the initial weights."""
+    config = in_few_passes(config, groups)
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
     training = TrainingStep(
@@ -126,7 +134,7 @@ def train(
     if resume_at is not None:
         loaded = load_checkpoint(_entry(folder, resume_at), parts.chunks, parts.optimizer, groups, config)
     begin, wholes = standing(parts), {"begin": whole(parts, groups)} if "begin" in gathered_at else {}
-    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+    loader = StepLoader(in_few_passes(config, groups), groups.dp_rank, groups.layout.dp)
     steps = []
     for step in range(resume_at or 0, stop):
         if step == save_at:

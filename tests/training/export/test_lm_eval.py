@@ -34,7 +34,7 @@ def python_with_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # installs a program of many packages
 @pytest.mark.timeout(1800)
 def test_an_export_of_training_is_evaluated(python_with_lm_eval: Path, tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
