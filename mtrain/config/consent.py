@@ -15,6 +15,7 @@ NEUTRAL_KEYS = (
     "run",
     "layout",
     "valid",
+    "eval",
     "checkpoint",
     "metrics",
     "watch",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtrain.config.schema.data import AnyData, FilesSection
+from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
@@ -38,6 +39,25 @@ def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
         yield (
             "valid asks for validation, but there are no samples for it; name data.valid, give data.split a second "
             "share above 0, or turn valid.interval_steps, valid.at_start and valid.at_end off"
+        )
+
+
+def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: AnyData) -> Iterator[str]:
+    """Prompts need a time, a tokenizer and layers that generate."""
+    if not asked.is_on:
+        return
+    if asked.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
+        yield (
+            "eval.prompts are never asked, as the run does not validate; set eval.interval_steps, or turn validation on"
+        )
+    if data.tokenizer is None:
+        yield "eval.prompts are texts, but data.tokenizer is not set; name the tokenizer, or remove the prompts"
+    if model.backend == "te":
+        yield "eval.prompts need layers that generate, but model.backend=te; set model.backend=torch"
+    if model.experts is not None and model.experts.capacity_factor is not None:
+        yield (
+            f"eval.prompts cannot be answered with model.experts.capacity_factor={model.experts.capacity_factor}, "
+            "which drops tokens by what is read beside them; remove the prompts or the capacity"
         )
 
 

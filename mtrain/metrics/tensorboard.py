@@ -56,6 +56,10 @@ class TensorBoardSink:
         event = Event(wall_time=time.time(), step=record.step, summary=Summary(value=values))
         self._file.append(record.step, _framed(event))
 
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Appends a text, shown as it is."""
+        self._file.append(step, _framed(_text_event(tag, text, step)))
+
     def close(self) -> None:
         """Closes the file.
 

@@ -41,6 +41,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """Answers to `eval.prompts`, one JSON object a line."""
+        return self.path / "samples.jsonl"
+
+    @property
     def events(self) -> Path:
         """One JSON object a line: starts, saves, ends and alarms."""
         return self.path / "events.jsonl"

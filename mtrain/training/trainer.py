@@ -56,6 +56,7 @@ from mtrain.training.recording.slow_ranks import SlowRanks
 from mtrain.training.recording.step_record import attempt_record
 from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
+from mtrain.training.sampling.in_training import PromptSamples
 
 _NUM_FIRST_SAMPLES = 8
 """Of the first step, written into the run folder."""
@@ -136,7 +137,9 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
         held.callback(profiler.close)
         guard = Guard(config.train, run.history)
-        course = _Course(run, guard, saver, exporter, signal, heartbeat, life, slow, profiler)
+        samples = PromptSamples(config, folder, run.chunks, groups.rank == 0)
+        records.callback(samples.close)
+        course = _Course(run, guard, saver, exporter, signal, heartbeat, life, slow, profiler, samples)
         try:
             stopped_after = _with_rollbacks(course, folder, account, records, reopen)
         except NumericError as error:  # on all ranks
@@ -231,6 +234,7 @@ class _Course:
     life: Life
     slow: SlowRanks
     profiler: StepProfiler
+    samples: PromptSamples
 
 
 def _with_rollbacks(
@@ -259,8 +263,11 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
     config, start, last = run.config, run.start_step, run.config.train.num_steps
     tokens = on_first_rank(lambda: _tokens_before(run))
     trial, replicas = StepTrial(run, guard, heartbeat), ReplicaCheck(run.groups)
+    course.samples.begin(start)
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0, heartbeat)
+    if start == 0:
+        _ask(course, 0)
     with _batches(run) as batches:
         for step in range(start, last):
             began, waited_before_s = time.perf_counter(), waiting.waited_s()
@@ -283,6 +290,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)
+            _ask(course, done)
             if made.stop_requested:
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
             is_stopped = made.stop_requested and done < last
@@ -305,6 +313,14 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             if is_stopped:
                 return done
     return None
+
+
+def _ask(course: _Course, step: int) -> None:
+    """Asks the prompts of `eval` where that is due."""
+    if course.samples.is_due(step, course.run.config.train.num_steps):
+        course.heartbeat.enter(Phase.VALIDATION, step)
+        with named(f"samples after step {step}"):
+            course.samples.take(course.run, step)
 
 
 def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, heartbeat: Heartbeat) -> None:

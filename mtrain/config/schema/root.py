@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from mtrain.config import adapters, consent, known_issues, rules
 from mtrain.config.schema.adapter import AnyAdapter
 from mtrain.config.schema.data import AnyData
+from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
@@ -26,6 +27,7 @@ class Config(Section):
     loss: LossSection = LossSection()
     data: AnyData
     valid: ValidSection = ValidSection()
+    eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     watch: WatchSection = WatchSection()
@@ -66,6 +68,10 @@ class Config(Section):
     @rule
     def validation_has_samples(self) -> str | None:
         return _lines(rules.validation(self.valid, self.data))
+
+    @rule
+    def prompts_can_be_answered(self) -> str | None:
+        return _lines(rules.prompts(self.eval, self.valid, self.model, self.data))
 
     @rule
     def the_model_divides_over_tensor_ranks(self) -> str | None:

@@ -1,0 +1,164 @@
+"""What a run says while it trains: `eval.*`.
+
+Nothing of the run changes: tokens are drawn without the random states of training, layers are left as they were, and
+the answers go to files of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
+from mtrain.config import Config
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.engine.generation import refuse_uncachable
+from mtrain.metrics.appended import AppendedFile
+from mtrain.metrics.tensorboard import TensorBoardSink
+from mtrain.runs.folder import RunFolder
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.training.build import Run
+from mtrain.training.resume import say
+from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.generate import answer_text
+from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
+from mtrain.training.sampling.sampler import Completion, generate
+
+_SHOWN_PROMPTS, _SHOWN_CHARACTERS = 2, 60
+"""On the console."""
+
+
+class _Asked(NamedTuple):
+    """Of the first rank."""
+
+    prompts: list[Prompt]
+    tokenizer: Tokenizer
+
+
+class PromptSamples:
+    """The prompts of a run and where its answers go."""
+
+    def __init__(self, config: Config, folder: RunFolder, chunks: Sequence[Any], is_first_rank: bool) -> None:
+        """Reads the prompts, on the first rank. Collective over the world.
+
+        Raises:
+            ConfigError: The model's layers cannot generate, or a chat template is wanted and the run has none.
+            DataError: The tokenizer or the file of prompts is missing or damaged, or a prompt has no token.
+        """
+        self._section, self._valid, self._folder = config.eval, config.valid, folder
+        self._is_first_rank, self._has_tensorboard = is_first_rank, config.metrics.tensorboard
+        self._asked: _Asked | None = None
+        self._questions: list[Question] = []
+        self._files = ExitStack()
+        self._lines: AppendedFile | None = None
+        self._board: TensorBoardSink | None = None
+        if not self._section.is_on:
+            return
+        refuse_uncachable(config, chunks)
+        self._questions = on_first_rank(lambda: self._read(config))
+        stops = frozenset[int]().union(*(each.stop_ids for each in self._questions))
+        given = (self._section.temperature, self._section.top_p, self._section.top_k, self._section.seed)
+        self._sampling = SamplingParams(self._section.max_new_tokens, *given, stops)
+
+    def begin(self, start_step: int) -> None:
+        """Opens the files for the steps behind this one; what an earlier attempt wrote beyond it is taken back."""
+        self.close()
+        if not self._section.is_on or not self._is_first_rank:
+            return
+        _rewind(self._folder.samples, start_step)
+        self._lines = AppendedFile(self._folder.samples)
+        self._files.callback(self._lines.close)
+        if self._has_tensorboard:
+            self._board = TensorBoardSink(self._folder.tensorboard, start_step)
+            self._files.callback(self._board.close)
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether the prompts are asked behind this step; 0: before the first one."""
+        if not self._section.is_on:
+            return False
+        if self._section.interval_steps is not None:
+            return step > 0 and step % self._section.interval_steps == 0
+        if step == 0:
+            return self._valid.at_start
+        every = self._valid.interval_steps
+        return (every > 0 and step % every == 0) or (step == last_step and self._valid.at_end)
+
+    def take(self, run: Run, step: int) -> None:
+        """Asks the model as it is. Collective over the world.
+
+        Raises:
+            NumericError: The logits are not finite; on all ranks.
+        """
+        run.optimizer.gather_parameters()
+        ids = [each.ids for each in self._questions]
+        completions = generate(run.config, run.groups, run.chunks, ids, self._sampling)
+        if self._asked is not None:
+            self._write(self._asked, completions, step)
+
+    def close(self) -> None:
+        """Closes the files.
+
+        Raises:
+            MachineError: A disk has refused answers to the end.
+        """
+        self._files.close()
+        self._lines = self._board = None
+
+    def _read(self, config: Config) -> list[Question]:
+        assert config.data.tokenizer is not None, "rules.prompts"
+        section, tokenizer = self._section, load_tokenizer(Path(config.data.tokenizer))
+        further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
+        self._asked = _Asked([*section.prompts, *further], tokenizer)
+        return questions_of(config, tokenizer, self._asked.prompts, section.chat)
+
+    def _write(self, asked: _Asked, completions: Sequence[Completion], step: int) -> None:
+        assert self._lines is not None, "`begin` goes first"
+        stops, told = self._sampling.stop_token_ids, []
+        for number, (prompt, completion) in enumerate(zip(asked.prompts, completions, strict=True)):
+            answer = answer_text(asked.tokenizer, completion, stops)
+            record = {
+                "step": step,
+                "prompt": prompt,
+                "answer": answer,
+                "finish_reason": completion.finish_reason,
+                "num_tokens": len(completion.token_ids),
+                "log_prob": sum(completion.log_probs),
+            }
+            self._lines.append(step, (json.dumps(record, ensure_ascii=False) + "\n").encode())
+            told.append(f"> {shown(prompt)}\n{answer}")
+            if number < _SHOWN_PROMPTS:
+                say(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
+        if self._board is not None:
+            self._board.write_text("samples", "\n\n".join(told), step)
+
+
+def _short(text: str) -> str:
+    """For one line, escaped: what an untrained model says may hold control characters."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…")
+
+
+def _rewind(path: Path, start_step: int) -> None:
+    """Takes the file back to what it held at this step; a half line at its end goes too. A new run keeps nothing.
+
+    Raises:
+        DataError: A line is damaged; names it.
+        MachineError: The disk refuses.
+    """
+    if not path.exists():
+        return
+    with disk_faults(f"rewind {path} to step {start_step}"), replacing(path) as new:
+        lines = path.read_bytes().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        kept = [line for number, line in enumerate(whole, 1) if 0 < start_step >= _step_of(path, number, line)]
+        new.write_bytes(b"".join(kept))
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path}, line {number} is no sample of a run; repair or remove that line") from None

@@ -1,0 +1,88 @@
+"""`eval.prompts`: a run is asked while it trains, and stays what it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.config.load import load_config
+from mtrain.plan.layout import Layout
+from mtrain.training.sampling.in_training import _rewind
+from tests.pool import Pool
+from tests.training.one_process import train_fresh
+from tests.training.sampling.test_generate import word_tokenizer
+from tests.training.test_trainer import BASE
+
+PROMPTS = ["a user", "assistant"]
+
+
+def started(pool: Pool, folder: Path, run: str, *overrides: str) -> list[dict[str, Any]]:
+    """Trains, and gives the records of the steps without what time they took."""
+    (folder / "base.yaml").write_text(BASE)
+    given = [f"run.dir={folder / run}", "train.num_steps=2", "train.device=cpu", "model.hidden_dropout=0.2"]
+    given += ["layout.tp=2", "layout.sp=true", f"data.tokenizer={folder}", "metrics.data_ledger=false", *overrides]
+    pool.run(train_fresh, Layout(tp=2, sp=True), load_config([folder / "base.yaml"], given))
+    records = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "memory_bytes")
+    return [{k: v for k, v in each.items() if not k.endswith(timed) and "per_s" not in k} for each in records]
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_is_asked_trains_as_one_that_is_not(
+    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To the bit, with dropout; a start that goes on asks the later steps once."""
+    word_tokenizer(tmp_path)
+    (tmp_path / "more.txt").write_text(f"{PROMPTS[1]}\n")
+    asked = [f"eval.prompts=[{PROMPTS[0]}]", f"eval.prompts_file={tmp_path / 'more.txt'}", "eval.interval_steps=1"]
+    asked += ["eval.max_new_tokens=4", "eval.temperature=0.9", "metrics.tensorboard=true"]
+    with_prompts = started(pool, tmp_path, "asked", *asked)
+    without = started(pool, tmp_path, "silent")
+    keys = ("step", "loss", "grad_norm", "terms")
+    assert [{k: each[k] for k in keys if k in each} for each in with_prompts] == [
+        {k: each[k] for k in keys if k in each} for each in without
+    ]
+    found = samples(tmp_path / "asked")
+    assert [(each["step"], each["prompt"]) for each in found] == [(s, p) for s in (1, 2) for p in PROMPTS]
+    assert all(1 <= each["num_tokens"] <= 4 and each["log_prob"] < 0 for each in found)
+    assert not (tmp_path / "silent" / "samples.jsonl").exists()
+    events = b"".join(path.read_bytes() for path in (tmp_path / "asked" / "tensorboard").iterdir())
+    assert b"samples/text_summary" in events
+    # as if a start had died behind the checkpoint of step 2
+    with (tmp_path / "asked" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "prompt": "of a start that died"}) + '\n{"step": 3, "pro')
+    started(pool, tmp_path, "asked", *asked, "train.num_steps=3")
+    later = samples(tmp_path / "asked")
+    assert later[:4] == found
+    assert [each["step"] for each in later[4:]] == [3, 3]
+
+
+def test_a_damaged_file_of_samples_is_named(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\nnothing\n')
+    with pytest.raises(DataError, match="line 2 is no sample of a run"):
+        _rewind(tmp_path / "samples.jsonl", 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["eval.prompts=[a]", "data.tokenizer=x"], "never asked"),
+        (["eval.prompts=[a]", "eval.interval_steps=1"], "data.tokenizer is not set"),
+        (["eval.interval_steps=1"], "there are no prompts"),
+        (
+            ["eval.prompts=[a]", "eval.interval_steps=1", "data.tokenizer=x", "model.backend=te"],
+            "set model.backend=torch",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    with pytest.raises(ConfigError, match=message):
+        load_config([tmp_path / "base.yaml"], [f"run.dir={tmp_path}", *overrides])
