@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         weigh,
         weigh_sequences,
     )
+    from mtrain.loss.preference.member import GroupMember
+    from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, preference_loss
     from mtrain.training.engine import Engine
     from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
     from mtrain.training.sampling.choice import SamplingParams
@@ -72,6 +74,8 @@ _MODULES = {
     ),
     "mtrain.training.sampling.choice": ("SamplingParams",),
     "mtrain.training.sampling.sampler": ("Completion",),
+    "mtrain.loss.preference.member": ("GroupMember",),
+    "mtrain.loss.preference.scores": ("PreferenceValue", "ScoredSequences", "preference_loss"),
     "mtrain.training.engine": ("Engine",),
     "mtrain.training.engine_parts.results": ("EvalResult", "ForwardResult", "StepResult"),
 }
@@ -86,14 +90,17 @@ __all__ = [
     "Engine",
     "EvalResult",
     "ForwardResult",
+    "GroupMember",
     "LossFunction",
     "LossPair",
     "MachineError",
     "MtrainError",
     "NumericError",
+    "PreferenceValue",
     "RankLostError",
     "RunFolderError",
     "SamplingParams",
+    "ScoredSequences",
     "StepResult",
     "TermInputs",
     "__version__",
@@ -101,6 +108,7 @@ __all__ = [
     "needs_extras",
     "needs_teacher",
     "per_token",
+    "preference_loss",
     "read_weights",
     "receive_hf_tensors",
     "weigh",

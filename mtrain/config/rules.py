@@ -4,12 +4,12 @@ Each function yields a message for every broken rule: what was given, what is ne
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from mtrain.config.schema.data import AnyData, FilesSection
+from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.loss import LOSS_FUNCTIONS, PREFERENCE_LOSSES, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
@@ -220,6 +220,58 @@ def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterat
             f"model.mtp_depths={model.mtp_depths} must be below data.seq_length={data.seq_length}, as no token lies "
             "further ahead; lower the one or raise the other"
         )
+
+
+_PREFERENCE_FORMATS: dict[str, Literal["pairs", "answers"]] = {"preference": "pairs", "unpaired_preference": "answers"}
+"""What records of a data.format are."""
+
+
+def compared(loss: LossSection, data: AnyData) -> Literal["pairs", "answers"] | None:
+    """What a run compares, as its loss says, or where that is the user's own, as data.format does; None: nothing."""
+    if loss.preference is not None:
+        return loss.preference.compares
+    return _PREFERENCE_FORMATS.get(data.format) if isinstance(data, SftSection) else None
+
+
+def sequences_per_sample(loss: LossSection, data: AnyData) -> int:
+    """A pair is two sequences; an answer that is judged alone comes with one that KTO measures by."""
+    return 1 if compared(loss, data) is None else 2
+
+
+def preferences(config: "Config") -> Iterator[str]:
+    """Two passes have to see the same model, and pairs have to be there."""
+    loss, data, name = config.loss, config.data, f"loss.function={config.loss.function}"
+    if isinstance(data, SftSection) and loss.function in LOSS_FUNCTIONS:
+        given, needed = _PREFERENCE_FORMATS.get(data.format), compared(loss, data)
+        if loss.preference is None and given is not None:
+            yield (
+                f"data.format={data.format} is for losses that compare answers, but {name} does not; set loss.function "
+                f"to {' or '.join(_functions_of(given))}, or another data.format"
+            )
+        elif loss.preference is not None and data.format != "auto" and given != needed:
+            yield f"{name} compares {needed}, but data.format={data.format} has none; set it to auto"
+    if compared(loss, data) is None:
+        return
+    if isinstance(data, SftSection) and data.too_long == "split":
+        yield f"data.too_long=split makes pieces that cannot be compared under {name}; set it to end, start or drop"
+    for key in dropout_keys(config):
+        yield (
+            f"{key} is above 0, but {name} sees the model twice in a step, which has to be the same model; set it to 0"
+        )
+    if config.model.mtp_depths:
+        yield (
+            f"model.mtp_depths={config.model.mtp_depths} would learn to predict rejected answers under {name}; set it "
+            "to 0"
+        )
+    if data.packing is not None and data.packing.batch == "rows":
+        yield (
+            f"data.packing.batch=rows cuts steps by rows, and a pair could lie in two of them, but {name} compares "
+            "whole pairs; set it to sequences"
+        )
+
+
+def _functions_of(compares: Literal["pairs", "answers"]) -> list[str]:
+    return [name for name, form in PREFERENCE_LOSSES.items() if form.compares == compares]
 
 
 def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from mtrain.loss.preference.member import GroupMember
+
 FieldPath = tuple[str, ...]
 """Where a tensor of a batch lies: a field, and inside it the loss term, the extra, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 _OF_DEPTH = ("tokens", "labels", "is_padding")
-_COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows")
+_COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
 
 
 def field_dtypes(
@@ -73,6 +75,20 @@ class MtpTargets:
 
 
 @dataclass(frozen=True)
+class PlacedMember:
+    """Which sample a sequence of a microbatch is."""
+
+    slot: int
+    """In the global batch."""
+    member: GroupMember | None
+    """Its part in a group."""
+    length: float
+    """Sum of its token weights."""
+    weight: float
+    """Of the sample."""
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """Samples of one forward pass; full rows, before they are cut for context parallelism."""
 
@@ -115,6 +131,8 @@ class Microbatch:
     """The same of layers with a window."""
     num_output_rows: int = 0
     """Positions whose logits some term counts, those of tokens predicted ahead added; likewise."""
+    members: tuple[PlacedMember | None, ...] = ()
+    """By sequence, None for a row without one; ranks that receive their rows have none."""
 
     def tensors(self) -> dict[FieldPath, Tensor]:
         """Every tensor that is there."""

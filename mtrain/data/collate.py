@@ -108,9 +108,9 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in laid]
         for depth in range(1, form.mtp_depths + 1)
     }
-    by_term = {name: _aggregated(laid, term, first_of_step) for name, term in form.terms.items()}
+    by_term = {name: _aggregated(laid, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
     # lengths of a depth are those of its own mask, which has fewer tokens
-    by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], first_of_step) for name, each in further.items()}
+    by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], False, first_of_step) for name, each in further.items()}
     is_text = _laid([[piece.is_text for piece in row] for row in laid], form.width, np.bool_)
     ids, num_sequences = _sequence_ids(laid, form.width)
     # a token attends to those of its document up to itself
@@ -181,18 +181,24 @@ def _targets(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> MtpTarge
 
 
 def _aggregated(
-    rows: Sequence[Sequence[_PlacedSample]], term: TermSection, first_of_step: Place | None
+    rows: Sequence[Sequence[_PlacedSample]], term: TermSection, is_main: bool, first_of_step: Place | None
 ) -> list[list[TokenTerms]]:
     """One term of every sample of every row."""
     return [
-        [_terms(piece.sample, term, (row, number) == first_of_step) for number, piece in enumerate(pieces)]
+        [_terms(piece.sample, term, is_main, (row, number) == first_of_step) for number, piece in enumerate(pieces)]
         for row, pieces in enumerate(rows)
     ]
 
 
-def _terms(sample: Sample, term: TermSection, is_first_in_step: bool) -> TokenTerms:
+def _terms(sample: Sample, term: TermSection, is_main: bool, is_first_in_step: bool) -> TokenTerms:
     """One term of one sample."""
-    return aggregate(sample.mask, sample.weight, term, is_first_in_step)
+    mask, weight = sample.mask, sample.weight
+    if sample.member is not None:
+        if is_main:
+            weight = 1.0  # of the score; what the group counts, the preference loss says
+        elif sample.member.role != "chosen":
+            mask = np.zeros_like(mask)  # nobody is to imitate the other answers
+    return aggregate(mask, weight, term, is_first_in_step)
 
 
 def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> NDArray[np.int32]:

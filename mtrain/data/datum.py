@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
 from mtrain.data.samples.sample import Sample, shifted
+from mtrain.loss.preference.member import GroupMember
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Datum:
     One for the whole sequence; or one a token, of which the first is not used; or one a predicted token, as
     `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has len(input_ids) of
     them, one of predicted tokens one less. Names that no loss function needs are checked and left out."""
+    member: GroupMember | None = None
+    """Its part in a group, for losses that compare whole sequences such as dpo."""
 
 
 def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
@@ -66,7 +69,8 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
     # position t predicts token t + 1, so the weight of the first token has no position
-    return shifted(ids, weights[1:], datum.weight, extras=_extras(datum, len(ids), name, needed))
+    sample = shifted(ids, weights[1:], datum.weight, extras=_extras(datum, len(ids), name, needed))
+    return replace(sample, member=datum.member)
 
 
 def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:

@@ -10,7 +10,7 @@ a step holds the same samples under any layout.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
+from mtrain.data.batch import Microbatch, PlacedMember
 from mtrain.data.collate import Collate, Place, RowForm, collate
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
 from mtrain.data.order import SamplePosition, slots
 from mtrain.data.packing.best_fit import PackedRows
 from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
 from mtrain.data.prefetch import Prefetch
+from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
 from mtrain.data.shown import ShownStep, shown_step
 from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
@@ -186,6 +187,9 @@ class StepLoader:
         # opened with the training data: a file that is missing is reported before the first step, not at the first
         # validation
         self._held_out = {part: sources.held_out(part) for part in ("valid", "test")}
+        self.preferences: Mapping[str, PreferenceDataset] = sources.preferences
+        """Sources of sequences that are compared, by their fingerprints."""
+        self._references = ""
         self.notes = sources.notes()
         """Lines for the user on what of the files is not trained, or not as it stands there."""
         self._depth = config.data.prefetch_steps
@@ -195,12 +199,21 @@ class StepLoader:
     @property
     def fingerprint(self) -> str:
         """Changes when the training data or the way they are cut change; does not depend on rank, layout or step."""
-        return self._stream.fingerprint + self._steps.fingerprint
+        return self._stream.fingerprint + self._steps.fingerprint + self._references
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
         """What earlier versions called the same data."""
         return tuple(each + self._steps.fingerprint for each in self._stream.earlier_fingerprints)
+
+    @property
+    def num_slots(self) -> int:
+        """Samples of a pass through a held-out set."""
+        return self._rows.global_batch_size
+
+    def name_references(self, digests: Sequence[str]) -> None:
+        """Makes the scores of a reference model, which `preferences` have got, part of what the data are called."""
+        self._references = f" (reference scores {' '.join(digests)})"
 
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""
@@ -277,7 +290,7 @@ class RowsOfRank:
         Raises:
             ConfigError: train.global_batch_size does not divide over the ranks.
         """
-        self.global_batch_size, self._micro_batch_size = config.train.global_batch_size, config.train.micro_batch_size
+        self.global_batch_size, self._micro_batch_size = config.sequences_per_step, config.train.micro_batch_size
         self._dp_rank, self._dp_size, self._collate = dp_rank, dp_size, collate
         self._form, self._shape = RowForm.of(config, extras), StepShape.of(config, dp_size)
         if not self._form.is_packed and self.global_batch_size % (dp_size * self._micro_batch_size):
@@ -332,4 +345,15 @@ class RowsOfRank:
         # slot 0 lies on one data-parallel rank alone, so the constant denominators have one owner
         places = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
         present = [[sample for sample in row if sample is not None] for row in found]
-        return self._collate(present, self._form, places[0] if places else None)
+        batch = self._collate(present, self._form, places[0] if places else None)
+        return replace(batch, members=tuple(_members(rows, found)))
+
+
+def _members(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Sample | None]]) -> Iterator[PlacedMember | None]:
+    """As `collate` counts sequences: a row without a sample is one, too."""
+    for slots_of_row, samples in zip(rows, found):
+        present = [(slot, sample) for slot, sample in zip(slots_of_row, samples) if sample is not None]
+        for slot, sample in present:
+            yield PlacedMember(slot, sample.member, float(sample.mask.sum()), sample.weight)
+        if not present:
+            yield None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
-from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
@@ -29,20 +30,27 @@ _MOST_SHOWN = 3
 class SftCaches:
     """Opens each source once, even where a split uses it for several parts."""
 
-    def __init__(self, section: SftSection, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self,
+        section: SftSection,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        compares: Literal["pairs", "answers"] | None = None,
+    ) -> None:
         """
         Args:
             section: `data.*`.
             tokenizer: That of `data.tokenizer`.
             vocab_size: Of the model.
+            compares: What records hold where answers are compared.
 
         Raises:
             DataError: The chat template cannot be read.
             MachineError: There is no place for the cache.
         """
-        self._section, self._vocab_size = section, vocab_size
+        self._section, self._vocab_size, self._compares = section, vocab_size, compares
         records = section.model_dump_json(exclude=set(_NOT_OF_RECORDS))
-        self._fingerprint = f"{encoder_of(section, tokenizer).fingerprint} {records}"
+        self._fingerprint = f"{source_encoder(section, tokenizer, compares).fingerprint} {records}"
         self._folder = Path(section.cache_dir) if section.cache_dir is not None else default_folder()
         self._opened: dict[str, TokenCache] = {}
 
@@ -59,7 +67,7 @@ class SftCaches:
 
     def _open(self, path: str) -> TokenCache:
         section = self._section
-        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section))
+        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section, self._compares))
         options = CacheOptions(
             self._folder,
             reads_all=section.cache_check == "content",
@@ -83,9 +91,9 @@ class SftCaches:
                 yield f"{path}: {count} are bad and left out: {_shown(cache)}"
 
 
-def _new_encoder(section: SftSection) -> SampleEncoder:
+def _new_encoder(section: SftSection, compares: Literal["pairs", "answers"] | None) -> SampleEncoder:
     assert section.tokenizer is not None  # a rule of the section
-    return encoder_of(section, load_tokenizer(section.tokenizer))
+    return source_encoder(section, load_tokenizer(section.tokenizer), compares)
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:

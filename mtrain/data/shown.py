@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from mtrain.config import Config
+from mtrain.config.rules import compared
+from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, SampleStream
@@ -95,18 +98,24 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
         DataError: A sample is damaged.
     """
     numbers = steps_of(config, stream.widths).samples(step - 1).numbers.tolist()
-    denominators, samples = [], []
+    denominators, samples, compares = [], [], compared(config.loss, config.data)
     for slot, number in enumerate(numbers):
         sample = stream.sample(number)
         # a sample without text has one position of padding, which may carry a share of the denominator
         mask = sample.mask if len(sample.mask) else np.zeros(1)
-        terms = aggregate(mask, sample.weight, config.loss, slot == 0)
+        terms = aggregate(mask, _weight(sample, compares), config.loss, slot == 0)
         denominators.append(math.fsum(terms.denominator_weights))
         if slot < count:
             tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
             samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens))
     total = math.fsum(denominators)
     return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), _phase(config, step))
+
+
+def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> float:
+    """What a sample adds to the denominator: a pair counts once, and what is measured by not at all."""
+    role = None if sample.member is None else sample.member.role
+    return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
 
 
 def _phase(config: Config, step: int) -> str:
@@ -144,9 +153,9 @@ def _printable(text: str) -> str:
 def _place(stream: SampleStream, g: int) -> str:
     if not isinstance(stream, Blended):
         return f"random sample {g}"
-    found = stream.order.locate(g)
+    found = stream.locate(g)
     source = stream.sources[found.source]
-    if isinstance(source, SftDataset):
+    if isinstance(source, SftDataset | PreferenceDataset):
         return f"{source.place(found.index)}, epoch {found.epoch + 1}"
     return f"source {found.source + 1}, epoch {found.epoch + 1}, window {found.index}"
 

@@ -8,12 +8,16 @@ from typing import Literal, Protocol, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.rules import compared
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
+from mtrain.data.cache.entry import TokenCache
 from mtrain.data.curriculum import BlendFrom, later_blends, with_later
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of
+from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
@@ -58,6 +62,7 @@ class Blended:
         of_0_1_0: Sequence[str | None] = (),
         names: Sequence[str] = (),
         later: Sequence[BlendFrom] = (),
+        group_size: int = 1,
     ) -> None:
         """
         Args:
@@ -67,11 +72,13 @@ class Blended:
             of_0_1_0: What version 0.1.0 called each source; None where it could not read it.
             names: Of the sources, for people; by default their numbers.
             later: Blends that take the place of the first one.
+            group_size: Samples that stay together: those of a source whose numbers divided by it are the same.
         """
         first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
         phases = [first, *(blend.phase for blend in later)]
         dealer = BlendPhases(phases, len(sources)) if later else Blend(weights)
-        self.order = SampleOrder(seed, dealer, [len(source) for source in sources])
+        self.order = SampleOrder(seed, dealer, [len(source) // group_size for source in sources])
+        self._group_size = group_size
         self.sources = tuple(sources)
         self._names = tuple(names) if names else tuple(map(str, range(len(sources))))
         # weights too: other shares are another order, and resuming would repeat or leave out samples
@@ -83,15 +90,23 @@ class Blended:
 
     def sample(self, g: int) -> Sample:
         place = self.locate(g)
-        return replace(self.sources[place.source].sample(place.epoch, place.index), source=place.source)
+        sample = replace(self.sources[place.source].sample(place.epoch, place.index), source=place.source)
+        if sample.member is None:
+            return sample
+        # of the order, not of the source: a step may hold the same pair twice
+        return sample.as_member(replace(sample.member, group=g // self._group_size))
 
     def locate(self, g: int) -> SamplePosition:
-        return self.order.locate(g)
+        group, number = divmod(g, self._group_size)
+        place = self.order.locate(group)
+        return replace(place, index=place.index * self._group_size + number)
 
     def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         found = np.empty(len(numbers), np.int64)
-        for own in self.order.locate_all(numbers):
-            found[own.positions] = self.sources[own.source].widths(own.indices)
+        groups, inside = np.divmod(numbers, self._group_size)
+        for own in self.order.locate_all(groups):
+            indices = own.indices * self._group_size + inside[own.positions]
+            found[own.positions] = self.sources[own.source].widths(indices)
         return found
 
     @property
@@ -117,7 +132,9 @@ class HeldOut:
     def sample(self, index: int) -> Sample:
         """Sample `index`, in the order of the sources."""
         source, own = self._locate(index)
-        return source.sample(0, own)
+        sample = source.sample(0, own)
+        # of the set, not of the source
+        return sample if sample.member is None else sample.as_member(replace(sample.member, group=index // 2))
 
     def width(self, index: int) -> int:
         """Positions that sample `index` takes in a row."""
@@ -167,7 +184,15 @@ class Sources:
         self._caches: SftCaches | None = None
         if isinstance(config.data, SftSection):
             assert self.tokenizer is not None  # a rule of the section
-            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size)
+            compares = compared(config.loss, config.data)
+            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, compares)
+        elif config.sequences_per_sample > 1:
+            raise ConfigError(
+                f"loss.function={config.loss.function} compares answers, but data.kind={config.data.kind} has none; "
+                "set data.kind=sft and name files of preferences (docs/preference.md)"
+            )
+        self.preferences: dict[str, PreferenceDataset] = {}
+        """Opened sources of groups, by their fingerprints."""
 
     def training(self) -> SampleStream:
         """The training samples.
@@ -185,7 +210,8 @@ class Sources:
                 names = [section.path for section in sections]
                 weights = [section.weight for section in data.train]
                 later = later_blends(data, size)
-                return Blended(seed, weights, sources, self._of_0_1_0(sources), names, later)
+                size = self._config.sequences_per_sample
+                return Blended(seed, weights, sources, self._of_0_1_0(sources), names, later, size)
             case _:
                 assert_never(data)
 
@@ -196,6 +222,7 @@ class Sources:
             DataError: as for the training samples.
         """
         data, limit = self._config.data, self._config.valid.max_samples
+        limit = None if limit is None else limit * self._config.sequences_per_sample
         match data:
             case MockSection():
                 # valid and test are different sequences, and neither is the training one
@@ -228,6 +255,8 @@ class Sources:
                 assert self._caches is not None
                 assert self.tokenizer is not None
                 tokens = self._caches.open(section.path)
+                if (compares := compared(self._config.loss, data)) is not None:
+                    return self._open_preferences(data, tokens, part, compares)
                 numbers = _numbers(data, part, len(tokens))
                 found = SftDataset(tokens, numbers, data.seq_length, data.too_long)
                 self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
@@ -239,6 +268,15 @@ class Sources:
                 return PretrainDataset(corpus, documents, data.seq_length, data.isolate_documents, key)
             case _:
                 assert_never(data)
+
+    def _open_preferences(
+        self, data: SftSection, tokens: TokenCache, part: Part, compares: Literal["pairs", "answers"]
+    ) -> PreferenceDataset:
+        numbers = _numbers(data, part, len(tokens) // 2 if compares == "pairs" else len(tokens))
+        found = PreferenceDataset(tokens, numbers, data.seq_length, data.too_long, compares)
+        self._notes += [note for note in found.notes() if note not in self._notes]
+        # one for all that are equal, so that each sequence is scored by the reference model once
+        return self.preferences.setdefault(found.fingerprint, found)
 
 
 def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> dict[str, tuple[SourceSection, ...]]:

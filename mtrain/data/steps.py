@@ -45,7 +45,7 @@ def steps_of(config: Config, widths: Widths) -> Steps:
         config: Of the run.
         widths: Positions that samples of the order take in a row.
     """
-    packing, size = config.data.packing, config.train.global_batch_size
+    packing, size = config.data.packing, config.sequences_per_step
     if packing is None or not config.steps_count_rows:
         return StepsOfSequences(size)
     return StepsOfRows(widths, WindowShape(packing.window, config.row_width, size, config.train.seed))

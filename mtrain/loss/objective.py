@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.schema.loss import LossSection, TermSection, depth_term
+from mtrain.config.schema.loss import SCORE_AGGREGATIONS, LossSection, TermSection, depth_term
 from mtrain.loss.diagnostics import Reported, shown_name
 from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function, reported_by
 from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
+from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
+from mtrain.loss.preference.term import score_term
+
+AnyLoss = LossFunction | PreferenceLoss
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Objective:
     apart: frozenset[str]
     """Side terms whose denominator can be another one than the main term's, because they are aggregated otherwise or
     over other tokens, or belong to routers."""
+    preference: PreferenceLoss | None = None
+    """Where groups of sequences are compared; the main term of `functions` then carries its gradient."""
 
     @classmethod
     def from_config(cls, section: LossSection, mtp_depths: int = 0) -> Objective:
@@ -56,7 +62,15 @@ class Objective:
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
         sides = {name: side.coefficient for name, side in section.side_terms.items()}
         # by the options, not by the values: whether a plan is needed has to be known before any batch
-        apart = [name for name, term in terms.items() if _divisor(term) != _divisor(section)]
+        preference = _preference(loaded[MAIN_TERM], section)
+        if preference is not None:
+            loaded[MAIN_TERM] = score_term
+        # groups are counted by no other term
+        apart = [
+            name
+            for name, term in terms.items()
+            if _divisor(term) != _divisor(section) or (preference and name in sides)
+        ]
         objective = cls(
             # The main term is first and routers are last: PairAccumulator.terms has the same order, and vectors of
             # planned denominators are matched with `coefficients` by place.
@@ -65,13 +79,14 @@ class Objective:
             names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
             # a depth loses the tokens at each row's end, a router counts text: never the main denominator
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
+            preference=preference,
         )
         objective._check_teacher(section)
         objective._check_chunks(section)
         return objective
 
     def with_main(
-        self, loss: LossFunction | str, section: LossSection, options: Mapping[str, Any] | None = None
+        self, loss: AnyLoss | str, section: LossSection, options: Mapping[str, Any] | None = None
     ) -> Objective:
         """The same with another function as the main term, whose weights come as `section` says.
 
@@ -87,14 +102,20 @@ class Objective:
         if isinstance(loss, str):
             function, name = load_loss_function(loss, options or {}), loss
         elif options is None:
-            function, name = loss, getattr(loss, "__qualname__", repr(loss))
+            function, name = cast(LossFunction, loss), getattr(loss, "__qualname__", repr(loss))
         else:
             raise ConfigError(
                 "options belong to a loss that is given by its name; bind those of a function of your own with "
                 "functools.partial"
             )
-        functions, names = self.functions | {MAIN_TERM: function}, self.names | {MAIN_TERM: name}
-        objective = replace(self, functions=functions, names=names)
+        preference = _preference(function, section)
+        if (preference is None) != (self.preference is None):
+            raise ConfigError(
+                f"{name} and loss.function={section.function} cannot take each other's place: one compares groups of "
+                "sequences, the other does not; make an Engine with such a loss.function"
+            )
+        functions = self.functions | {MAIN_TERM: function if preference is None else score_term}
+        objective = replace(self, functions=functions, names=self.names | {MAIN_TERM: name}, preference=preference)
         objective._check_teacher(section)
         objective._check_chunks(section)
         return objective
@@ -232,6 +253,22 @@ def power_of_two_near(x: float) -> float:
     if not (math.isfinite(x) and x > 0):
         raise ValueError(f"`x` must be positive and finite, but is {x} instead.")
     return math.ldexp(1.0, round(math.log2(x)))
+
+
+def _preference(function: Callable[..., Any], section: LossSection) -> PreferenceLoss | None:
+    """The function, where it is marked as a loss of groups.
+
+    Raises:
+        ConfigError: Its aggregation makes no score.
+    """
+    if preference_marks(function) is None:
+        return None
+    if section.aggregation not in SCORE_AGGREGATIONS:
+        raise ConfigError(
+            f"loss.aggregation={section.aggregation} makes no score of a sequence, which a preference loss compares; "
+            f"set it to {' or '.join(SCORE_AGGREGATIONS)}"
+        )
+    return function
 
 
 def _divisor(term: TermSection) -> dict[str, object]:

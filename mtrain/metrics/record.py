@@ -100,7 +100,8 @@ class StepRecord:
     time_s: float | None = None
     """Unix time at which the step ended; None where it was not recorded."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss functions report beside their loss, over all tokens of the step (docs/policy-losses.md)."""
+    """What the loss functions report beside their loss, over all tokens or groups of the step
+    (docs/policy-losses.md, docs/preference.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,8 @@ class ValidRecord:
     seconds: float
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name, over the same samples."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    """As in `StepRecord`, over the same samples."""
     valid_sets: Mapping[str, TermRecord] = field(default_factory=dict)
     """Main term over each set, by its name, the first one too; empty where there is one set only."""
     layout_dependent: bool = False
@@ -159,14 +162,14 @@ def from_json_line(line: str) -> Record:
         values = json.loads(line)
         kind, by_name = values.pop("kind"), _terms_read(values, "terms")
         by_set, by_source = _terms_read(values, "valid_sets"), _terms_read(values, "sources")
+        seen = {name: _value_read(name, float, each) for name, each in values.pop("diagnostics", {}).items()}
         match kind:
             case "step":
-                found = {name: _value_read(name, float, each) for name, each in values.pop("diagnostics", {}).items()}
-                return StepRecord(
-                    **_fields_read(StepRecord, values), terms=by_name, sources=by_source, diagnostics=found
-                )
+                known: dict[str, Any] = {"terms": by_name, "sources": by_source, "diagnostics": seen}
+                return StepRecord(**_fields_read(StepRecord, values), **known)
             case "valid":
-                return ValidRecord(**_fields_read(ValidRecord, values), terms=by_name, valid_sets=by_set)
+                known = {"terms": by_name, "diagnostics": seen, "valid_sets": by_set}
+                return ValidRecord(**_fields_read(ValidRecord, values), **known)
             case "change":
                 return ChangeRecord(**_fields_read(ChangeRecord, values))
             case other:

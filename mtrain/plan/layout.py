@@ -188,13 +188,15 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
     if config.data.packing is not None:
         # how many rows a step has is known with its samples; ranks get as many as the schedule needs
         yield from _interleaved_schedule(config, microbatches_come_in(config))
-    elif train.global_batch_size % (dp * train.micro_batch_size):
+    elif config.sequences_per_step % (dp * train.micro_batch_size):
+        each = f" of {config.sequences_per_sample} sequences each" if config.sequences_per_sample > 1 else ""
         yield (
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of {dp * train.micro_batch_size} = "
-            f"dp={dp} (world size {world_size}) x train.micro_batch_size={train.micro_batch_size}; change one of them"
+            f"train.global_batch_size={train.global_batch_size}{each} must be a multiple of "
+            f"{dp * train.micro_batch_size} = dp={dp} (world size {world_size}) x train.micro_batch_size="
+            f"{train.micro_batch_size}; change one of them"
         )
     else:
-        yield from _interleaved_schedule(config, train.global_batch_size // (dp * train.micro_batch_size))
+        yield from _interleaved_schedule(config, config.sequences_per_step // (dp * train.micro_batch_size))
 
 
 def microbatches_come_in(config: Config) -> int:
@@ -210,9 +212,9 @@ def most_microbatches(config: Config, layout: Layout) -> int:
     """Forward passes of a data-parallel rank in one step; of a packed one, the number for samples that share no row."""
     train = config.train
     if config.data.packing is None:
-        return layout.num_microbatches(train.global_batch_size, train.micro_batch_size)
+        return layout.num_microbatches(config.sequences_per_step, train.micro_batch_size)
     a_round = layout.dp * train.micro_batch_size * microbatches_come_in(config)
-    return -(-train.global_batch_size // a_round) * microbatches_come_in(config)
+    return -(-config.sequences_per_step // a_round) * microbatches_come_in(config)
 
 
 def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:

@@ -38,7 +38,8 @@ def print_plan(config: Config, world_size: int) -> None:
 def _facts(config: Config, layout: Layout) -> dict[str, str]:
     train, model = config.train, config.model
     at_most = "" if config.data.packing is None else "at most "
-    tokens = train.global_batch_size * (config.row_width if config.steps_count_rows else config.data.seq_length)
+    sequences = config.sequences_per_step
+    tokens = sequences * (config.row_width if config.steps_count_rows else config.data.seq_length)
     flops = plan.run_flops_per_token(config)
     parameters = (
         f"{plan.num_parameters(model):,} ({plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded)"

@@ -10,6 +10,7 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import checkpoint_at, newest_good
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
+from mtrain.config.rules import compared
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.hf.schema.files import INDEX_NAME, SINGLE_NAME, inside, places
@@ -47,7 +48,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
                     findings.fact("corpus", f"{path}: {pair.num_documents:,} documents, {pair.num_tokens:,} tokens")
         case SftSection():
             if tokenizer is not None:
-                _look_at_records(config.data, tokenizer, config.model.vocab_size, findings)
+                _look_at_records(config, config.data, tokenizer, findings)
         case _:
             assert_never(config.data)
     with findings.looking():
@@ -66,16 +67,17 @@ def _paths(data: FilesSection) -> list[str]:
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
 
-def _look_at_records(data: SftSection, tokenizer: Tokenizer, vocab_size: int, findings: Findings) -> None:
+def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, findings: Findings) -> None:
+    vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
     from mtrain.data.encoding.encoder import (
-        encoder_of,
-    )  # jinja2 and its limited process, which pretraining does without
+        source_encoder,  # jinja2 and its limited process, which pretraining does without
+    )
     from mtrain.data.formats.record_files import RecordFile, record_files
     from mtrain.data.formats.records import chunks
 
     encoder = None
     with findings.looking():
-        encoder = encoder_of(data, tokenizer)
+        encoder = source_encoder(data, tokenizer, compares)
     if encoder is None:
         return
 
@@ -84,13 +86,13 @@ def _look_at_records(data: SftSection, tokenizer: Tokenizer, vocab_size: int, fi
         if chunk is None:
             raise DataError(f"{file.path} holds no records; leave it out of {path}")
         try:
-            sample = encoder.encode(chunk.record(0))
+            found = encoder.encode(chunk.record(0))
         except DataError as fault:
             if data.on_bad == "refuse":
                 raise DataError(f"{file.place(1)}: {fault}") from None
             findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
             return
-        highest = int(sample.ids.max())
+        highest = max(int(sample.ids.max()) for sample in (found if isinstance(found, tuple) else (found,)))
         if highest >= vocab_size:
             raise DataError(
                 f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's own "

@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "first_samples.txt"
 
     @property
+    def references(self) -> Path:
+        """Scores of the reference model, where a loss compares with one."""
+        return self.path / "references"
+
+    @property
     def exports(self) -> Path:
         """One folder of Hugging Face for each exported step."""
         return self.path / "exports"

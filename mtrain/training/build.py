@@ -24,6 +24,7 @@ from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
+from mtrain.training.preferences.references import use_references
 from mtrain.training.resume import announced, resume_or_initialize, say
 from mtrain.training.step import TrainingStep
 
@@ -136,6 +137,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
     validation = ValidationSet.open_all(loader)
+    # before the run's own weights are loaded: the reference is the model that it began from
+    use_references(config, folder, groups, chunks, optimizer, objective.preference, loader)
     resumed = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
     known = (resumed.step, resumed.changes)

@@ -20,8 +20,8 @@ from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.data.datum import Datum
 from mtrain.hf.io.broadcast import BUCKET_BYTES
-from mtrain.loss.objective import Objective
-from mtrain.loss.pair import MAIN_TERM, LossFunction
+from mtrain.loss.objective import AnyLoss, Objective
+from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
 from mtrain.mcore.model.adapters.adapter import adapters_off
@@ -37,6 +37,7 @@ from mtrain.training.engine_parts.export import exported_beside
 from mtrain.training.engine_parts.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
 from mtrain.training.forward import forward_totals, label_scores
+from mtrain.training.preferences.scoring_pass import sequence_scores
 from mtrain.training.resume import announced, initialize, say
 from mtrain.training.run_folder import claim
 from mtrain.training.sampling.choice import SamplingParams
@@ -125,6 +126,26 @@ class Engine:
         ]
         return ForwardResult([each[0] for each in of_samples], [each[1] for each in of_samples] if entropy else [])
 
+    def scores(self, batch: Sequence[Datum]) -> list[float]:
+        """What a preference loss compares, such as `GroupMember.reference` wants it; no gradient, no dropout.
+
+        Args:
+            batch: Global; every sample with a `member`.
+
+        Returns:
+            For each sample, on every rank: the sum of the log-probabilities of its weighed tokens, in nats, or their
+            mean where loss.aggregation=seq-mean-token-mean.
+
+        Raises:
+            DataError: A sample does not fit the configuration, or is member of no group.
+        """
+        parts = self._built()
+        samples = self._batches.samples(batch)
+        plan = self._batches.plan(samples, len(batch))
+        model = (self.config, self._groups, parts.chunks, parts.optimizer)
+        found = sequence_scores(*model, self._batches.own(plan, samples, has_first=True), plan.num_microbatches)
+        return found.scores.tolist()
+
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
         """The frozen model alone inside the `with` block: `forward` and `evaluate` without the adapters' part.
@@ -150,7 +171,7 @@ class Engine:
     def forward_backward(
         self,
         batch: Sequence[Datum],
-        loss: LossFunction | str | None = None,
+        loss: AnyLoss | str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Adds the gradient of a batch, not divided by anything; several calls make one step.
@@ -222,7 +243,7 @@ class Engine:
     def evaluate(
         self,
         batches: Iterable[Sequence[Datum]],
-        loss: LossFunction | str | None = None,
+        loss: AnyLoss | str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> EvalResult:
         """The loss over some data, forward only: one sum over one sum, however the data are cut into batches.
@@ -239,8 +260,9 @@ class Engine:
         objective = self._objective_of(loss, options)
         model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
         totals = forward_totals(*model, self._batches.passes(batches, objective.extras), parts.teacher)
-        main = totals[MAIN_TERM]
-        return EvalResult(main.mean, main.denominator, {term: each.mean for term, each in totals.items()})
+        main = totals.terms[MAIN_TERM]
+        means = {term: each.mean for term, each in totals.terms.items()}
+        return EvalResult(main.mean, main.denominator, means, dict(totals.diagnostics))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, max_sequences: int = 64
@@ -402,7 +424,7 @@ class Engine:
         parts = self._built()
         return HfTensors(self.config, parts.chunks, parts.optimizer, self._groups, content)
 
-    def _objective_of(self, loss: LossFunction | str | None, options: Mapping[str, Any] | None) -> Objective:
+    def _objective_of(self, loss: AnyLoss | str | None, options: Mapping[str, Any] | None) -> Objective:
         if loss is None and options is None:
             return self._objective
         # options alone are those of the configuration's own function

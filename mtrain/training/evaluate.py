@@ -14,11 +14,11 @@ from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.loss_reduction import TermTotals, Totals
+from mtrain.mcore.engine.loss_reduction import Totals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
-from mtrain.training.forward import forward_totals
+from mtrain.training.forward import ForwardTotals, forward_totals
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,8 @@ def evaluate(
     return _record(config, totals, samples, step, time.perf_counter() - start)
 
 
-def _record(
-    config: Config, totals: Mapping[str, TermTotals], samples: ValidationSet, step: int, seconds: float
-) -> ValidRecord:
-    records = term_records(totals)
+def _record(config: Config, totals: ForwardTotals, samples: ValidationSet, step: int, seconds: float) -> ValidRecord:
+    records = term_records(totals.terms)
     return ValidRecord(
         step=step,
         valid_loss=records[MAIN_TERM].loss,
@@ -119,6 +117,7 @@ def _record(
         samples=samples.num_samples,
         seconds=seconds,
         terms=records,
+        diagnostics=totals.diagnostics,
         layout_dependent=config.is_layout_dependent,
     )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,20 @@ from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.schedule import run_forward
+from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.output.loss import OutputLoss, label_log_probs
+from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass
 from mtrain.training.totals import check_totals, planned_denominators
+
+
+class ForwardTotals(NamedTuple):
+    """A forward pass over some batches, the same on all ranks."""
+
+    terms: Mapping[str, TermTotals]
+    diagnostics: Mapping[str, float]
+    """As of `StepTotals`."""
 
 
 def forward_totals(
@@ -37,7 +45,7 @@ def forward_totals(
     objective: Objective,
     passes: Iterable[Sequence[Microbatch] | None],
     teacher: Teacher | None = None,
-) -> Mapping[str, TermTotals]:
+) -> ForwardTotals:
     """Every term of logits over some batches, forward only; those of routers belong to training.
 
     One all-reduce of a short vector at the end, beside megatron-core's own collectives.
@@ -65,23 +73,31 @@ def forward_totals(
     def accumulate(rows: Sequence[Microbatch], loss: OutputLoss) -> None:
         run_forward(chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
 
-    with _evaluating(chunks):
+    compared = PreferenceTotals()
+    with evaluating(chunks):
         for own in passes:
+            if objective.preference is not None:
+                found = preference_pass(config, groups, chunks, optimizer, objective.preference, own, count)
+                own, compared = found.batches, compared.plus(found.totals)
             # the plan is compared in validation too: a row that is counted twice shows here
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
+            if objective.preference is not None and len(terms) == 1:
+                continue  # all is known
             shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
             rows = slice_for_rank(shared, groups)
             accumulate(rows, OutputLoss(own, rows, config, groups, objective, teacher))
     totals = GlobalTotals(sums, groups).read(objective.coefficients).terms
+    if objective.preference is not None:
+        totals = compared.beside(totals)
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
-    return totals
+    return ForwardTotals(totals, compared.means)
 
 
 def num_microbatches(config: Config, groups: Groups) -> int | None:
     """Of a data-parallel rank in one step; None where rows are packed: what the step holds decides."""
     if config.data.packing is not None:
         return None
-    return groups.layout.num_microbatches(config.train.global_batch_size, config.train.micro_batch_size)
+    return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)
 
 
 @torch.no_grad()
@@ -125,19 +141,7 @@ def label_scores(
         if groups.counts_loss:  # else the same numbers were added once for each tensor-parallel rank
             found[:, own.start : own.stop, columns] = scores
 
-    with _evaluating(chunks):
+    with evaluating(chunks):
         run_forward(chunks, rows, take, config)
     dist.all_reduce(found)
     return found
-
-
-@contextlib.contextmanager
-def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Without dropout."""
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            chunk.train()

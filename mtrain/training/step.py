@@ -15,7 +15,8 @@ from mtrain.base.errors import BadStepError, ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
-from mtrain.loss.pair import LossPair
+from mtrain.loss.pair import MAIN_TERM, LossPair
+from mtrain.loss.preference.scores import preference_marks
 from mtrain.loss.scaling import check_factors
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
@@ -30,6 +31,7 @@ from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.forward import forward_totals, num_microbatches
 from mtrain.training.output.loss import OutputLoss
+from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass
 from mtrain.training.totals import check_totals, planned_denominators, token_counts
 
 
@@ -54,6 +56,8 @@ class OpenStep:
     """From the first pass on."""
     is_deferred: bool = False
     """Whether the gradients of the last pass are still those of each rank."""
+    preference: PreferenceTotals | None = None
+    """Where groups of sequences are compared."""
 
 
 class TrainingStep:
@@ -135,6 +139,8 @@ class TrainingStep:
         Raises:
             ConfigError: A second pass, where terms of other denominators need the whole global batch in the first.
         """
+        if objective.preference is not None:
+            batches = self._compare(step, batches, num_microbatches, objective)
         # on the host and from whole rows, so before anything is sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
@@ -175,6 +181,26 @@ class TrainingStep:
         # a rank that asked for no factor ends its part of the collective here, before it takes part in the next one
         factors.wait()
 
+    def _compare(
+        self,
+        step: OpenStep,
+        batches: Sequence[Microbatch] | None,
+        num_microbatches: int | None,
+        objective: Objective,
+    ) -> list[Microbatch] | None:
+        """The pass without a gradient that a preference loss needs first; what the second one is made with."""
+        assert objective.preference is not None
+        marks = preference_marks(objective.preference)
+        if step.preference is not None and marks is not None and marks.couples_groups:
+            raise ConfigError(
+                f"{objective.names[MAIN_TERM]} compares each answer with the whole batch; give the whole global batch "
+                "in one call"
+            )
+        model = (self._config, self._groups, self._chunks, self._optimizer)
+        found = preference_pass(*model, objective.preference, batches, num_microbatches)
+        step.preference = found.totals.plus(step.preference or PreferenceTotals())
+        return found.batches
+
     def reduce(self, step: OpenStep, stop_requested: bool = False) -> StepTotals:
         """Sums gradients and pairs over all ranks, and divides once. Collective over the world.
 
@@ -192,6 +218,9 @@ class TrainingStep:
         reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, local_grad_norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
+        if (compared := step.preference) is not None:
+            told = {**totals.diagnostics, **compared.means}
+            totals = replace(totals, terms=compared.in_place_of(totals.terms), sources=(), diagnostics=told)
         try:
             self.check(totals.terms)
         except BadStepError as error:

@@ -207,8 +207,19 @@ class SftSection(FilesSection):
     cache_check: Literal["stat", "content"] = "stat"
     """How a start finds that a file has not changed since it was tokenised: stat believes size, inode, mtime and ctime,
     content reads it."""
-    format: Literal["auto", "messages", "prompt_response", "text", "tokens", "sharegpt", "alpaca"] = "auto"
-    """What a line holds (docs/finetuning.md). auto tells messages, prompt with response, and input_ids apart."""
+    format: Literal[
+        "auto",
+        "messages",
+        "prompt_response",
+        "text",
+        "tokens",
+        "sharegpt",
+        "alpaca",
+        "preference",
+        "unpaired_preference",
+    ] = "auto"
+    """What a line holds (docs/finetuning.md). auto tells messages, prompt with response, and input_ids apart; where
+    loss.function compares answers, it is preference or unpaired_preference (docs/preference.md)."""
     chat_template: Annotated[str, bounds.PATH] = Field("auto", min_length=1)
     """For conversations: auto takes the template beside the tokenizer and refuses them where there is none; plain
     writes each message as "### role" and its content; else the name of one of several templates, or the path of a

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, rule
@@ -33,6 +33,12 @@ _OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "dual_clip": lambda value: value is None or (_is_number(value) and 1 < value < math.inf),
     "rollout_cap": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
     "estimator": lambda value: value in ("k1", "k2", "k3"),
+    "beta": lambda value: _is_number(value) and 0 < value < math.inf,
+    "gamma": lambda value: _is_number(value) and 0 <= value < math.inf,
+    "nll_coefficient": lambda value: _is_number(value) and 0 <= value < math.inf,
+    "desirable_weight": lambda value: _is_number(value) and 0 <= value < math.inf,
+    "undesirable_weight": lambda value: _is_number(value) and 0 <= value < math.inf,
+    "kl": lambda value: isinstance(value, bool),
 }
 _LEGAL_OPTIONS = {
     "label_smoothing": "a number from 0 to below 1",
@@ -43,8 +49,37 @@ _LEGAL_OPTIONS = {
     "dual_clip": "a number above 1, or null",
     "rollout_cap": "a number above 0, or null",
     "estimator": "k1, k2 or k3",
+    "beta": "a number above 0",
+    "gamma": "a number of at least 0",
+    "nll_coefficient": "a number of at least 0",
+    "desirable_weight": "a number of at least 0",
+    "undesirable_weight": "a number of at least 0",
+    "kl": "true or false",
 }
 """Options of this package's own loss functions; those of other functions are theirs to check."""
+
+
+class PreferenceForm(NamedTuple):
+    """What a preference loss of this package compares, as far as a configuration has to know."""
+
+    path: str
+    """`package.module:name`."""
+    compares: Literal["pairs", "answers"]
+    """pairs: a chosen and a rejected answer. answers: each alone, wanted or not."""
+    aggregation: Aggregation
+    """How the log-probabilities of an answer's tokens make its score, where loss.aggregation is not given."""
+
+
+PREFERENCE_LOSSES = {
+    "dpo": PreferenceForm("mtrain.loss.preference.dpo:dpo_loss", "pairs", "seq-mean-token-sum"),
+    "ipo": PreferenceForm("mtrain.loss.preference.ipo:ipo_loss", "pairs", "seq-mean-token-mean"),
+    "kto": PreferenceForm("mtrain.loss.preference.kto:kto_loss", "answers", "seq-mean-token-sum"),
+    "orpo": PreferenceForm("mtrain.loss.preference.orpo:orpo_loss", "pairs", "seq-mean-token-mean"),
+    "simpo": PreferenceForm("mtrain.loss.preference.simpo:simpo_loss", "pairs", "seq-mean-token-mean"),
+}
+"""Losses of groups of sequences by their names in the configuration."""
+SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
+"""Those that a preference loss can have: a mean over groups, of scores that are sums or means over tokens."""
 
 LOSS_FUNCTIONS = {
     "next_token": "mtrain.loss.functions.next_token:next_token_loss",
@@ -56,6 +91,7 @@ LOSS_FUNCTIONS = {
     "cispo": "mtrain.loss.functions.policy:cispo_loss",
     "kl": "mtrain.loss.functions.kl:kl_loss",
     "dft": "mtrain.loss.functions.dft:dft_loss",
+    **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
 """This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
 so a function may move to another module without becoming another run."""
@@ -96,6 +132,16 @@ class TermSection(Section):
     """The constant p of seq-mean-token-power: near 0 it is token-mean, near 1 seq-mean-token-mean."""
     empty_sequences: Literal["exclude", "include"] = "exclude"
     """Whether a sequence without loss tokens counts in the denominator of the seq-mean aggregations."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def scores_have_a_usual_aggregation(cls, given: Any) -> Any:
+        """What the paper of a preference loss has, where nothing is given."""
+        if not isinstance(given, Mapping) or given.get("aggregation") is not None:
+            return given
+        function = given.get("function")
+        form = PREFERENCE_LOSSES.get(function) if isinstance(function, str) else None
+        return given if form is None else {**given, "aggregation": form.aggregation}
 
     @rule
     def functions_are_known_by_name_or_module(self) -> str | None:
@@ -214,6 +260,42 @@ class LossSection(TermSection):
     whole: logits of all tokens at once."""
     allow_layout_dependent: bool = False
     """Permits what changes with the layout by its definition; every report of the run then says so."""
+
+    @property
+    def preference(self) -> PreferenceForm | None:
+        """What the main term compares; None where it is no preference loss of this package."""
+        return PREFERENCE_LOSSES.get(self.function)
+
+    @rule
+    def preferences_are_means_over_groups(self) -> str | None:
+        if self.preference is None:
+            return None
+        wrong = {
+            "aggregation": (self.aggregation, self.aggregation in SCORE_AGGREGATIONS),
+            "empty_sequences": (self.empty_sequences, self.empty_sequences == "exclude"),
+            "denominator": (self.denominator, self.denominator == "planned"),
+        }
+        needed = {
+            "aggregation": f"{' or '.join(SCORE_AGGREGATIONS)}: the sum or mean of an answer's tokens is its score",
+            "empty_sequences": "exclude: a group with an empty answer says nothing",
+            "denominator": "planned: it is the sum of the groups' weights",
+        }
+        lines = [
+            f"{key}={value} does not go with function={self.function}, which is a mean over groups; set {needed[key]}"
+            for key, (value, is_right) in wrong.items()
+            if not is_right
+        ]
+        return "\n".join(lines) or None
+
+    @rule
+    def preferences_are_the_main_term(self) -> str | None:
+        wrong = [name for name, term in self.side_terms.items() if term.function in PREFERENCE_LOSSES]
+        if not wrong:
+            return None
+        return (
+            f"side_terms.{wrong[0]}.function={self.side_terms[wrong[0]].function} compares groups of sequences, which "
+            "the main term alone can; make it loss.function, and the other one a side term"
+        )
 
     @rule
     def side_terms_need_a_planned_denominator(self) -> str | None:

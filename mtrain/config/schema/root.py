@@ -44,6 +44,16 @@ class Config(Section):
         return rules.row_width(self.train, self.data)
 
     @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that a sample of the data is made of: two where answers are compared, else one."""
+        return rules.sequences_per_sample(self.loss, self.data)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of a step, where it does not count packed rows."""
+        return self.train.global_batch_size * self.sequences_per_sample
+
+    @property
     def steps_count_rows(self) -> bool:
         """Whether train.global_batch_size is a number of packed rows, not of samples."""
         return self.data.packing is not None and self.data.packing.batch == "rows"
@@ -104,6 +114,10 @@ class Config(Section):
     @rule
     def adapters_fit_the_run(self) -> str | None:
         return None if self.adapter is None else _lines(adapters.broken_rules(self, self.adapter))
+
+    @rule
+    def preferences_fit_the_run(self) -> str | None:
+        return _lines(rules.preferences(self))
 
     @rule
     def the_sequence_divides_over_ranks(self) -> str | None:

@@ -69,10 +69,11 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
     for index in range(len(chunk)):
         leave_if_stopped(TOKENISING)
         try:
-            sample = encoder.encode(chunk.record(index))
-            if len(sample.ids) == 0:
+            found = encoder.encode(chunk.record(index))
+            of_record = found if isinstance(found, tuple) else (found,)
+            if any(len(sample.ids) == 0 for sample in of_record):
                 raise DataError("gives no token; remove it")
-            samples.append((chunk.first + index, sample))
+            samples += [(chunk.first + index, sample) for sample in of_record]
         except DataError as fault:
             bad.append((chunk.first + index, str(fault)))
     return encoded(chunk.file, chunk.first, len(chunk), samples, bad)

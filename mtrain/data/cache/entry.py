@@ -77,6 +77,12 @@ class TokenCache:
         """[samples]: tokens of each."""
         return np.diff(self._offsets)
 
+    @cached_property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """[samples]: tokens of each before the first one that counts something."""
+        first = self._run_offsets[:-1]
+        return np.where(self._run_weights[first] > 0, 0, self._run_lengths[first]).astype(np.int64)
+
     def read(self, index: int) -> TokenizedSample:
         """A sample, whole.
 

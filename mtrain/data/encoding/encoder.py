@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
@@ -12,6 +12,7 @@ from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
 from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, pair_parts, text_parts, tokenized
+from mtrain.data.encoding.preferences import PreferenceEncoder
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import Tokenizer, tokenizer_file
 
@@ -20,8 +21,8 @@ PLAIN = "plain"
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")
 
 
-def encoder_of(section: SftSection, tokenizer: Tokenizer) -> SampleEncoder:
-    """The encoder of finetuning records; cheap, so that each worker process may build its own.
+def encoder_of(section: SftSection, tokenizer: Tokenizer) -> RecordEncoder:
+    """The encoder of single sequences; cheap, so that each worker process may build its own.
 
     Args:
         section: `data.*`.
@@ -31,6 +32,23 @@ def encoder_of(section: SftSection, tokenizer: Tokenizer) -> SampleEncoder:
         DataError: A chat template is missing or damaged.
     """
     return RecordEncoder(section, tokenizer, chat_encoder(section, tokenizer))
+
+
+def source_encoder(
+    section: SftSection, tokenizer: Tokenizer, compares: Literal["pairs", "answers"] | None
+) -> SampleEncoder:
+    """The encoder of a source's records, as `encoder_of`.
+
+    Args:
+        section: `data.*`.
+        tokenizer: That of `data.tokenizer`.
+        compares: What a record holds where answers are compared; None: one sequence.
+
+    Raises:
+        DataError: A chat template is missing or damaged.
+    """
+    encoder = encoder_of(section, tokenizer)
+    return encoder if compares is None else PreferenceEncoder(encoder, compares, frozenset(section.ignore_keys))
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
@@ -93,17 +111,19 @@ class RecordEncoder:
             case "auto":
                 return self._of_any_form(record)
             case "messages":
-                return self._conversation(record)
+                return self.conversation(record)
             case "prompt_response":
-                return self._plain(pair_parts(record, self._ignored), record)
+                return self.pair(record)
             case "text":
                 return self._plain(text_parts(record, self._ignored), record)
             case "tokens":
                 return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
             case "sharegpt":
-                return self._conversation(sharegpt_as_messages(record, self._ignored))
+                return self.conversation(sharegpt_as_messages(record, self._ignored))
             case "alpaca":
-                return self._conversation(alpaca_as_messages(record, self._ignored))
+                return self.conversation(alpaca_as_messages(record, self._ignored))
+            case "preference" | "unpaired_preference":
+                raise AssertionError("records of several sequences have an encoder of their own")
             case _:
                 assert_never(self._section.format)
 
@@ -111,12 +131,17 @@ class RecordEncoder:
         if "messages" in record and ("prompt" in record or "response" in record):
             raise DataError("has messages beside prompt or response; keep one of the two forms")
         if "messages" in record:
-            return self._conversation(record)
+            return self.conversation(record)
         if "input_ids" in record:
             return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
-        return self._plain(pair_parts(record, self._ignored), record)
+        return self.pair(record)
 
-    def _conversation(self, record: dict[str, Any]) -> TokenizedSample:
+    def conversation(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of messages.
+
+        Raises:
+            DataError: They are none, or have no template.
+        """
         if self._chat is not None:
             return self._chat.encode(record)
         if self._section.chat_template != PLAIN:
@@ -128,6 +153,14 @@ class RecordEncoder:
         if "messages" not in record:
             raise DataError("has no 'messages'; a line needs messages, or another data.format")
         return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
+
+    def pair(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of a prompt and a response, both texts.
+
+        Raises:
+            DataError: They are none.
+        """
+        return self._plain(pair_parts(record, self._ignored), record)
 
     def _plain(self, parts: list[TextPart], record: dict[str, Any]) -> TokenizedSample:
         special = self._section.special_tokens_in_text

@@ -1,11 +1,15 @@
 """One training sample before it becomes a row, or a part of a row, of a batch."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mtrain.loss.preference.member import GroupMember
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,12 @@ class Sample:
     """Name -> [width]: what a loss function reads beside the weights, such as advantages; shifted as labels are."""
     source: int | None = None
     """Number in data.train, where it comes from a blend."""
+    member: GroupMember | None = None
+    """Its part in a group that a preference loss compares; None where sequences are judged by themselves."""
+
+    def as_member(self, member: GroupMember) -> Sample:
+        """The sample in a group."""
+        return replace(self, member=member)
 
     @property
     def width(self) -> int:

@@ -27,8 +27,8 @@ class SampleEncoder(Protocol):
     """Changes when tokenizer, template or an option would give other ids or weights for the same record, or
     would refuse it."""
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """A pure function of the record; may run in worker processes.
+    def encode(self, record: dict[str, Any]) -> TokenizedSample | tuple[TokenizedSample, ...]:
+        """One sequence, or several that are compared. A pure function of the record; may run in worker processes.
 
         Raises:
             DataError: The record is no sample of this form; says what is wrong, not where it lies.

@@ -151,7 +151,8 @@ class StepTotals:
     sources: tuple[Totals, ...] = ()
     """The main term by source of the blend; empty where there are not several, or the loss function does not tell."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """Means and maxima that loss functions report, by name; without those that no token counted for."""
+    """Means and maxima that loss functions report, and what a preference loss tells of its groups, by name; without
+    those that nothing counted for."""
 
     @property
     def loss(self) -> float:

@@ -119,6 +119,19 @@ def run_forward(
     _run(chunks, batches, consume, config, forward_only=True)
 
 
+@contextlib.contextmanager
+def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside the block the model has no dropout; blocks may lie in each other."""
+    before = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, was_training in zip(chunks, before):
+            chunk.train(was_training)
+
+
 def _run(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[Microbatch],

@@ -141,7 +141,7 @@ def _virtual_stages(num_layers: int, pp: int, num_microbatches: int) -> Iterator
 
 def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
     """cp, dp, micro-batch size and number of microbatches, by cp."""
-    batch, packed = config.train.global_batch_size, config.data.packing is not None
+    batch, packed = config.sequences_per_step, config.data.packing is not None
     sizes = _MICRO_BATCHES if config.train.tokens_per_micro_batch is None else (1,)
     both = num_gpus // shares.tp // shares.pp
     for cp in _divisors(both, config.row_width // 2):

@@ -38,8 +38,9 @@ class StepResult:
     applied: bool
     """False where nothing was learned: the batch had no loss tokens, or fp16 overflowed and lowered its loss scale."""
     diagnostics: dict[str, float] = field(default_factory=dict)
-    """What the loss functions report (docs/policy-losses.md), each over all tokens of the step: clip_fraction and the
-    like; of a side term `term/name`. Without those that no token counted for."""
+    """What the loss functions report (docs/policy-losses.md, docs/preference.md), each over all tokens or groups of the
+    step: clip_fraction, reward_accuracy and the like; of a side term `term/name`. Without those that nothing counted
+    for."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,5 @@ class EvalResult:
     denominator: float
     terms: dict[str, float]
     """Each term's mean, the main one (`main`) included."""
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    """As of `StepResult`."""

@@ -15,13 +15,12 @@ import numpy as np
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.encoding.encoder import PLAIN, encoder_of
+from mtrain.data.encoding.encoder import PLAIN, RecordEncoder, encoder_of
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.formats.recognise import FileKind
 from mtrain.data.formats.records import chunks
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.data.sources import Blended, Sources
 from mtrain.tokenizer import Tokenizer
 from mtrain.verify.core.samples import SamplePlan, hard_texts
@@ -138,7 +137,7 @@ def _lone_lines(tokens: TokenCache) -> Path | None:
     return file.path if file.kind is FileKind.LINES and not others else None
 
 
-def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: SampleEncoder) -> Text:
+def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: RecordEncoder) -> Text:
     """A record as a sample. The reference knows the plain forms; what a chat template makes of a record is its own
     affair, and is held to what transformers makes of it by the tests."""
     if _is_plain(found, data):

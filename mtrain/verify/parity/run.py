@@ -62,6 +62,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         DataError: the user's data cannot be read.
         MachineError: the device that was asked for is not there.
     """
+    _refuse_preferences(config)
     device, max_ranks = device_for(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
     plan = _plan(shrunk, config, request, progress)
@@ -84,6 +85,15 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
             diagnosed(layouts, check.first_module, ParityReport.text), own_functions(check.config.loss)
         ),
     )
+
+
+def _refuse_preferences(config: Config) -> None:
+    if config.sequences_per_sample > 1:
+        raise ConfigError(
+            f"verify parity has no reference of its own for loss.function={config.loss.function}, which compares whole "
+            "sequences (tests/parity holds it to TRL); verify the same configuration with loss.function=next_token and "
+            "data of another format, or the run with verify resume"
+        )
 
 
 def device_for(config: Config, max_ranks: int) -> tuple[str, int]:

@@ -1,0 +1,128 @@
+"""Records of preferences: pairs of answers, or answers that are judged alone.
+
+    pairs:    prompt, chosen, rejected; or chosen and rejected that begin alike, with the prompt inside
+    answers:  prompt, completion, label (true where the answer is wanted)
+
+Prompt and answers are texts, or lists of messages. These are the forms of TRL. Only answers are in the loss: in the
+prompt's own messages no answer counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any, Literal, Protocol, assert_never
+
+from mtrain.base.errors import DataError
+from mtrain.data.encoding.checks import check_keys, check_text
+from mtrain.data.samples.tokenized import TokenizedSample
+
+_SHARED_KEYS = frozenset({"weight", "tools", "chat_template_kwargs"})
+_PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS
+_ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
+_VERSION = 1
+"""Counts the changes of this module that give other tokens for the same record."""
+
+
+class _Encoders(Protocol):
+    """Of single sequences, as `RecordEncoder` has them."""
+
+    fingerprint: str
+
+    def conversation(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of messages."""
+
+    def pair(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of prompt and response."""
+
+
+class PreferenceEncoder:
+    """Makes the sequences of one record: chosen and rejected; or an answer, whose weight is negative where it is not
+    wanted."""
+
+    def __init__(self, encoders: _Encoders, compares: Literal["pairs", "answers"], ignored: Set[str]) -> None:
+        """
+        Args:
+            encoders: Of single sequences.
+            compares: What a record holds.
+            ignored: Unknown keys that are dropped on purpose.
+        """
+        self._encoders, self._compares, self._ignored = encoders, compares, ignored
+        self.fingerprint = f"{encoders.fingerprint} {compares} {_VERSION}"
+
+    def encode(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
+        """As `SampleEncoder` says."""
+        match self._compares:
+            case "pairs":
+                return self._pair(record)
+            case "answers":
+                return (self._answer(record),)
+            case _:
+                assert_never(self._compares)
+
+    def _pair(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
+        check_keys(record, _PAIR_KEYS, self._ignored)
+        given = {name: _answer(record, name) for name in ("chosen", "rejected")}
+        if isinstance(given["chosen"], str) != isinstance(given["rejected"], str):
+            raise DataError("'chosen' and 'rejected' must both be texts or both be lists of messages; fix one")
+        prompt = record.get("prompt")
+        if prompt is None:
+            prompt = _common(given["chosen"], given["rejected"])
+            given = {name: answer[len(prompt) :] for name, answer in given.items()}
+        return tuple(self._sequence(record, prompt, answer, name) for name, answer in given.items())
+
+    def _answer(self, record: dict[str, Any]) -> TokenizedSample:
+        check_keys(record, _ANSWER_KEYS, self._ignored)
+        label = record.get("label")
+        if not isinstance(label, bool):
+            raise DataError(f"'label' is {label!r}, but must be true (a wanted answer) or false; change it")
+        if record.get("prompt") is None:
+            raise DataError("has no 'prompt'; a line needs prompt, completion and label")
+        found = self._sequence(record, record["prompt"], _answer(record, "completion"), "completion")
+        # the sign tells the label, also that of a weight of 0: a cache holds nothing else beside the tokens
+        return replace(found, weight=math.copysign(found.weight, 1.0 if label else -1.0))
+
+    def _sequence(self, record: dict[str, Any], prompt: object, answer: Any, name: str) -> TokenizedSample:
+        if not answer:
+            raise DataError(f"{name!r} is empty behind the prompt, so there is nothing to compare; remove the line")
+        if isinstance(answer, str):
+            given = {"prompt": check_text(prompt, "'prompt'"), "response": answer, "weight": record.get("weight", 1.0)}
+            if named := next((key for key in ("tools", "chat_template_kwargs") if record.get(key)), None):
+                raise DataError(f"has {named!r}, which only messages can have; write the prompt as messages")
+            return self._encoders.pair(given)
+        if not isinstance(prompt, list):
+            raise DataError(f"{name!r} is a list of messages, but 'prompt' is none; write both alike")
+        shared = {key: record[key] for key in _SHARED_KEYS if key in record}
+        return self._encoders.conversation({"messages": [*map(_untrained, prompt), *answer], **shared})
+
+
+def _answer(record: dict[str, Any], name: str) -> Any:
+    if not isinstance(record.get(name), str | list):
+        raise DataError(f"{name!r} must be a text or a list of messages, but is {record.get(name)!r:.40}; write it")
+    return record[name]
+
+
+def _untrained(message: object) -> object:
+    """A message of the prompt: what an assistant says there is not judged."""
+    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+    return {**message, "train": False} if isinstance(message, dict) and is_answer else message
+
+
+def _common(chosen: Any, rejected: Any) -> Any:
+    """What two answers that hold their prompt begin with.
+
+    Raises:
+        DataError: They begin with nothing in common.
+    """
+    if isinstance(chosen, str):
+        count = next((place for place, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
+        prompt = chosen[: min(len(chosen), len(rejected)) if count is None else count]
+        # a blank belongs to the word behind it, as tokenizers have it
+        prompt = prompt[:-1] if prompt.endswith(" ") else prompt
+    else:
+        alike = [ours == theirs for ours, theirs in zip(chosen, rejected)]
+        prompt = chosen[: alike.index(False) if False in alike else len(alike)]
+    if not prompt:
+        raise DataError("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'; give it")
+    return prompt

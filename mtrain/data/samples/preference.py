@@ -1,0 +1,147 @@
+"""Pairs of answers, or answers with the mismatched sequences of KTO, as samples: two sequences each.
+
+Sequences 2 i and 2 i + 1 belong together. Of pairs these are the chosen and the rejected answer. Of answers that are
+judged alone, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another record, the one half a source
+away: a pure function of the file, where a batch's own neighbours would depend on how it is dealt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.data.cache.entry import TokenCache
+from mtrain.data.samples.sample import Sample, shifted
+from mtrain.data.samples.too_long import TooLong
+from mtrain.loss.preference.member import GroupMember, Role
+
+
+class PreferenceDataset:
+    """A part of a source's groups."""
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        numbers: range,
+        seq_length: int,
+        too_long: TooLong,
+        compares: Literal["pairs", "answers"],
+    ) -> None:
+        """
+        Args:
+            cache: Of the source: two sequences a pair, or one an answer.
+            numbers: The part of its groups that is used, counted from 0.
+            seq_length: Positions of a row.
+            too_long: What happens to a group with a sequence of more than seq_length + 1 tokens.
+            compares: What the groups are.
+
+        Raises:
+            DataError: A sequence is too long and has to be refused, or no group is left.
+        """
+        self.cache, self._seq_length, self._too_long, self._compares = cache, seq_length, too_long, compares
+        self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers
+        lengths = self._whole_lengths(np.repeat(self._groups, 2), np.tile([0, 1], len(self._groups))).reshape(-1, 2)
+        is_long = (lengths > seq_length + 1).any(axis=1)
+        self._num_long, self._num_groups = int(is_long.sum()), len(self._groups)
+        if self._num_long and too_long == "refuse":
+            first = int(self._groups[np.argmax(is_long)])
+            raise DataError(
+                f"{self._place_of(first)}: has {lengths[is_long][0].max()} tokens in a sequence, but data.seq_length="
+                f"{seq_length} takes {seq_length + 1} ({self._num_long} of {len(self._groups)} records are longer); "
+                "raise it, or set data.too_long to end, start or drop"
+            )
+        if too_long == "drop":
+            self._groups = self._groups[~is_long]
+        if not len(self._groups):
+            raise DataError(
+                f"{cache.files[0].path}: records {numbers.start + 1} to {numbers.stop} are none to train on "
+                f"({self._num_long} were left out as longer than {seq_length + 1} tokens); give more of them, another "
+                "data.split or a larger data.seq_length"
+            )
+        self.fingerprint = f"{cache.fingerprint}-{compares}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
+        self.references: NDArray[np.float64] | None = None
+        """[sequences]: scores under the reference model, once they are known."""
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return 2 * len(self._groups)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Sequence `index`; the same in every epoch.
+
+        Raises:
+            DataError: Its tokens in the cache are damaged.
+        """
+        place, second = divmod(index, 2)
+        group = int(self._groups[place])
+        ids, weights, weight, role = self._sequence(group, second)
+        start, end = self._bounds(len(ids))
+        reference = None if self.references is None else float(self.references[index])
+        sample = shifted(ids[start:end].astype(np.int64), weights[start + 1 : end].astype(np.float64), weight)
+        return sample.as_member(GroupMember(place, role, reference))
+
+    def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: positions that sequences take in rows, without reading them; at least 1."""
+        lengths = self._whole_lengths(self._groups[indices // 2], indices % 2)
+        widths: NDArray[np.int64] = np.maximum(1, np.minimum(lengths, self._seq_length + 1) - 1)
+        return widths
+
+    def place(self, index: int) -> str:
+        """File and number of the record that a sequence comes from."""
+        return self._place_of(int(self._groups[index // 2]))
+
+    def notes(self) -> Iterator[str]:
+        """Lines for the user on what is not trained as it stands in the files."""
+        if not self._num_long:
+            return
+        what = "left out whole" if self._too_long == "drop" else f"cut at the {self._too_long}"
+        yield (
+            f"{self.cache.files[0].path}: {self._num_long:,} of {self._num_groups:,} records have a sequence of more "
+            f"than {self._seq_length + 1} tokens: {what}"
+        )
+
+    def _bounds(self, length: int) -> tuple[int, int]:
+        most = self._seq_length + 1
+        return (max(0, length - most), length) if self._too_long == "start" else (0, min(length, most))
+
+    def _others(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: whose answers stand in the mismatched sequences of groups."""
+        first, count = self._numbers.start, len(self._numbers)
+        others: NDArray[np.int64] = first + (groups - first + count // 2) % count
+        return others
+
+    def _whole_lengths(self, groups: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+        lengths = self.cache.lengths
+        match self._compares:
+            case "pairs":
+                of_pairs: NDArray[np.int64] = lengths[2 * groups + second]
+                return of_pairs
+            case "answers":
+                prompts, other = self.cache.prompt_lengths, self._others(groups)
+                mismatched: NDArray[np.int64] = prompts[groups] + lengths[other] - prompts[other]
+                found: NDArray[np.int64] = np.where(second == 0, lengths[groups], mismatched)
+                return found
+            case _:
+                assert_never(self._compares)
+
+    def _sequence(self, group: int, second: int) -> tuple[NDArray[np.int32], NDArray[np.float32], float, Role]:
+        """Ids, what each counts, what the sequence counts, and its role."""
+        if self._compares == "pairs":
+            found = self.cache.read(2 * group + second)
+            return found.ids, found.loss_weights, found.weight, "rejected" if second else "chosen"
+        found = self.cache.read(group)
+        if not second:
+            role: Role = "rejected" if np.signbit(found.weight) else "chosen"
+            return found.ids, found.loss_weights, abs(found.weight), role
+        (number,) = self._others(np.array([group])).tolist()
+        other, begin = self.cache.read(number), int(self.cache.prompt_lengths[number])
+        prompt = int(self.cache.prompt_lengths[group])
+        ids = np.concatenate([found.ids[:prompt], other.ids[begin:]])
+        return ids, np.concatenate([found.loss_weights[:prompt], other.loss_weights[begin:]]), 1.0, "mismatched"
+
+    def _place_of(self, group: int) -> str:
+        return self.cache.place(2 * group if self._compares == "pairs" else group)

@@ -1,0 +1,187 @@
+"""The contract of a preference loss: a function of the scores of all sequences of a global batch.
+
+A score is the sum (loss.aggregation=seq-mean-token-sum) or the mean (seq-mean-token-mean) of the log-probabilities of a
+sequence's loss tokens. A forward pass finds the scores of the whole batch, wherever the sequences lie; the loss is then
+a function of a few short float64 vectors, the same on every rank, and so is its derivative by each score. A second
+pass through the model multiplies each token by the derivative of its sequence, which is the exact gradient
+(`mtrain/training/preferences/scoring_pass.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.loss.preference.member import ROLES, Role
+
+SUM_AND_SUM = tuple[Tensor, Tensor]
+"""A diagnostic: what is added up over the batch, and what the sum is divided by; scalars."""
+
+
+class PreferenceValue(NamedTuple):
+    """What a preference loss makes of a batch; pairs of sums, as every loss."""
+
+    numerator: Tensor
+    """float64 scalar with a graph: sum of weight x loss."""
+    shares: Tensor
+    """[sequences] float64: what each sequence adds to the denominator."""
+    diagnostics: dict[str, SUM_AND_SUM]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Some of the sequences; [n] float64 each."""
+
+    index: Tensor
+    """int64: their places among all."""
+    scores: Tensor
+    """With a graph."""
+    reference: Tensor
+    """Scores under the reference model; 0 where the loss needs none."""
+    lengths: Tensor
+    """Sum of the token weights."""
+    weights: Tensor
+
+    @property
+    def ratios(self) -> Tensor:
+        """Log of the likelihood ratio to the reference model."""
+        return self.scores - self.reference
+
+
+class Pairs(NamedTuple):
+    """A chosen and a rejected answer each; [pairs]."""
+
+    chosen: Answers
+    rejected: Answers
+
+    @property
+    def weights(self) -> Tensor:
+        """What each pair counts."""
+        return self.chosen.weights
+
+
+@dataclass(frozen=True)
+class ScoredSequences:
+    """All sequences of a global batch, in the order of their slots; the same on all ranks. [sequences] each."""
+
+    scores: Tensor
+    """float64, to be differentiated."""
+    reference: Tensor
+    """float64; nan where a sequence has none."""
+    lengths: Tensor
+    """float64: sum of the token weights; 0 where a sequence has no loss token."""
+    weights: Tensor
+    """float64: of the samples."""
+    groups: Tensor
+    """int64."""
+    roles: Tensor
+    """int64, places in `ROLES`."""
+
+    def of(self, role: Role) -> Answers:
+        """The sequences of a role that have a loss token and a weight."""
+        return self._at(torch.nonzero(self._counts & (self.roles == ROLES.index(role))).flatten())
+
+    def pairs(self) -> Pairs:
+        """Chosen and rejected of every group, ordered by group. A pair in which one answer has no loss token, or whose
+        weight is 0, is left out.
+
+        Raises:
+            DataError: A group is not one chosen and one rejected sequence of the same weight.
+        """
+        chosen, rejected = (self._by_group(role) for role in ("chosen", "rejected"))
+        if not torch.equal(self.groups[chosen], self.groups[rejected]) or len(set(self.groups[chosen].tolist())) < len(
+            chosen
+        ):
+            self._refuse_incomplete(chosen, rejected)
+        if not torch.equal(self.weights[chosen], self.weights[rejected]):
+            group = int(self.groups[chosen][self.weights[chosen] != self.weights[rejected]][0])
+            raise agreed_fault(f"the two sequences of group {group} have other weights; give both that of the pair")
+        whole = self._counts[chosen] & self._counts[rejected]
+        return Pairs(self._at(chosen[whole]), self._at(rejected[whole]))
+
+    def value_of_pairs(self, losses: Tensor, pairs: Pairs, rewards: tuple[Tensor, Tensor]) -> PreferenceValue:
+        """The mean of the pairs' losses by weight, with the usual diagnostics.
+
+        Args:
+            losses: [pairs] float64.
+            pairs: As `pairs` gave them.
+            rewards: [pairs] each: of the chosen and of the rejected answers, for the diagnostics.
+        """
+        weights = pairs.weights
+        chosen, rejected = (each.detach() for each in rewards)
+        seen = {
+            "reward_margin": chosen - rejected,
+            "reward_accuracy": (chosen > rejected).double(),
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+        shares = torch.zeros_like(self.weights).index_put((pairs.chosen.index,), weights)
+        sums = {name: ((weights * values).sum(), weights.sum()) for name, values in seen.items()}
+        return PreferenceValue((weights * losses).sum(), shares, sums)
+
+    @property
+    def _counts(self) -> Tensor:
+        return (self.lengths > 0) & (self.weights > 0)
+
+    def _at(self, index: Tensor) -> Answers:
+        # a missing reference is nan, and refused before any loss is computed that needs it
+        reference = self.reference[index].nan_to_num(nan=0.0)
+        return Answers(index, self.scores[index], reference, self.lengths[index], self.weights[index])
+
+    def _by_group(self, role: Role) -> Tensor:
+        index = torch.nonzero(self.roles == ROLES.index(role)).flatten()
+        return index[torch.argsort(self.groups[index], stable=True)]
+
+    def _refuse_incomplete(self, chosen: Tensor, rejected: Tensor) -> None:
+        ours, theirs = self.groups[chosen].tolist(), self.groups[rejected].tolist()
+        wrong = next(group for group in sorted({*ours, *theirs}) if ours.count(group) != 1 or theirs.count(group) != 1)
+        raise agreed_fault(
+            f"group {wrong} has {ours.count(wrong)} chosen and {theirs.count(wrong)} rejected sequences, but a pair is "
+            "one of each; give both in the same call, each group with a number of its own"
+        )
+
+
+def agreed_fault(message: str) -> DataError:
+    """Of vectors that are the same on all ranks."""
+    error = DataError(message)
+    error.on_every_rank = True
+    return error
+
+
+PreferenceLoss = Callable[[ScoredSequences], PreferenceValue]
+Function = TypeVar("Function", bound=Callable[..., PreferenceValue])
+
+
+class PreferenceMarks(NamedTuple):
+    """What a run has to know of a preference loss."""
+
+    needs_reference: bool
+    couples_groups: bool
+    """Whether the loss of a group depends on the other groups of the batch."""
+
+
+def preference_loss(needs_reference: bool, couples_groups: bool = False) -> Callable[[Function], Function]:
+    """Marks a function (ScoredSequences, **options) -> PreferenceValue as a loss of whole sequences.
+
+    Args:
+        needs_reference: Whether it compares with a reference model.
+        couples_groups: Whether the loss of a group depends on the others of its batch; a step is then one call of
+            `Engine.forward_backward`.
+    """
+
+    def mark(function: Function) -> Function:
+        function.__dict__["preference_marks"] = PreferenceMarks(needs_reference, couples_groups)
+        return function
+
+    return mark
+
+
+def preference_marks(function: Callable[..., Any]) -> PreferenceMarks | None:
+    """Those of a function, with or without bound options; None where it is no preference loss."""
+    marks: PreferenceMarks | None = getattr(getattr(function, "func", function), "preference_marks", None)
+    return marks

@@ -1,0 +1,164 @@
+"""Scores of the reference model: computed once, before the first step, and kept in the run folder.
+
+The reference is the model that the run begins from; with adapters the frozen model without them. So a start that goes
+on does not need it any more: it reads the scores, and trains on them bit for bit as before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch
+from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
+from mtrain.data.sources import HeldOut
+from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.adapters.adapter import adapters_off
+from mtrain.runs.folder import RunFolder
+from mtrain.training.forward import num_microbatches
+from mtrain.training.preferences.scoring_pass import sequence_scores
+from mtrain.training.resume import initialize, say
+
+_FORMAT = 1
+"""Counts the changes of this module that make other scores of the same sequences."""
+
+
+class _Source(NamedTuple):
+    """What the first rank knows of a source, for ranks that read no data."""
+
+    fingerprint: str
+    num_sequences: int
+    num_passes: int
+
+
+def use_references(
+    config: Config,
+    folder: RunFolder,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    loss: PreferenceLoss | None,
+    loader: StepLoader | None,
+) -> None:
+    """Gives every sequence of the data its score under the reference model. Collective over the world.
+
+    What is not in the run folder yet is computed from the weights that a run begins from, which are loaded for it.
+
+    Args:
+        config: Of the run.
+        folder: Gets the scores.
+        groups: The process groups.
+        chunks: This rank's model chunks, before anything is loaded into them.
+        optimizer: Theirs.
+        loss: What is minimised; nothing is done where it is None or needs no reference.
+        loader: Of the data; None on ranks that do not read any.
+
+    Raises:
+        DataError: Kept scores are damaged, or the weights to start from cannot be loaded.
+        MachineError: The disk refuses.
+    """
+    marks = None if loss is None else preference_marks(loss)
+    if marks is None or not marks.needs_reference:
+        return
+    sources = on_first_rank(lambda: _sources(loader))
+    paths = [_path(folder, source, config) for source in sources]
+    missing = on_first_rank(lambda: [number for number, path in enumerate(paths) if not path.exists()])
+    if missing:
+        initialize(config, groups, list(chunks), optimizer)
+        if groups.rank == 0:
+            count = sum(sources[number].num_sequences for number in missing)
+            say(f"scoring {count:,} sequences under the reference model, once for the run")
+        with nullcontext() if config.adapter is None else adapters_off(chunks):
+            for number in missing:
+                _score(config, groups, chunks, optimizer, loader, sources[number], paths[number])
+    on_all_ranks(lambda: _read(loader, sources, paths))
+
+
+def _sources(loader: StepLoader | None) -> list[_Source]:
+    assert loader is not None, "the first rank reads data"
+    size = loader.num_slots
+    return [
+        _Source(fingerprint, len(source), -(-len(source) // size)) for fingerprint, source in loader.preferences.items()
+    ]
+
+
+def _path(folder: RunFolder, source: _Source, config: Config) -> Path:
+    """Named by all that decides the scores: sequences, what makes a score of one, the model and where it begins."""
+    start = [config.model.model_dump_json(), config.checkpoint.initialize_from, config.train.seed]
+    decisive = json.dumps([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
+    return folder.references / f"{hashlib.sha256(decisive.encode()).hexdigest()[:32]}.npy"
+
+
+def _score(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    loader: StepLoader | None,
+    source: _Source,
+    path: Path,
+) -> None:
+    """Scores all sequences of a source, in passes of as many as a step has."""
+    found = np.full(source.num_sequences, np.nan)
+    count, size = num_microbatches(config, groups), config.sequences_per_step
+    for number, own in enumerate(_passes(config, groups, loader, source)):
+        scored = sequence_scores(config, groups, chunks, optimizer, own, count)
+        found[np.array(scored.slots, np.int64) + number * size] = scored.scores.cpu().numpy()
+    on_first_rank(lambda: _write(path, found))
+
+
+def _passes(
+    config: Config, groups: Groups, loader: StepLoader | None, source: _Source
+) -> Iterator[list[Microbatch] | None]:
+    if loader is None:
+        yield from [None] * source.num_passes
+        return
+    rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
+    yield from HeldOutBatches(rows, HeldOut([loader.preferences[source.fingerprint]], None)).batches()
+
+
+def _write(path: Path, found: NDArray[np.float64]) -> None:
+    with disk_faults(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        np.save(content, found)
+        # the digest goes in front, so that a flipped bit is noticed
+        with replacing(path) as new:
+            new.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+
+
+def _read(loader: StepLoader | None, sources: Sequence[_Source], paths: Sequence[Path]) -> None:
+    """Hands the scores to the data that this rank reads."""
+    if loader is None:
+        return
+    digests = []
+    for source, path in zip(sources, paths):
+        try:
+            content = path.read_bytes()
+        except OSError as fault:
+            raise DataError(
+                f"{path} cannot be read: {fault.strerror or fault}; all ranks need the run folder"
+            ) from fault
+        digest, array = content[:32], content[32:]
+        if hashlib.sha256(array).digest() != digest:
+            raise DataError(
+                f"{path} holds other scores of the reference model than were written; remove it, and it is made again "
+                "from the weights that the run began from"
+            )
+        loader.preferences[source.fingerprint].references = np.load(io.BytesIO(array), allow_pickle=False)
+        digests.append(digest.hex()[:16])
+    loader.name_references(digests)

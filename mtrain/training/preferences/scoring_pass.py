@@ -1,0 +1,252 @@
+"""The first of the two passes of a preference loss: scores of all sequences, the loss, its derivative by each score.
+
+What a pair's loss is depends on two sequences, which may lie in other rows, microbatches and data-parallel ranks. So a
+forward pass without a gradient finds every sequence's score, one all-reduce shows all ranks the scores of the whole
+batch, and each rank computes loss and derivatives from them, to the same bits. The second pass is an ordinary one,
+in which a token's weight is multiplied by the derivative of its sequence. Both passes see the same weights and no
+dropout, so the gradient is exact under any layout, packing and micro-batch size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.data.batch import Microbatch, PlacedMember
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.loss.preference.member import ROLES
+from mtrain.loss.preference.scores import PreferenceLoss, ScoredSequences, agreed_fault, preference_marks
+from mtrain.loss.sequences import PackedSequences, sum_by_sequence
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.loss_reduction import TermTotals
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.schedule import evaluating, run_forward
+from mtrain.mcore.model.output_layer import Logits
+from mtrain.training.output.loss import label_log_probs
+
+
+@dataclass(frozen=True)
+class PreferenceTotals:
+    """A preference loss over some global batches, the same on all ranks; they add up."""
+
+    numerator: float = 0.0
+    """Sum of weight x loss."""
+    denominator: float = 0.0
+    """Sum of the weights."""
+    diagnostics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By name: sum, and what it is divided by."""
+
+    def plus(self, other: PreferenceTotals) -> PreferenceTotals:
+        """Of both."""
+        sums = dict(self.diagnostics)
+        for name, (numerator, denominator) in other.diagnostics.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + numerator, before[1] + denominator)
+        return PreferenceTotals(self.numerator + other.numerator, self.denominator + other.denominator, sums)
+
+    def in_place_of(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
+        """The terms of a step with the value of the loss, where the second pass had one that only shares its gradient.
+
+        Denominators stay as that pass measured them.
+        """
+        return {**terms, MAIN_TERM: replace(terms[MAIN_TERM], numerator=self.numerator)}
+
+    def beside(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
+        """The terms of an evaluation, where the first pass alone sees the main one."""
+        main = replace(terms[MAIN_TERM], numerator=self.numerator, denominator=self.denominator)
+        return {**terms, MAIN_TERM: main}
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Each diagnostic as sum over sum; those without anything to divide by are left out."""
+        return {name: one / other for name, (one, other) in self.diagnostics.items() if other}
+
+
+class PreferencePass(NamedTuple):
+    """What the first pass has found."""
+
+    batches: list[Microbatch] | None
+    """For the second one; None on ranks that do not read data."""
+    totals: PreferenceTotals
+
+
+_COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role")
+"""Of the table that all ranks fill together, a line a slot of the global batch; the group is -1 where there is none."""
+
+
+@dataclass(frozen=True)
+class SlotScores(ScoredSequences):
+    """The sequences of a batch, with the slot of each."""
+
+    slots: tuple[int, ...]
+
+
+def preference_pass(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    loss: PreferenceLoss,
+    batches: Sequence[Microbatch] | None,
+    num_microbatches: int | None,
+) -> PreferencePass:
+    """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
+
+    Beside megatron-core's own collectives one all-reduce of one number, and one of eight numbers a sequence.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        chunks: This rank's model chunks, without dropout.
+        optimizer: Completes the parameters first.
+        loss: What is minimised.
+        batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
+        num_microbatches: As for `broadcast_batches`.
+
+    Raises:
+        DataError: A sequence is no member of a group, a group is not complete, or a reference score is missing.
+    """
+    found = sequence_scores(config, groups, chunks, optimizer, batches, num_microbatches)
+    marks = preference_marks(loss)
+    if marks is not None and marks.needs_reference:
+        _check_references(found)
+    with torch.enable_grad():
+        scores = found.scores.requires_grad_()
+        value = loss(replace(found, scores=scores))
+        (derivatives,) = torch.autograd.grad(value.numerator, scores, allow_unused=True)
+    if derivatives is None:
+        derivatives = torch.zeros_like(scores)
+    diagnostics = {name: (float(one), float(other)) for name, (one, other) in value.diagnostics.items()}
+    totals = PreferenceTotals(value.numerator.item(), value.shares.sum().item(), diagnostics)
+    if batches is None:
+        return PreferencePass(None, totals)
+    of_slot = dict(zip(found.slots, zip(derivatives.tolist(), value.shares.tolist())))
+    return PreferencePass([_weighed(batch, of_slot) for batch in batches], totals)
+
+
+def sequence_scores(
+    config: Config,
+    groups: Groups,
+    chunks: Sequence[Any],
+    optimizer: Optimizer,
+    batches: Sequence[Microbatch] | None,
+    num_microbatches: int | None,
+) -> SlotScores:
+    """The score of every sequence of a global batch under the weights as they are; the same on all ranks.
+
+    Takes what `preference_pass` takes.
+
+    Raises:
+        DataError: A sequence is member of no group.
+    """
+    optimizer.gather_parameters()
+    own = [] if batches is None else list(batches)
+    # ranks that receive their rows know neither how many sequences there are nor which they hold
+    size = torch.tensor(max((each.slot + 1 for batch in own for each in _present(batch)), default=0))
+    size = size.to(groups.device)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX)
+    table = torch.zeros(int(size), len(_COLUMNS), dtype=torch.float64, device=groups.device)
+    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
+    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]
+    numbers = itertools.count()
+
+    def take(logits: Logits, batch: Microbatch) -> None:
+        sums = _sums(label_log_probs(logits, batch, config, groups)[0], batch)
+        number = next(numbers)
+        # else the same numbers were added once for each tensor-parallel rank
+        if groups.counts_loss:
+            members = own[number].members
+            places = [place for place, member in enumerate(members) if member is not None]
+            table[[member.slot for member in members if member is not None], 0] += sums[places]
+
+    with torch.no_grad(), evaluating(chunks):
+        run_forward(chunks, rows, take, config)
+    if groups.counts_plan:
+        for each in (member for batch in own for member in _present(batch)):
+            # where this rank has found its score already, it is added to 0
+            table[each.slot] += torch.tensor(_line_of(each), dtype=torch.float64, device=groups.device)
+    dist.all_reduce(table)
+    found = _read(table)
+    _check_members(found)
+    return found
+
+
+def _present(batch: Microbatch) -> list[PlacedMember]:
+    return [each for each in batch.members if each is not None]
+
+
+def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
+    """[num_sequences] float64: this rank's part of each score."""
+    weights = batch.weights[MAIN_TERM]
+    # where, not a product: what a masked token says may be inf
+    kept = torch.where(weights != 0, log_probs.double() * weights.double(), 0.0)
+    if batch.sequence_ids is None:
+        return kept.sum(dim=1)
+    return sum_by_sequence(kept, PackedSequences(batch.sequence_ids, batch.num_sequences))
+
+
+def _line_of(placed: PlacedMember) -> list[float]:
+    """All but the score."""
+    member = placed.member
+    reference = None if member is None else member.reference
+    group, role = (-1, 0) if member is None else (member.group, ROLES.index(member.role))  # exact below 2^53
+    return [0.0, 1.0, reference or 0.0, float(reference is not None), placed.length, placed.weight, group, role]
+
+
+def _read(table: Tensor) -> SlotScores:
+    slots = torch.nonzero(table[:, _COLUMNS.index("is_there")]).flatten()
+    found = dict(zip(_COLUMNS, table[slots].unbind(1), strict=True))
+    return SlotScores(
+        scores=found["score"],
+        reference=torch.where(found["has_reference"] > 0, found["reference"], torch.nan),
+        lengths=found["length"],
+        weights=found["weight"],
+        groups=found["group"].long(),
+        roles=found["role"].long(),
+        slots=tuple(slots.tolist()),
+    )
+
+
+def _check_members(found: SlotScores) -> None:
+    alone = torch.nonzero(found.groups < 0).flatten().tolist()
+    if alone:
+        raise agreed_fault(
+            f"sample {found.slots[alone[0]]} of the batch belongs to no group, but the loss compares sequences of "
+            "groups; give Datum.member, or data of chosen and rejected answers"
+        )
+
+
+def _check_references(found: SlotScores) -> None:
+    missing = torch.nonzero(~found.reference.isfinite()).flatten().tolist()
+    if missing:
+        raise agreed_fault(
+            f"sample {found.slots[missing[0]]} of the batch has no finite reference score, but the loss compares with "
+            "a reference model; give GroupMember.reference, as Engine.scores of that model gives it"
+        )
+
+
+def _weighed(batch: Microbatch, of_slot: Mapping[int, tuple[float, float]]) -> Microbatch:
+    """The batch whose main term has the gradient of the loss, and its denominator."""
+    nothing = (0.0, 0.0)
+    known = [nothing if each is None else of_slot[each.slot] for each in batch.members]
+    derivatives, shares = torch.tensor(known, dtype=torch.float64).unbind(1)
+    ids = batch.sequence_ids
+    if ids is None:
+        ids = torch.arange(len(batch.tokens)).unsqueeze(1).expand(batch.tokens.shape)
+    # the first position of each sequence carries its share, as everywhere
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    weights = batch.weights[MAIN_TERM].double() * derivatives[ids]
+    return replace(
+        batch,
+        weights=batch.weights | {MAIN_TERM: weights.float()},
+        denominator_weights=batch.denominator_weights | {MAIN_TERM: torch.where(is_first, shares[ids], 0.0)},
+    )

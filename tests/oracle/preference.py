@@ -1,0 +1,147 @@
+"""TRL's own losses of preferences, under a model that is given as a function of token ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+LogitsOf = Callable[[Tensor], Tensor]
+"""[batch, tokens] ids -> [batch, tokens, vocab] float64 logits, with a graph."""
+
+
+class Answer(NamedTuple):
+    """A prompt with its answer."""
+
+    ids: Sequence[int]
+    mask: Sequence[int]
+    """1 for each token of the answer."""
+
+
+class Trl:
+    """Its trainers without a trainer: what their loss functions read of `self`."""
+
+    def __init__(self, model: LogitsOf, reference: LogitsOf) -> None:
+        self._model, self._reference = model, reference
+
+    def pairs(self, kind: str, chosen: Sequence[Answer], rejected: Sequence[Answer], **options: Any) -> Tensor:
+        """The loss of a batch of pairs: dpo (`loss_types` of DPOTrainer), orpo or simpo."""
+        loss: Tensor = getattr(self, f"_{kind}")(chosen, rejected, **options)
+        return loss
+
+    def _dpo(self, chosen: Sequence[Answer], rejected: Sequence[Answer], **options: Any) -> Tensor:
+        from trl.trainer.dpo_trainer import DPOTrainer
+
+        trainer = _stand_in(
+            ld_alpha=None,
+            precompute_ref_logps=False,
+            ref_model=_scorer(self._reference),
+            f_divergence_type="reverse_kl",
+            loss_weights=[1.0],
+            use_weighting=False,
+            **options,
+        )
+        loss: Tensor = DPOTrainer._compute_loss(trainer, _scorer(self._model), _batch([*chosen, *rejected]), False)
+        return loss
+
+    def _orpo(self, chosen: Sequence[Answer], rejected: Sequence[Answer], beta: float) -> Tensor:
+        """With the likelihood of the answers alone, pair by pair; TRL adds that of the prompts."""
+        from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+        ours, theirs = (_means(self._model, each, ORPOTrainer) for each in (chosen, rejected))
+        # it rounds scores to float32, here and in no other loss
+        kept, Tensor.float = Tensor.float, Tensor.double  # type: ignore[method-assign]
+        try:
+            ratio = ORPOTrainer.odds_ratio_loss(_stand_in(beta=beta), ours, theirs)[0]
+        finally:
+            Tensor.float = kept  # type: ignore[method-assign]
+        loss: Tensor = (-ours - ratio).mean()
+        return loss
+
+    def _simpo(self, chosen: Sequence[Answer], rejected: Sequence[Answer], **options: Any) -> Tensor:
+        from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+        trainer = _stand_in(alpha=0.0, loss_type="simpo", **options)
+        ours, theirs = (_means(self._model, each, CPOTrainer) for each in (chosen, rejected))
+        loss: Tensor = CPOTrainer.cpo_loss(trainer, ours, theirs)[0].mean()
+        return loss
+
+    def kto(
+        self, answers: Sequence[Answer], labels: Sequence[bool], mismatched: Sequence[Answer], **options: Any
+    ) -> Tensor:
+        """The loss of a batch of answers, of KTOTrainer."""
+        from trl.trainer.kto_trainer import KTOTrainer
+
+        trainer = _stand_in(
+            calculate_KL=True,
+            precompute_ref_logps=False,
+            ref_model=_scorer(self._reference),
+            loss_type="kto",
+            **options,
+        )
+        trainer._compute_kl_logps = lambda model, batch: KTOTrainer._compute_kl_logps(trainer, model, batch)
+        moved = {f"KL_{name}": value for name, value in _batch(mismatched).items()}
+        batch = _batch(answers) | moved | {"label": torch.tensor(labels)}
+        loss: Tensor = KTOTrainer._compute_loss(trainer, _scorer(self._model), batch, False)
+        return loss
+
+
+def _stand_in(**options: Any) -> Any:
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda x: x
+    )
+    metrics = {"train": _Lists(), "eval": _Lists()}
+    known = {"accelerator": accelerator, "_metrics": metrics, "_total_train_tokens": 0, "_tp_size": 1}
+    args = SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None)
+    model = torch.nn.Module()
+    model.is_gradient_checkpointing = False  # type: ignore[assignment]
+    return SimpleNamespace(aux_loss_enabled=False, args=args, model=model, **known, **options)
+
+
+class _Lists(dict[str, list[float]]):
+    def __missing__(self, name: str) -> list[float]:
+        return self.setdefault(name, [])
+
+
+def _batch(answers: Sequence[Answer]) -> dict[str, Tensor]:
+    size = max(len(each.ids) for each in answers)
+
+    def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([[*row, *[0] * (size - len(row))] for row in rows])
+
+    return {
+        "input_ids": padded([each.ids for each in answers]),
+        "attention_mask": padded([[1] * len(each.ids) for each in answers]),
+        "completion_mask": padded([each.mask for each in answers]),
+    }
+
+
+def _scorer(model: LogitsOf) -> Any:
+    """What TRL patches a causal model to be: its outputs have log-probabilities of the labels."""
+
+    def forward(input_ids: Tensor, labels: Tensor, **ignored: Any) -> Any:
+        log_probs, nothing = _of_labels(model, input_ids, labels), torch.zeros(labels.shape)[:, 1:]
+        return SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing > 0)
+
+    scorer = torch.nn.Module()
+    scorer.forward = forward
+    return scorer
+
+
+def _of_labels(model: LogitsOf, ids: Tensor, labels: Tensor) -> Tensor:
+    """[batch, tokens - 1]: 0 where there is no label."""
+    likely = model(ids)[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels[:, 1:] >= 0, likely, 0.0)
+
+
+def _means(model: LogitsOf, answers: Sequence[Answer], trainer: Any) -> Tensor:
+    batch = _batch(answers)
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    means: Tensor = trainer.get_batch_logps(model(batch["input_ids"]), labels, average_log_prob=True)
+    return means

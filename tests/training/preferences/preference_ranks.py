@@ -1,0 +1,60 @@
+"""What ranks do in the tests of preference losses under `Engine`; the functions for `Pool.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mtrain import Datum, Engine, EvalResult, MtrainError, StepResult
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from tests.training.engine_ranks import free
+
+
+class Seen(NamedTuple):
+    """What a rank has seen; the same on all ranks."""
+
+    references: list[float]
+    steps: list[StepResult]
+    evaluation: EvalResult
+
+
+def with_references(batch: Sequence[Datum], scores: Sequence[float]) -> list[Datum]:
+    """The batch with scores of a reference model."""
+    return [
+        replace(datum, member=None if datum.member is None else replace(datum.member, reference=score))
+        for datum, score in zip(batch, scores, strict=True)
+    ]
+
+
+def trained(groups: Groups, config: Config, batch: Sequence[Datum], sizes: Sequence[int]) -> list[Seen]:
+    """Two steps on one batch in calls of so many samples, by a new engine for each size; the reference is the model as
+    it begins."""
+    found = []
+    with free(groups):
+        for size in sizes:
+            with Engine(config) as engine:
+                references = engine.scores(batch)
+                given = with_references(batch, references)
+                steps = []
+                for _ in range(2):
+                    for start in range(0, len(given), size):
+                        engine.forward_backward(given[start : start + size])
+                    steps.append(engine.optim_step())
+                found.append(Seen(references, steps, engine.evaluate([given])))
+    return found
+
+
+def messages(groups: Groups, config: Config, batches: Sequence[Sequence[Datum]]) -> list[str]:
+    """What is said of each batch; an empty text where it is trained."""
+    found = []
+    with free(groups), Engine(config) as engine:
+        for batch in batches:
+            try:
+                engine.forward_backward(batch)
+                engine.optim_step()
+                found.append("")
+            except MtrainError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
