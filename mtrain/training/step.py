@@ -139,15 +139,15 @@ class TrainingStep:
         Raises:
             ConfigError: A second pass, where terms of other denominators need the whole global batch in the first.
         """
-        if objective.preference is not None:
-            batches = self._compare(step, batches, num_microbatches, objective)
+        batches = self._compared(step, batches, num_microbatches, objective)
         # on the host and from whole rows, so before anything is sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
-            is_fp16 = self._optimizer.unscales
             # starts its collective now and waits for it behind the first forward pass (fp16: at once)
-            step.factors = self._parts.factors(list(planned.values()), objective, is_fp16, self._groups)
+            step.factors = self._parts.factors(
+                list(planned.values()), objective, self._optimizer.unscales, self._groups
+            )
             step.sums.numerator_scale = step.factors.numerator_scale
         elif objective.apart:
             raise ConfigError(
@@ -181,15 +181,17 @@ class TrainingStep:
         # a rank that asked for no factor ends its part of the collective here, before it takes part in the next one
         factors.wait()
 
-    def _compare(
+    def _compared(
         self,
         step: OpenStep,
         batches: Sequence[Microbatch] | None,
         num_microbatches: int | None,
         objective: Objective,
-    ) -> list[Microbatch] | None:
-        """The pass without a gradient that a preference loss needs first; what the second one is made with."""
-        assert objective.preference is not None
+    ) -> Sequence[Microbatch] | None:
+        """What the gradient is made with: where groups are compared, what the pass has made of the batches that comes
+        first."""
+        if objective.preference is None:
+            return batches
         marks = preference_marks(objective.preference)
         if step.preference is not None and marks is not None and marks.couples_groups:
             raise ConfigError(

@@ -12,7 +12,7 @@ from mtrain.config.schema.loss import PREFERENCE_LOSSES
 from tests.oracle.preference import Trl
 from tests.parity.cases import Case, case
 from tests.parity.compare import initial_parameters, relative, worst
-from tests.parity.preferences import (
+from tests.parity.objectives.preferences import (
     NUM_GROUPS,
     OPTIONS,
     model_of,

@@ -13,7 +13,7 @@ from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.parity.cases import case
 from tests.parity.compare import relative
-from tests.parity.preferences import sequences
+from tests.parity.objectives.preferences import sequences
 from tests.pool import Pool
 from tests.training.preferences import preference_ranks
 
