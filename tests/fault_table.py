@@ -44,6 +44,7 @@ AREAS = {
     "checkpoints": "Checkpoints",
     "disk": "Disks",
     "input": "Configurations and data",
+    "services": "Trackers",
     "folders": "Folders of Hugging Face and tokenizers",
 }
 """Area of a mark -> heading of the page."""

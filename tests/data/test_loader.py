@@ -14,6 +14,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
 from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
+from tests.fault_table import Notice
 
 MakeConfig = Callable[..., Config]
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
@@ -260,9 +261,19 @@ def test_a_bad_token_comes_up_in_the_training_loop(make_config: MakeConfig, tmp_
         next(batches)
 
 
-def test_a_batch_that_does_not_divide_is_refused(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"global_batch_size=8 must be a multiple of dp x .* = 3 x 2"):
+@pytest.mark.fault(
+    "input",
+    "a global batch that does not divide over the data-parallel ranks",
+    happens="refused with both numbers",
+    exit_code=2,
+)
+def test_a_batch_that_does_not_divide_is_refused(make_config: MakeConfig, notice: Notice) -> None:
+    with (
+        notice,
+        pytest.raises(ConfigError, match=r"global_batch_size=8 must be a multiple of dp x .* = 3 x 2") as refusal,
+    ):
         StepLoader(make_config({"kind": "mock"}), 0, 3)
+    assert refusal.value.exit_code == notice.exit_code
 
 
 def test_the_main_term_has_the_name_that_the_losses_use(make_config: MakeConfig) -> None:

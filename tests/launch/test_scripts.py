@@ -151,6 +151,28 @@ def test_a_failed_run_is_not_requeued_and_its_exit_code_is_kept(tmp_path: Path) 
     assert not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.fault(
+    "signals",
+    "a rank ends in the same way at every start of a job",
+    happens="the script tries again max_retries times (here 3) without a newer checkpoint, then gives up",
+    exit_code=5,
+)
+def test_the_same_end_at_every_start_is_tried_again_a_few_times(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], notice: Notice
+) -> None:
+    requeued = tmp_path / "requeued"
+    job = {"SRUN_CODE": "137", "SRUN_TELLS": "error: rank 1 was ended by signal SIGSEGV"}
+    with notice:
+        for _ in range(3):
+            assert finish(start(tmp_path, str(tmp_path), "run.yaml", **job)) == 0
+            assert requeued.exists()
+            requeued.unlink()
+        code = finish(start(tmp_path, str(tmp_path), "run.yaml", **job))
+    assert code == notice.exit_code
+    assert not requeued.exists()
+    assert "not tried again: 3 retries have brought no newer checkpoint than none" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("code", "ends_with"), [("3", 3), ("137", 5)])
 def test_the_batch_script_shows_the_one_summary_of_a_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, ends_with: int

@@ -165,6 +165,12 @@ ELSEWHERE: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.fault(
+    "checkpoints",
+    "resuming on another number of ranks, under another layout",
+    happens="the same bits of weights and moments, and losses equal to rounding",
+    exit_code=None,
+)
 @pytest.mark.parametrize(
     ("resharding", "layout", "changes"),
     ELSEWHERE,
@@ -172,11 +178,12 @@ ELSEWHERE: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
     ids=[f"{'tied' if base else 'untied'}-{layout}" for base, layout, _ in ELSEWHERE],
 )
 def test_another_layout_gets_the_same_bits_and_trains_alike(
-    pool: Pool, resharding: Any, layout: Layout, changes: dict[str, Any]
+    pool: Pool, resharding: Any, layout: Layout, changes: dict[str, Any], notice: Notice
 ) -> None:
     base, folder, straight = resharding
     config = configured(**{**base, **changes})
-    resumed: Outcome = pool.run(ranks.train, layout, config, folder, 2, 4, None, ["begin", "end"])[0]
+    with notice:
+        resumed: Outcome = pool.run(ranks.train, layout, config, folder, 2, 4, None, ["begin", "end"])[0]
     assert resumed.loaded is not None
     assert not resumed.loaded.random_states_continue
     assert resumed.begin.adam_step == 2

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from mtrain.metrics.trackers.sink import TrackerSink
+from tests.fault_table import Notice
 from tests.metrics.records import step_record
 
 ENOUGH_S = 60.0
@@ -57,25 +58,39 @@ def test_a_record_that_is_refused_costs_itself_alone(capfd: pytest.CaptureFixtur
     ]
 
 
-def test_a_tracker_that_cannot_be_opened_stops_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.fault(
+    "services",
+    "a tracker is down when the run starts",
+    happens="one warning; the run trains without it, metrics.jsonl has all records",
+    exit_code=None,
+)
+def test_a_tracker_that_cannot_be_opened_stops_nothing(capfd: pytest.CaptureFixture[str], notice: Notice) -> None:
     def opened() -> Remembers:
         raise RuntimeError("x" * 1000)
 
-    sink = TrackerSink("x", opened, patience_s=ENOUGH_S)
-    sink.write(step_record(1))
-    sink.close()
+    with notice:
+        sink = TrackerSink("x", opened, patience_s=ENOUGH_S)
+        sink.write(step_record(1))
+        sink.close()
     first, second = capfd.readouterr().err.splitlines()
     assert first == f"warning: tracker x: RuntimeError: {'x' * 300}; training goes on without it"
     assert "lacks 1 of 1 records" in second
 
 
-def test_a_tracker_that_hangs_is_left_behind(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.fault(
+    "services",
+    "a tracker takes a record and never answers",
+    happens="training never waits for it; the end does for a set time, and says how many records it lacks",
+    exit_code=None,
+)
+def test_a_tracker_that_hangs_is_left_behind(capfd: pytest.CaptureFixture[str], notice: Notice) -> None:
     let_go = threading.Event()
     sink = TrackerSink("x", lambda: Remembers(hangs=let_go), most_waiting=3, patience_s=0.2)
     for step in range(1, 101):
         sink.write(step_record(step))
     began = time.monotonic()
-    sink.close()
+    with notice:
+        sink.close()
     assert time.monotonic() - began < ENOUGH_S
     let_go.set()
     full, behind, missing = capfd.readouterr().err.splitlines()

@@ -201,12 +201,13 @@ def test_a_skipped_step_leaves_every_bit_of_the_state_alone(
 
 @pytest.mark.fault(
     "numbers",
-    "kill -9 after a rollback, between two saves",
-    happens="the next start leaves the same batches out; its metrics are those of the run that was not killed",
+    "a rollback, and then the checkpoints after its next save are gone, as if a kill had come before them",
+    happens="the next start leaves the same batches out; its metrics are those of the run that was not interrupted",
     exit_code=None,
 )
 def test_a_start_after_a_rollback_leaves_out_the_same(pool: Pool, tmp_path: Path, notice: Notice) -> None:
-    """What a kill leaves: the checkpoint of step 9, which was saved after the rollback to 6 and knows what is ahead."""
+    """The run stops, and its last checkpoint is taken away by hand: left is that of step 9, which was saved after the
+    rollback to 6 and knows what is ahead."""
     layout, changes = Layout(dp=2), {**spikes("rollback"), "train.rollback_margin_steps": 1}
     whole = config_of(tmp_path / "whole", **changes)
     (first, *_) = pool.run(numeric_fault_ranks.run, layout, whole)
