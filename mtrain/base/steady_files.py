@@ -66,7 +66,7 @@ def retried(read: Callable[[], Result], what: object) -> Result:
 
 
 class SteadyFile(io.RawIOBase):
-    """A file that is read from its beginning to its end; after a fault it is opened again where it was."""
+    """A file to be read; after a fault it is opened again where it was."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -86,8 +86,23 @@ class SteadyFile(io.RawIOBase):
         """It is."""
         return True
 
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of files; reads nothing, so nothing can fail but an impossible place."""
+        assert self._identity is not None, "it was opened"
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._identity[0]}[whence]
+        if origin + offset < 0:
+            raise OSError(errno.EINVAL, "there is nothing before the beginning", str(self._path))
+        self._at = origin + offset
+        if self._file is not None:
+            self._file.seek(self._at)
+        return self._at
+
     def tell(self) -> int:
-        """Bytes that were read."""
+        """Where the next byte is read, in bytes."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -125,3 +140,12 @@ class SteadyFile(io.RawIOBase):
         file.seek(self._at)
         self._file, self._identity = file, identity
         return file
+
+
+def steady(path: Path) -> io.BufferedReader:
+    """A `SteadyFile` that gives as many bytes as are asked for, as libraries expect.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    return io.BufferedReader(SteadyFile(path))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from mtrain.base import steady_files
 from mtrain.base.steady_files import SteadyFile, retried
@@ -84,6 +88,47 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path, flaky_disk: FlakyDisk) ->
     assert len(whole.stdout.strip()) == 64
     assert flaky.stdout == whole.stdout, flaky.stderr
     assert flaky.stderr.count("Connection timed out") == 2
+
+
+RECORDS = """
+import sys
+from pathlib import Path
+from mtrain.data.formats.record_files import record_files
+from mtrain.data.formats.records import chunks
+for each in sys.argv[1:]:
+    print([chunk.record(n) for chunk in chunks(record_files(each)) for n in range(len(chunk))])
+"""
+
+
+@pytest.mark.fault(
+    "disk",
+    "reads of packed lines, parquet and Arrow fail with EIO for a moment",
+    happens="tried again, with a line each time; the records are those of a sound disk",
+    exit_code=0,
+)
+def test_packed_records_and_tables_are_read_on_a_flaky_disk(
+    tmp_path: Path, notice: Notice, flaky_disk: FlakyDisk
+) -> None:
+    rows = [{"text": f"{number} {number**7 % 1000003}"} for number in range(2000)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = pyarrow.Table.from_pylist(rows)
+    (tmp_path / "data.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "data.zst").write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
+    parquet.write_table(table, tmp_path / "data.parquet", row_group_size=500)
+    with pyarrow.OSFile(f"{tmp_path}/data.stream", "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    files = [str(tmp_path / f"data.{kind}") for kind in ("gz", "zst", "parquet", "stream")]
+    with notice:
+        # of the first file the look at what it is, of the others a read of what is in it; each a program of its own, as
+        # the library counts by process
+        found = [
+            program(flaky_disk.environment(each, errno.EIO, 1, first=min(number, 2)), "-c", RECORDS, each)
+            for number, each in enumerate(files, start=1)
+        ]
+    for each, name in zip(found, files, strict=True):
+        assert each.returncode == notice.exit_code, each.stderr
+        assert each.stdout == f"{rows}\n", name
+        assert f"{name} failed: Input/output error; try 1 of 5" in each.stderr
 
 
 @pytest.mark.fault(

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, assert_never, cast
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json
-from mtrain.base.steady_files import SteadyFile
+from mtrain.base.steady_files import steady
 from mtrain.data.formats.recognise import FileKind, check_text
 from mtrain.data.formats.rows import pyarrow
 
@@ -112,17 +112,29 @@ def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:
 def _opened(path: Path, kind: FileKind) -> BinaryIO:
     match kind:
         case FileKind.LINES:
-            return io.BufferedReader(SteadyFile(path))
+            return steady(path)
         case FileKind.GZIP:
-            return cast(BinaryIO, gzip.open(path, "rb"))
+            return cast(BinaryIO, _Unpacked(path))
         case FileKind.ZSTD:
             library = pyarrow(path, kind)
             # not the package zstandard: it takes a file that was cut off for a whole one
-            return io.BufferedReader(library.CompressedInputStream(library.OSFile(str(path)), "zstd"))
+            return io.BufferedReader(library.CompressedInputStream(library.PythonFile(steady(path), "r"), "zstd"))
         case FileKind.PARQUET | FileKind.ARROW_FILE | FileKind.ARROW_STREAM:
             raise AssertionError("rows are no lines")
         case _:
             assert_never(kind)
+
+
+class _Unpacked(gzip.GzipFile):
+    """Of a file that is closed with it."""
+
+    def __init__(self, path: Path) -> None:
+        self._packed = steady(path)
+        super().__init__(fileobj=self._packed, mode="rb")
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
 
 
 def _damaged(path: Path, kind: FileKind, fault: Exception) -> DataError:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file
+from mtrain.base.steady_files import retried
 
 
 class FileKind(enum.Enum):
@@ -72,8 +73,7 @@ def kind_of_file(path: Path) -> FileKind:
         DataError: It cannot be read, is empty, or holds no records; says what it is and what to do.
     """
     try:
-        with open_plain_file(path) as file:
-            head = file.read(_HEAD_BYTES)
+        head = retried(lambda: _head(path), path)
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
     kind = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
@@ -81,6 +81,11 @@ def kind_of_file(path: Path) -> FileKind:
         check_text(head, path)
         kind = FileKind.LINES
     return kind
+
+
+def _head(path: Path) -> bytes:
+    with open_plain_file(path) as file:
+        return file.read(_HEAD_BYTES)
 
 
 def check_text(head: bytes, path: Path) -> None:

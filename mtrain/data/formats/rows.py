@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, assert_never
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.base.steady_files import TRANSIENT, steady
 from mtrain.data.formats.recognise import FileKind
 
 _NULL_SAYS_SOMETHING = frozenset({"content"})
@@ -51,14 +52,14 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
         case FileKind.PARQUET:
             from pyarrow.parquet import ParquetFile
 
-            with ParquetFile(path) as file:
+            with steady(path) as raw, ParquetFile(raw) as file:
                 yield from file.iter_batches(batch_size=most_rows)
         case FileKind.ARROW_FILE:
-            with library.OSFile(str(path)) as raw, library.ipc.open_file(raw) as reader:
+            with steady(path) as raw, library.ipc.open_file(raw) as reader:
                 for number in range(reader.num_record_batches):
                     yield reader.get_batch(number)
         case FileKind.ARROW_STREAM:
-            with library.OSFile(str(path)) as raw, library.ipc.open_stream(raw) as reader:
+            with steady(path) as raw, library.ipc.open_stream(raw) as reader:
                 yield from reader
         case FileKind.LINES | FileKind.GZIP | FileKind.ZSTD:
             raise AssertionError("lines are no rows")
@@ -88,5 +89,7 @@ def _damage(path: Path, kind: FileKind, library: ModuleType) -> Iterator[None]:
     try:
         yield
     except (library.ArrowException, OSError, EOFError) as fault:
+        if isinstance(fault, OSError) and fault.errno in TRANSIENT:  # of the disk, which was tried again
+            raise DataError(f"{path} cannot be read: {fault.strerror}; look at the disk") from fault
         shown = " ".join(str(fault).split())[:200]
         raise DataError(f"{path} is damaged {kind.value} ({shown}); copy or write it again") from fault
