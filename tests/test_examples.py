@@ -64,6 +64,13 @@ def test_a_loss_of_ones_own_is_minimised(tmp_path: Path) -> None:
     assert usual[-1] < usual[0]
 
 
+def test_a_trainer_of_another_programs_rollouts_raises_their_reward(tmp_path: Path) -> None:
+    output = run(tmp_path, example("rl_trainer.py"), "train.num_steps=10")
+    rewards = [float(number) for number in re.findall(r"reward (\d\.\d+)", output)]
+    assert len(rewards) == 5
+    assert rewards[-1] > 2 * rewards[0]
+
+
 def test_a_checkpoint_is_read_by_its_names(tmp_path: Path) -> None:
     program = (
         "import sys; from mtrain import Engine, load_config\n"
