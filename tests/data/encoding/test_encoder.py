@@ -10,17 +10,16 @@ from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
 from mtrain.data.chat.sandbox import Cut, RenderLimits, Sandbox
-from mtrain.data.encoding.encoder import encoder_of, trained_templates
+from mtrain.data.encoding.encoder import RecordEncoder, encoder_of, trained_templates
 from mtrain.data.encoding.forms import sharegpt_as_messages
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
-from mtrain.data.samples.tokenized import SampleEncoder
 from mtrain.tokenizer import load_tokenizer
 from tests.fault_table import Notice
 
 
 @pytest.fixture
-def encoder(word_tokenizer: Path, make_config: Callable[..., Config]) -> Callable[..., SampleEncoder]:
-    def build(**keys: Any) -> SampleEncoder:
+def encoder(word_tokenizer: Path, make_config: Callable[..., Config]) -> Callable[..., RecordEncoder]:
+    def build(**keys: Any) -> RecordEncoder:
         data = {"kind": "sft", "train": [{"path": "x"}], "tokenizer": str(word_tokenizer), **keys}
         section = make_config(data).data
         assert isinstance(section, SftSection)
@@ -29,27 +28,27 @@ def encoder(word_tokenizer: Path, make_config: Callable[..., Config]) -> Callabl
     return build
 
 
-def test_prompt_and_response(encoder: Callable[..., SampleEncoder]) -> None:
+def test_prompt_and_response(encoder: Callable[..., RecordEncoder]) -> None:
     sample = encoder().encode({"prompt": "a b", "response": "c d e", "weight": 0.5})
     assert sample.ids.tolist() == [1, 4, 5, 6, 7, 8, 2]
     assert sample.loss_weights.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert sample.weight == 0.5
 
 
-def test_plain_messages(encoder: Callable[..., SampleEncoder]) -> None:
+def test_plain_messages(encoder: Callable[..., RecordEncoder]) -> None:
     sample = encoder(chat_template="plain").encode({"messages": CHAT})
     assert sample.ids.tolist() == [1, 14, 15, 4, 14, 16, 5, 2]
     assert sample.loss_weights.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_the_fingerprint_of_a_plain_form_is_that_of_its_tokenizer(
-    encoder: Callable[..., SampleEncoder], word_tokenizer: Path
+    encoder: Callable[..., RecordEncoder], word_tokenizer: Path
 ) -> None:
     """So that a run of version 0.1.0 knows its data again."""
     assert encoder().fingerprint == load_tokenizer(word_tokenizer).fingerprint
 
 
-def test_an_unknown_key_is_refused_unless_it_is_named(encoder: Callable[..., SampleEncoder]) -> None:
+def test_an_unknown_key_is_refused_unless_it_is_named(encoder: Callable[..., RecordEncoder]) -> None:
     record = {"prompt": "a", "response": "b", "id": 1}
     with pytest.raises(DataError, match=r"has the key 'id', which is not read.*data.ignore_keys"):
         encoder().encode(record)
@@ -65,13 +64,13 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     happens="refused with file and line; data.chat_template=plain writes plain headers on purpose",
     exit_code=3,
 )
-def test_messages_without_a_template_are_refused(encoder: Callable[..., SampleEncoder], notice: Notice) -> None:
+def test_messages_without_a_template_are_refused(encoder: Callable[..., RecordEncoder], notice: Notice) -> None:
     with notice, pytest.raises(DataError, match=r"holds no chat template; .*set it to plain") as caught:
         encoder().encode({"messages": CHAT})
     assert caught.value.exit_code == notice.exit_code
 
 
-def test_plain_messages_have_weights_too(encoder: Callable[..., SampleEncoder]) -> None:
+def test_plain_messages_have_weights_too(encoder: Callable[..., RecordEncoder]) -> None:
     messages = [*CHAT, {"role": "user", "content": "c", "train": False}, {**CHAT[1], "content": "d", "weight": 0.5}]
     plain = encoder(chat_template="plain")
     assert plain.encode({"messages": messages}).loss_weights.tolist() == [*[0] * 6, 1, 1, *[0] * 5, 0.5, 0.5]
@@ -82,7 +81,7 @@ def test_plain_messages_have_weights_too(encoder: Callable[..., SampleEncoder]) 
         plain.encode({"messages": CHAT, "tools": [{}]})
 
 
-def test_a_text_is_in_the_loss_as_a_whole(encoder: Callable[..., SampleEncoder]) -> None:
+def test_a_text_is_in_the_loss_as_a_whole(encoder: Callable[..., RecordEncoder]) -> None:
     sample = encoder(format="text").encode({"text": "a b"})
     assert sample.ids.tolist() == [1, 4, 5, 2]
     assert sample.loss_weights.tolist() == [0, 1, 1, 1]
@@ -91,7 +90,7 @@ def test_a_text_is_in_the_loss_as_a_whole(encoder: Callable[..., SampleEncoder])
     assert special.encode({"text": "a b"}).ids.tolist() == [1, 4, 5, 2]
 
 
-def test_tokens_are_taken_as_they_are(encoder: Callable[..., SampleEncoder]) -> None:
+def test_tokens_are_taken_as_they_are(encoder: Callable[..., RecordEncoder]) -> None:
     for form in ("auto", "tokens"):
         sample = encoder(format=form).encode({"input_ids": [4, 5, 6], "loss_mask": [0, 1, 0.5], "weight": 2})
         assert sample.ids.tolist() == [4, 5, 6]
@@ -99,7 +98,7 @@ def test_tokens_are_taken_as_they_are(encoder: Callable[..., SampleEncoder]) -> 
         assert sample.weight == 2
 
 
-def test_alpaca(encoder: Callable[..., SampleEncoder]) -> None:
+def test_alpaca(encoder: Callable[..., RecordEncoder]) -> None:
     record = {"instruction": "a", "input": "b", "output": "c", "system": "d", "history": [["e", "f"]]}
     roles = ["system", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, ["d", "e", "f", "a\nb", "c"])]
@@ -109,7 +108,7 @@ def test_alpaca(encoder: Callable[..., SampleEncoder]) -> None:
     assert found.loss_weights.tolist() == same.loss_weights.tolist()
 
 
-def test_sharegpt(encoder: Callable[..., SampleEncoder]) -> None:
+def test_sharegpt(encoder: Callable[..., RecordEncoder]) -> None:
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     record = {"conversations": turns, "system": "c", "tools": ""}
     found = encoder(chat_template="plain", format="sharegpt").encode(record)
@@ -167,14 +166,14 @@ def test_a_call_of_sharegpt_becomes_a_tool_call() -> None:
     ],
 )
 def test_a_record_of_another_form_is_refused(
-    form: str, record: dict[str, Any], message: str, encoder: Callable[..., SampleEncoder], notice: Notice
+    form: str, record: dict[str, Any], message: str, encoder: Callable[..., RecordEncoder], notice: Notice
 ) -> None:
     with notice, pytest.raises(DataError, match=message) as caught:
         encoder(format=form, chat_template="plain").encode(record)
     assert caught.value.exit_code == notice.exit_code
 
 
-def test_the_fingerprint_follows_the_options(encoder: Callable[..., SampleEncoder]) -> None:
+def test_the_fingerprint_follows_the_options(encoder: Callable[..., RecordEncoder]) -> None:
     options: list[dict[str, Any]] = [{}, {"loss_on": "last_answer"}, {"special_tokens_in_text": True}]
     assert len({encoder(**each).fingerprint for each in options}) == 3
 
@@ -195,7 +194,7 @@ def test_an_export_carries_the_template_that_was_trained(
     assert trained_templates(section) == expected
 
 
-def test_the_template_of_the_plain_form_writes_it(encoder: Callable[..., SampleEncoder], word_tokenizer: Path) -> None:
+def test_the_template_of_the_plain_form_writes_it(encoder: Callable[..., RecordEncoder], word_tokenizer: Path) -> None:
     variables = {"bos_token": "<s> ", "eos_token": " </s>"}  # this tokenizer cuts words at spaces alone
     messages = [*CHAT, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     sandbox = Sandbox(PLAIN_TEMPLATE, "T", None, RenderLimits())

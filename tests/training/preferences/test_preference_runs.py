@@ -1,0 +1,125 @@
+"""Runs of preference losses from files, as `mtrain train` makes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.plan.layout import Layout
+from tests.config.samples import content
+from tests.fault_table import Notice
+from tests.pool import Pool
+from tests.training.one_process import train_fresh
+
+WORDS = ["red", "green", "blue", "cat", "dog", "bird", "one", "two", "three", "yes", "no"]
+OF_THE_MACHINE = ("seconds", "waited_seconds", "tokens_per_second", "memory_bytes", "time_s")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of whole words, pairs of answers and answers."""
+    folder = tmp_path_factory.mktemp("preferences")
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+    texts = [(" ".join(WORDS[: 2 + i % 5]), " ".join(WORDS[i % 7 : i % 7 + 1 + i % 3])) for i in range(8)]
+    pairs = [{"prompt": prompt, "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in texts]
+    answers = [{"prompt": p, "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(texts)]
+    for name, records in (("pairs", pairs), ("answers", answers)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return folder
+
+
+def config(folder: Path, run: str, kind: str, **changes: Any) -> Config:
+    source = [{"path": str(folder / ("answers.jsonl" if kind == "kto" else "pairs.jsonl"))}]
+    data = {"kind": "sft", "seq_length": 16, "tokenizer": str(folder), "train": source, "valid": source}
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 16}
+    return Config.model_validate(
+        content(
+            run__dir=str(folder / run),
+            data={**data, "cache_dir": str(folder / "cache")},
+            loss__function=kind,
+            train__global_batch_size=4,
+            train__num_steps=2,
+            train__precision="fp32",
+            optimizer__lr=0.01,
+            valid__at_end=True,
+            checkpoint__interval_steps=1,
+            metrics__tensorboard=False,
+            **{f"model__{name}": size for name, size in sizes.items()},
+            **changes,
+        )
+    )
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in OF_THE_MACHINE} for line in lines]
+
+
+def test_a_run_of_pairs_learns_and_goes_on_bit_for_bit(pool: Pool, folder: Path) -> None:
+    """On two data-parallel ranks, and the same numbers from packed rows on two tensor-parallel ones."""
+    spread = config(folder, "spread", "dpo")
+    pool.run(train_fresh, Layout(dp=2), spread)
+    first, second, valid = records(folder / "spread")
+    assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-6)
+    assert first["denominator"] == 4, "pairs, not sequences"
+    assert second["loss"] < first["loss"]
+    assert second["diagnostics"]["reward_margin"] > 0
+    assert valid["denominator"] == 8
+    assert valid["valid_loss"] < second["loss"]
+    assert valid["diagnostics"]["reward_accuracy"] > 0.5
+    shutil.rmtree(folder / "spread" / "checkpoints" / "step_00000002")
+    scores = list((folder / "spread" / "references").iterdir())
+    written = scores[0].stat().st_mtime_ns
+    pool.run(train_fresh, Layout(dp=2), spread)
+    assert records(folder / "spread") == [first, second, valid]
+    assert [scores[0].stat().st_mtime_ns] == [each.stat().st_mtime_ns for each in scores] == [written]
+    pool.run(train_fresh, Layout(tp=2), config(folder, "packed", "dpo", data__packing={}, layout__tp=2))
+    for ours, theirs in zip(records(folder / "packed"), [first, second, valid], strict=True):
+        for name, value in ours["diagnostics"].items():
+            assert value == pytest.approx(theirs["diagnostics"][name], rel=1e-4, abs=1e-5)
+        assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
+        assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
+
+
+def test_adapters_compare_with_the_frozen_model_and_kto_with_mismatched_answers(pool: Pool, folder: Path) -> None:
+    pool.run(train_fresh, Layout(), config(folder, "adapters", "dpo", adapter={"rank": 2}))
+    first, second, _ = records(folder / "adapters")
+    assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-6)
+    assert second["loss"] < first["loss"]
+    pool.run(train_fresh, Layout(), config(folder, "kto", "kto"))
+    first, second, valid = records(folder / "kto")
+    assert first["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert first["diagnostics"]["kl"] == pytest.approx(0, abs=1e-5)
+    assert first["denominator"] == 4
+    assert valid["denominator"] == 8
+    assert second["diagnostics"]["kl"] > 0
+    assert valid["valid_loss"] < 0.5
+
+
+@pytest.mark.fault(
+    "disk",
+    "kept scores of the reference model with a flipped bit",
+    happens="a DataError names the file and that it may be removed, before the first step",
+    exit_code=3,
+)
+def test_scores_with_a_flipped_bit_are_refused(pool: Pool, folder: Path, notice: Notice) -> None:
+    broken = config(folder, "broken", "ipo")
+    pool.run(train_fresh, Layout(), broken)
+    (path,) = (folder / "broken" / "references").iterdir()
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with notice, pytest.raises(DataError, match=r"holds other scores of the reference model .*; remove it"):
+        pool.run(train_fresh, Layout(), broken)
+    assert DataError.exit_code == notice.exit_code
