@@ -42,9 +42,10 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.targets={_given(adapter, 'fc1', 'fc2')}: every layer has experts and none a shared one; name "
             "experts, or remove it"
         )
-    if model.tied_embeddings and (given := ", ".join(sorted({"embedding", "output"} & adapter.parts))):
+    if model.tied_embeddings and "output" in adapter.parts:
         yield (
-            f"adapter.targets={given} would part the tables that model.tied_embeddings=true keeps the same; remove it"
+            "adapter.targets=output: with model.tied_embeddings=true the output layer has no table of its own; remove "
+            "it, or name embedding, which leaves the output layer on the frozen table, as in PEFT"
         )
 
 
@@ -65,8 +66,20 @@ def _has_networks(model: ModelSection) -> bool:
     return is_shared or not all(model.has_experts(layer) for layer in range(model.num_layers))
 
 
+def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
+    """Whether there is a model without adapters that computes the same: not where one table gets two values."""
+    return not (model.tied_embeddings and "embedding" in adapter.parts)
+
+
 def _run(config: Config, adapter: AdapterSection) -> Iterator[str]:
     model = config.model
+    every = config.checkpoint.export_hf_every_steps
+    if every and not has_merged_form(model, adapter):
+        yield (
+            f"checkpoint.export_hf_every_steps={every} writes merged models, but with "
+            "adapter.targets=embedding and model.tied_embeddings=true the embedding and the output layer, which are "
+            "one table there, differ; set it to 0, and export the adapter with mtrain convert export --adapter"
+        )
     if model.mtp_depths:
         yield (
             f"adapter with model.mtp_depths={model.mtp_depths} is not supported; set it to 0, and the depths' weights "

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
 from mtrain.mcore.model.adapters.fusion import Fusion
@@ -27,6 +29,17 @@ class Merging:
     config: Config
     """Of the run."""
     adapter: AdapterSection
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ConfigError: There is no such model.
+        """
+        if not has_merged_form(self.config.model, self.adapter):
+            raise ConfigError(
+                "adapter.targets=embedding cannot be merged: with model.tied_embeddings=true the output layer has the "
+                "same table, which stays as it was; export the adapter alone (mtrain convert export --adapter)"
+            )
 
     def sources(self, name: str) -> list[str]:
         """The adapter's parameters that go into a matrix; none where it stays as it is.

@@ -30,9 +30,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "targets=fc1, fc2: every layer has experts",
     ),
     (
-        {"targets": ["qkv", "embedding"]},
+        {"targets": ["qkv", "output"]},
         {"model__tied_embeddings": True},
-        "adapter.targets=embedding would part the tables that model.tied_embeddings=true keeps the same",
+        "adapter.targets=output: with model.tied_embeddings=true the output layer has no table of its own; remove it",
+    ),
+    (
+        {"targets": ["embedding"]},
+        {"model__tied_embeddings": True, "checkpoint": {"interval_steps": 2, "export_hf_every_steps": 2}},
+        "checkpoint.export_hf_every_steps=2 writes merged models, but with adapter.targets=embedding",
     ),
     ({}, {"model__mtp_depths": 1}, "adapter with model.mtp_depths=1 is not supported; set it to 0"),
     ({}, {"optimizer__kind": "muon"}, "adapter with optimizer.kind=muon would orthogonalize A and B apart"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.adapters import has_merged_form
 from mtrain.config.load import save_config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
@@ -43,7 +44,9 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
         folder.mkdir(parents=True)
         save_config(config, folder / "config.yaml")
     save_checkpoint(folder / "checkpoints", chunks, optimizer, groups, config, step=1)
-    contents: tuple[HfContent, ...] = ("merged", "base", "adapter")
+    assert config.adapter is not None
+    contents: list[HfContent] = ["base", "adapter"]
+    contents += ["merged"] if has_merged_form(config.model, config.adapter) else []
     streams = {each: HfTensors(config, chunks, optimizer, groups, each).stream(20_000, True) for each in contents}
     streamed = {each: {name: bits_of(values) for name, values in stream} for each, stream in streams.items()}
     return Saved(_logits(groups, config, chunks, tokens), streamed)

@@ -14,7 +14,7 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
@@ -116,6 +116,25 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
         assert rank.streamed["merged"] == bits(tensors_in(tmp_path / "merged"))
         assert rank.streamed["base"] == bits(base)
 
+    again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
+    back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)
+    assert_close(back, torch.from_numpy(ours))
+
+
+def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(pool: Pool, tmp_path: Path) -> None:
+    hf, adapter = tmp_path / "hf", LORA | {"targets": ["q_proj", "embedding"]}
+    save("llama-tied", hf, torch.float32, **LAYERS)
+    user = run_config(hf, tmp_path / "run", adapter)
+    assert user.model.tied_embeddings
+    tokens = random_tokens(user.model.vocab_size)
+    ranks = pool.run(peft_ranks.saved, Layout(tp=2, pp=2), user, tokens.numpy())
+    ours = whole([rank.logits for rank in ranks], user.model.vocab_size)
+    plain = logits_of(loaded(hf), tokens)
+    assert np.abs(ours - plain.numpy()).max() > 1e-2 * float(plain.abs().max()), "the adapter does something"
+    export_adapter(tmp_path / "run", tmp_path / "adapter", None)
+    assert_close(ours, logits_of(peft.PeftModel.from_pretrained(loaded(hf), tmp_path / "adapter"), tokens))
+    with pytest.raises(ConfigError, match="targets=embedding cannot be merged: with model"):
+        export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
     again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
     back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)
     assert_close(back, torch.from_numpy(ours))

@@ -58,6 +58,13 @@ def test_lora_of_everything_is_exact_on_all_axes(pool: Pool) -> None:
     assert_passes(check(pool, user, "tp2mbs16,tp2spmbs16,pp2vpp2mbs2,cp2mbs16,dp2mbs8,tp2sppp2cp2mbs4", num_steps=2))
 
 
+def test_an_adapter_of_a_tied_table_is_exact(pool: Pool) -> None:
+    """Beside the lookup alone: the output layer, on the last stage a copy, stays on the frozen table."""
+    user = adapted(LORA | {"targets": ["q_proj", "embedding"]})
+    assert user.model.tied_embeddings
+    assert_passes(check(pool, user, "tp2sppp2mbs4", num_steps=2))
+
+
 def test_dora_is_exact_where_rows_lie_on_several_ranks(pool: Pool) -> None:
     user = adapted(DORA, model__qkv_bias=True, train__distributed_optimizer=False)
     assert_passes(check(pool, user, "tp2mbs16,tp2spdp2mbs8,pp2cp2mbs4", num_steps=2))

@@ -16,7 +16,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.verify.reference.model.shapes import Shape, has_experts, is_gated, layers, shapes_of
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, Shape, has_experts, is_gated, layers, shapes_of
 
 _LATENT = {
     "linear_q_proj": "q_proj",
@@ -95,6 +95,8 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 new = tensors[f"{name}magnitude"][:, None] * new / length
             whole = whole.index_put((rows,), new)
         found[adapted.weight] = whole
+        if adapted.weight == EMBEDDING and config.model.tied_embeddings:
+            found[OUTPUT] = tensors[EMBEDDING]  # what predicts is the frozen table; the pair stands beside the lookup
     return found
 
 

@@ -110,7 +110,8 @@ class Transformer:
         return hidden * math.sqrt(self._model.hidden_size) if self._model.scale_embeddings else hidden
 
     def _head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self._tensors[EMBEDDING if self._model.tied_embeddings else OUTPUT].T
+        # a tied table with an adapter beside the lookup alone has been parted
+        return hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T
 
     def _module(self, name: str) -> Module:
         return Module(self._model, self._tensors, name)
