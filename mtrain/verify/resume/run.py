@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import ConfigError, MtrainError, NumericError
 from mtrain.config import Config
 from mtrain.config.rules import layout_dependent_keys
+from mtrain.config.schema.data import MockSection
 from mtrain.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
@@ -29,7 +30,7 @@ from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
-from mtrain.verify.core.shrink import Shrunk, small
+from mtrain.verify.core.shrink import Shrunk, has_files, small
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
@@ -133,6 +134,7 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
     trials = other_trials(config, max_ranks) if named is None else named
     also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config, request.num_steps)}
     also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
+    also |= {"data": _curriculum(config, request)}
     shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, also), config)
     model, train = shrunk.config.model, shrunk.config.train
     quiet = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0})
@@ -173,6 +175,18 @@ def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
     warmup = min(config.optimizer.warmup_steps, max(1, num_steps // 3))
     is_wsd = config.optimizer.schedule == "wsd"  # whose decay would have the one step that begins it
     return {"warmup_steps": warmup, "decay_steps": min(max(2, num_steps // 3), num_steps - warmup) if is_wsd else None}
+
+
+def _curriculum(config: Config, request: ResumeRequest) -> dict[str, Any]:
+    """The last blend begins a step after the run has gone on, the others a step each before: a border lies behind the
+    stop."""
+    data = config.data
+    if isinstance(data, MockSection) or not data.curriculum or not has_files(data):
+        return {}
+    last = min(request.at + 1, request.num_steps - 1)
+    first = max(1, last + 1 - len(data.curriculum))
+    blends = [blend.model_copy(update={"from_step": step}) for step, blend in enumerate(data.curriculum, start=first)]
+    return {"curriculum": [blend.model_dump() for blend in blends]}
 
 
 def _data(plan: ResumePlan, request: ResumeRequest) -> str:

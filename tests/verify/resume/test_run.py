@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.result import ResumeReport
 from mtrain.verify.report.print import write_report
@@ -124,6 +126,22 @@ def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool) -> None:
         compared = {kind: {each.name for each in case.deviations if each.kind == kind} for kind in TITLES}
         assert compared["exp_avg"] == set(report.tensors)
         assert compared["exp_avg_sq"] == set(report.tensors) - matrices
+
+
+def test_a_curriculum_goes_on_over_a_border_behind_the_stop(pool: Pool, tmp_path: Path) -> None:
+    """On the layout that saved and on two ranks of data; samples are compared with the definition of their order."""
+    for number, name in enumerate(("first", "late")):
+        with writing_corpus(str(tmp_path / name), vocab_size=64) as writer:
+            for document in range(40):
+                writer.add((np.arange(50) * (7 + number) + document) % 64)
+    sources = {name: [{"path": str(tmp_path / name)}] for name in ("first", "late")}
+    curriculum = [{"from_step": 700, "sources": sources["late"]}]
+    data = {"kind": "indexed", "seq_length": 64, "train": sources["first"], "curriculum": curriculum}
+    user = config(data=data, model__vocab_size=64, train__num_steps=1000)
+    report = resumed(pool, user, "dp2")
+    assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
+    assert [blend["from_step"] for blend in report.config["data"]["curriculum"]] == [3], "stopped after 2 of 4 steps"
+    assert len(report.layouts) == 3
 
 
 def test_other_layouts_are_held_to_the_files_and_to_exact_steps(pool: Pool, tmp_path: Path) -> None:
