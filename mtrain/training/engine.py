@@ -14,32 +14,27 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.base.errors import ConfigError, DataError
-from mtrain.checkpoint.store.directory import checkpoint_at
-from mtrain.checkpoint.store.steps import step_name
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.datum import Datum
 from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.loss.objective import AnyLoss, Objective
-from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
 from mtrain.mcore.model.adapters.adapter import adapters_off
-from mtrain.mcore.state.load import load_checkpoint, save_checkpoint
-from mtrain.mcore.state.shards import non_finite_state
-from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Parts, build_parts, load_teacher
 from mtrain.training.engine_parts.batches import GlobalBatches
+from mtrain.training.engine_parts.checkpoints import Position, load_from, save_at
 from mtrain.training.engine_parts.export import exported_beside
 from mtrain.training.engine_parts.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
-from mtrain.training.forward import forward_totals, label_scores
+from mtrain.training.engine_parts.scoring import token_scores
+from mtrain.training.forward import forward_totals
 from mtrain.training.preferences.scoring_pass import sequence_scores
-from mtrain.training.resume import announced, initialize, say
-from mtrain.training.run_folder import claim
+from mtrain.training.resume import initialize
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
 from mtrain.training.step import OpenStep
@@ -113,18 +108,7 @@ class Engine:
         Raises:
             DataError: A sample does not fit the configuration.
         """
-        parts = self._built()
-        samples = self._batches.samples(batch)
-        plan = self._batches.plan(samples, len(batch))
-        batches, count = self._batches.own(plan, samples, has_first=True), plan.num_microbatches
-        model = (self.config, self._groups, parts.chunks, parts.optimizer)
-        found = label_scores(*model, batches, count, entropy).cpu()
-        places = samples.places(plan, self._groups.layout.dp)
-        of_samples = [
-            found[:, row, begin : begin + len(datum.input_ids) - 1].clone()
-            for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
-        ]
-        return ForwardResult([each[0] for each in of_samples], [each[1] for each in of_samples] if entropy else [])
+        return token_scores(batch, entropy, self.config, self._groups, self._built(), self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
         """What a preference loss compares, such as `GroupMember.reference` wants it; no gradient, no dropout.
@@ -228,17 +212,7 @@ class Engine:
         update = training.update(totals, rate)
         self.step += 1
         self._total_tokens += tokens
-        return StepResult(
-            step=self.step,
-            loss=totals.loss,
-            objective=totals.objective,
-            denominator=totals.terms[MAIN_TERM].denominator,
-            diagnostics=dict(totals.diagnostics),
-            grad_norm=0.0 if update is None else update.grad_norm,
-            lr=rate,
-            tokens=tokens,
-            applied=update is not None and not update.overflowed,
-        )
+        return StepResult.of(totals, update, self.step, rate, tokens)
 
     def evaluate(
         self,
@@ -260,9 +234,7 @@ class Engine:
         objective = self._objective_of(loss, options)
         model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
         totals = forward_totals(*model, self._batches.passes(batches, objective.extras), parts.teacher)
-        main = totals.terms[MAIN_TERM]
-        means = {term: each.mean for term, each in totals.terms.items()}
-        return EvalResult(main.mean, main.denominator, means, dict(totals.diagnostics))
+        return EvalResult.of(totals.terms, totals.diagnostics)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, max_sequences: int = 64
@@ -306,14 +278,9 @@ class Engine:
             MachineError: The disk refuses.
             NumericError: A weight is not finite; nothing was saved.
         """
-        parts = self._built()
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
-        with contextlib.ExitStack() as held:
-            # the lock is held for the save alone: a program may save into several folders
-            on_first_rank(lambda: claim(folder, self.config, held).config)
-            given = (folder.checkpoints, parts.chunks, parts.optimizer, self._groups, self.config)
-            save_checkpoint(*given, self.step, self._total_tokens)
-        return folder.checkpoints / step_name(self.step)
+        at = Position(self.step, self._total_tokens)
+        return save_at(folder, at, self.config, self._groups, self._built())
 
     def load(self, path: Path | str) -> None:
         """Goes on from a checkpoint, saved under any layout: weights, optimizer and step. Gradients are dropped.
@@ -327,15 +294,7 @@ class Engine:
         parts = self._built()
         # gradients that were added up belong to the weights of before
         self._open, self._tokens = None, 0
-        with opened_checkpoint(lambda unusable: checkpoint_at(Path(path), unusable), say) as newest:
-            entry = announced(newest)
-            assert entry is not None, "checkpoint_at raises where there is none"
-            state = load_checkpoint(entry, parts.chunks, parts.optimizer, self._groups, self.config)
-            self.step, self._total_tokens = state.step, on_first_rank(lambda: entry.manifest.tokens)
-        if (fault := non_finite_state(parts.chunks, parts.optimizer, self._groups)) is not None:
-            error = DataError(f"{path} cannot be trained from: {fault}; load another checkpoint")
-            error.on_every_rank = True
-            raise error
+        self.step, self._total_tokens = load_from(Path(path), self.config, self._groups, parts)
 
     def export_hf(self, folder: Path | str) -> None:
         """Writes a folder that Hugging Face's libraries load, and proves that it holds these very weights.

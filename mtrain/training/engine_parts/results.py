@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from torch import Tensor
+
+from mtrain.loss.pair import MAIN_TERM
+from mtrain.mcore.engine.loss_reduction import StepTotals, TermTotals
+from mtrain.mcore.engine.optimizer import Update
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,21 @@ class StepResult:
     step: clip_fraction, reward_accuracy and the like; of a side term `term/name`. Without those that nothing counted
     for."""
 
+    @classmethod
+    def of(cls, totals: StepTotals, update: Update | None, step: int, lr: float, tokens: int) -> Self:
+        """From what a step has summed; `update` is None where the batch was empty."""
+        return cls(
+            step=step,
+            loss=totals.loss,
+            objective=totals.objective,
+            denominator=totals.terms[MAIN_TERM].denominator,
+            grad_norm=0.0 if update is None else update.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            applied=update is not None and not update.overflowed,
+            diagnostics=dict(totals.diagnostics),
+        )
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -54,3 +75,9 @@ class EvalResult:
     """Each term's mean, the main one (`main`) included."""
     diagnostics: dict[str, float] = field(default_factory=dict)
     """As of `StepResult`."""
+
+    @classmethod
+    def of(cls, terms: Mapping[str, TermTotals], diagnostics: Mapping[str, float]) -> Self:
+        """From what a pass has summed."""
+        main = terms[MAIN_TERM]
+        return cls(main.mean, main.denominator, {term: each.mean for term, each in terms.items()}, dict(diagnostics))

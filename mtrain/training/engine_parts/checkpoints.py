@@ -1,0 +1,63 @@
+"""Saves and loads of a user's program: of one step each, complete when they return."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.steps import step_name
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.state.load import load_checkpoint, save_checkpoint
+from mtrain.mcore.state.shards import non_finite_state
+from mtrain.mcore.state.verified import opened_checkpoint
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import Parts
+from mtrain.training.resume import announced, say
+from mtrain.training.run_folder import claim
+
+
+class Position(NamedTuple):
+    """Where a program stands."""
+
+    step: int
+    """Optimizer updates completed."""
+    tokens: int
+    """That they have read."""
+
+
+def save_at(folder: RunFolder, at: Position, config: Config, groups: Groups, parts: Parts) -> Path:
+    """The checkpoint, published. Collective over the world.
+
+    Raises:
+        RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
+        MachineError: The disk refuses.
+        NumericError: A weight is not finite; nothing was saved.
+    """
+    with contextlib.ExitStack() as held:
+        # the lock is held for the save alone: a program may save into several folders
+        on_first_rank(lambda: claim(folder, config, held).config)
+        save_checkpoint(folder.checkpoints, parts.chunks, parts.optimizer, groups, config, at.step, at.tokens)
+    return folder.checkpoints / step_name(at.step)
+
+
+def load_from(path: Path, config: Config, groups: Groups, parts: Parts) -> Position:
+    """Weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world.
+
+    Raises:
+        DataError: It is damaged, of another model, or holds nan or inf; the model is not to be used then.
+    """
+    with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), say) as newest:
+        entry = announced(newest)
+        assert entry is not None, "checkpoint_at raises where there is none"
+        state = load_checkpoint(entry, parts.chunks, parts.optimizer, groups, config)
+        found = Position(state.step, on_first_rank(lambda: entry.manifest.tokens))
+    if (fault := non_finite_state(parts.chunks, parts.optimizer, groups)) is not None:
+        error = DataError(f"{path} cannot be trained from: {fault}; load another checkpoint")
+        error.on_every_rank = True
+        raise error
+    return found

@@ -1,0 +1,34 @@
+"""Scores of single tokens, put together by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtrain.config import Config
+from mtrain.data.datum import Datum
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.training.build import Parts
+from mtrain.training.engine_parts.batches import GlobalBatches
+from mtrain.training.engine_parts.results import ForwardResult
+from mtrain.training.forward import label_scores
+
+
+def token_scores(
+    batch: Sequence[Datum], entropy: bool, config: Config, groups: Groups, parts: Parts, batches: GlobalBatches
+) -> ForwardResult:
+    """Log-probabilities of a global batch, and entropies if they are wanted. Collective over the world.
+
+    Raises:
+        DataError: A sample does not fit the configuration.
+    """
+    samples = batches.samples(batch)
+    plan = batches.plan(samples, len(batch))
+    own = batches.own(plan, samples, has_first=True)
+    model = (config, groups, parts.chunks, parts.optimizer)
+    found = label_scores(*model, own, plan.num_microbatches, entropy).cpu()
+    places = samples.places(plan, groups.layout.dp)
+    of_samples = [
+        found[:, row, begin : begin + len(datum.input_ids) - 1].clone()
+        for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
+    ]
+    return ForwardResult([each[0] for each in of_samples], [each[1] for each in of_samples] if entropy else [])
