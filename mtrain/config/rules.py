@@ -254,6 +254,11 @@ def preferences(config: "Config") -> Iterator[str]:
         return
     if isinstance(data, SftSection) and data.too_long == "split":
         yield f"data.too_long=split makes pieces that cannot be compared under {name}; set it to end, start or drop"
+    if data.extras:
+        yield (
+            f"data.extras={list(data.extras)} are numbers of a record's tokens, but {name} compares answers, of which a "
+            "record has two; remove data.extras"
+        )
     for key in dropout_keys(config):
         yield (
             f"{key} is above 0, but {name} sees the model twice in a step, which has to be the same model; set it to 0"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mtrain.base.errors import DataError
+import numpy as np
+
+from mtrain.base.errors import DataError, NumericError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
@@ -49,7 +51,8 @@ class SftCaches:
             MachineError: There is no place for the cache.
         """
         self._section, self._vocab_size, self._compares = section, vocab_size, compares
-        records = section.model_dump_json(exclude=set(_NOT_OF_RECORDS))
+        # without extras as before there were any, so that entries of then are found
+        records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *([] if section.extras else ["extras"])})
         self._fingerprint = f"{source_encoder(section, tokenizer, compares).fingerprint} {records}"
         self._folder = Path(section.cache_dir) if section.cache_dir is not None else default_folder()
         self._opened: dict[str, TokenCache] = {}
@@ -76,6 +79,7 @@ class SftCaches:
         )
         cache = token_cache(job, self._fingerprint, options)
         _check_bad(cache, path, section)
+        _check_extras(cache, section.extras)
         if cache.highest_id >= self._vocab_size:
             raise DataError(
                 f"{path} holds token {cache.highest_id}, but model.vocab_size is {self._vocab_size}; take the model's "
@@ -108,6 +112,23 @@ def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
             f"{path}: {count:,} of {cache.num_records:,} records are bad, more than data.max_bad={most:g} allows: "
             f"{_shown(cache)}; fix them, or raise data.max_bad"
         )
+
+
+def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
+    """
+    Raises:
+        NumericError: One is not finite.
+    """
+    is_bad = ~np.isfinite(cache.extras)
+    if not is_bad.any():
+        return
+    token, column = (int(each[0]) for each in np.nonzero(is_bad))
+    index = int(np.searchsorted(cache.starts, token, side="right")) - 1
+    raise NumericError(
+        f"{cache.place(index)}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token "
+        f"{token - cache.starts[index]}; every number of it must be finite in float32, also where the mask is 0: look "
+        "at what has made it, and write 0 where there is none"
+    )
 
 
 def _shown(cache: TokenCache) -> str:

@@ -123,16 +123,13 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
-    if objective.extras:
-        raise ConfigError(
-            f"the loss functions need the extras {', '.join(objective.extras)}, which records of data.* do not have; "
-            "train with mtrain.Engine, whose Datum has extras"
-        )
+    _check_extras(objective, config)
     if groups.rank == 0:
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *objective.notes(config.loss)):
             print(f"note: {note}", flush=True)
     # Opened before the model is built: bad data end the run while that is still cheap.
-    loader = opened_loader(groups, lambda: StepLoader(config, groups.dp_rank, groups.layout.dp))
+    of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
+    loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of)
     chunks, optimizer = parts.chunks, parts.optimizer
@@ -143,6 +140,20 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
     known = (resumed.step, resumed.changes)
     return Run(config, groups, *model, loader, validation, *known, history=resumed.history)
+
+
+def _check_extras(objective: Objective, config: Config) -> None:
+    """
+    Raises:
+        ConfigError: The records do not bring along what the loss functions read.
+    """
+    missing = [name for name in objective.extras if name not in config.data.extras]
+    if missing:
+        raise ConfigError(
+            f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
+            f"{', '.join(objective.extras)} beside each token; set data.extras=[{','.join(objective.extras)}] with "
+            "data.kind=sft, and give records these keys"
+        )
 
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mtrain import Datum, Engine, LossFunction, LossPair, MtrainError, TermInputs, needs_extras, per_token, weigh
+from mtrain import (
+    Datum,
+    Engine,
+    LossFunction,
+    LossPair,
+    MtrainError,
+    StepResult,
+    TermInputs,
+    needs_extras,
+    per_token,
+    weigh,
+)
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from tests.training.engine_ranks import free
@@ -86,3 +97,14 @@ def _refused(engine: Engine, batch: Sequence[Datum], loss: LossFunction) -> tupl
     except MtrainError as error:
         return type(error), str(error)
     raise AssertionError("nothing was refused")
+
+
+def steps_of_config(groups: Groups, config: Config, batch: Sequence[Datum], num_steps: int) -> list[StepResult]:
+    """Steps over the same batch, with the loss of the configuration; the second half of it in a call of its own."""
+    done, half = [], len(batch) // 2
+    with free(groups), Engine(config) as engine:
+        for _ in range(num_steps):
+            for part in (batch[:half], batch[half:]):
+                engine.forward_backward(part)
+            done.append(engine.optim_step())
+    return done

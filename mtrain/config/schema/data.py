@@ -11,6 +11,8 @@ from pydantic import Discriminator, Field, Tag
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
 
+_KEYS_OF_SAMPLES = frozenset({"input_ids", "loss_mask", "weight", "messages", "prompt", "response", "text", "tools"})
+
 
 class SourceSection(Section):
     """One corpus of a blend."""
@@ -67,10 +69,29 @@ class DataSection(Section):
     packing: PackingSection | None = None
     """Where it is given, as in `packing: {batch: sequences}`, samples share rows; else each has a row of its own."""
 
+    extras: tuple[str, ...] = ()
+    """sft: keys of a record that loss functions read beside the weights, such as [advantages, old_logprobs]
+    (docs/policy-losses.md). Each is one number for the sample, or a list of one number a token."""
+
     @property
     def source_names(self) -> tuple[str, ...]:
         """Of sources whose losses are told apart, by number; none where there are not several."""
         return ()
+
+    @rule
+    def extras_are_keys_of_records(self) -> str | None:
+        if self.extras and self.kind != "sft":
+            return f"extras={list(self.extras)} are keys of records, but kind={self.kind} has none; set kind to sft"
+        twice = next((name for name in self.extras if self.extras.count(name) > 1), None)
+        if twice is not None:
+            return f"extras names {twice!r} twice; name it once"
+        wrong = next((name for name in self.extras if name in _KEYS_OF_SAMPLES or not name.isidentifier()), None)
+        if wrong is None:
+            return None
+        return (
+            f"extras names {wrong!r}, but needs names of letters, digits and underscores that no form of records has "
+            "for something else; rename the key in the records"
+        )
 
 
 class FilesSection(DataSection):

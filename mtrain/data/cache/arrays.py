@@ -32,10 +32,13 @@ DTYPES: dict[str, type[np.generic]] = {
 a sample counts, [samples]. records: number of the record in its source, counted from 0. checksums: of ids and runs of
 each sample, so that reading one notices a flipped bit without reading the others."""
 
+EXTRAS = "extras"
+"""Name of an array that only samples with extras have: float32, [tokens, extras]."""
+_ALL_DTYPES = DTYPES | {EXTRAS: np.float32}
 OF_SAMPLES = ("ids", "run_lengths", "run_weights")
 """Large ones: verified sample by sample when they are read. The others are verified whole when they are opened."""
 
-_OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights")
+_OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights", EXTRAS)
 """What training sees, so what the fingerprint of the data is made of."""
 
 
@@ -58,6 +61,8 @@ class EncodedChunk(NamedTuple):
     weights: NDArray[np.float64]
     numbers: NDArray[np.int64]
     """Of each sample's record in its file, counted from 1."""
+    extras: NDArray[np.float32]
+    """[tokens, extras]; nothing where data.extras names none."""
     bad: tuple[tuple[int, str], ...]
     """Number of each record that is no sample, and what is wrong with it."""
 
@@ -89,11 +94,17 @@ def runs_of(loss_weights: NDArray[np.float32], lengths: NDArray[np.int32]) -> Ru
     return Runs(run_lengths, loss_weights[edges], np.add.reduceat(is_edge, starts, dtype=np.int32))
 
 
-def checksum(ids: NDArray[np.int32], run_lengths: NDArray[np.int32], run_weights: NDArray[np.float32]) -> int:
+def checksum(
+    ids: NDArray[np.int32],
+    run_lengths: NDArray[np.int32],
+    run_weights: NDArray[np.float32],
+    extras: NDArray[np.float32],
+) -> int:
     """CRC-32 of one sample."""
     crc = zlib.crc32(ids.data)
     crc = zlib.crc32(run_lengths.data, crc)
-    return zlib.crc32(run_weights.data, crc)
+    crc = zlib.crc32(run_weights.data, crc)
+    return zlib.crc32(extras.tobytes(), crc)
 
 
 def encoded(
@@ -117,6 +128,7 @@ def encoded(
         run_counts=runs.counts,
         weights=np.array([sample.weight for _, sample in samples], np.float64),
         numbers=np.array([number for number, _ in samples], np.int64),
+        extras=_joined([sample.extras for _, sample in samples if sample.extras is not None], np.float32),
         bad=tuple(bad),
     )
 
@@ -132,12 +144,12 @@ class ArrayWriter:
         self._folder = folder
         self._files: dict[str, BinaryIO] = {}
         self._digests = {name: hashlib.sha256() for name in DTYPES}
-        self._sizes = dict.fromkeys(DTYPES, 0)
+        self._sizes: dict[str, int] = {}
         self.num_tokens = self.num_runs = self.num_samples = 0
 
     def __enter__(self) -> Self:
         for name in DTYPES:
-            self._files[name] = (self._folder / name).open("wb")
+            self._open(name)
         self._write("offsets", np.zeros(1, np.int64))
         self._write("run_offsets", np.zeros(1, np.int64))
         return self
@@ -153,7 +165,12 @@ class ArrayWriter:
         ends = np.cumsum(chunk.lengths, dtype=np.int64)
         run_ends = np.cumsum(chunk.run_counts, dtype=np.int64)
         checksums = [
-            checksum(chunk.ids[start:end], chunk.run_lengths[low:high], chunk.run_weights[low:high])
+            checksum(
+                chunk.ids[start:end],
+                chunk.run_lengths[low:high],
+                chunk.run_weights[low:high],
+                chunk.extras[start:end],
+            )
             for start, end, low, high in zip(ends - chunk.lengths, ends, run_ends - chunk.run_counts, run_ends)
         ]
         self._write("ids", chunk.ids)
@@ -164,9 +181,15 @@ class ArrayWriter:
         self._write("weights", chunk.weights)
         self._write("records", chunk.numbers - 1 + first_of_file)
         self._write("checksums", np.array(checksums, np.uint32))
+        if chunk.extras.size:
+            self._write(EXTRAS, chunk.extras)
         self.num_tokens += len(chunk.ids)
         self.num_runs += len(chunk.run_lengths)
         self.num_samples += len(chunk.lengths)
+
+    def _open(self, name: str) -> None:
+        self._files[name] = (self._folder / name).open("wb")
+        self._digests[name], self._sizes[name] = hashlib.sha256(), 0
 
     def flush(self) -> None:
         """Hands all of it to the disk's cache; a full disk is noticed here at the latest."""
@@ -174,16 +197,18 @@ class ArrayWriter:
             file.flush()
 
     def _write(self, name: str, values: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(values, DTYPES[name]).tobytes()
+        if name not in self._files:
+            self._open(name)
+        data = np.ascontiguousarray(values, _ALL_DTYPES[name]).tobytes()
         self._files[name].write(data)
         self._digests[name].update(data)
         self._sizes[name] += len(data)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Array -> its size in bytes and SHA-256."""
-        return {name: {"bytes": self._sizes[name], "sha256": self._digests[name].hexdigest()} for name in DTYPES}
+        return {name: {"bytes": self._sizes[name], "sha256": self._digests[name].hexdigest()} for name in self._files}
 
 
 def fingerprint_of(facts: dict[str, dict[str, Any]]) -> str:
     """Of everything that training sees; not of the form, the path or the numbering of the records."""
-    return hashlib.sha256("".join(facts[name]["sha256"] for name in _OF_TRAINING).encode()).hexdigest()
+    return hashlib.sha256("".join(facts[name]["sha256"] for name in _OF_TRAINING if name in facts).encode()).hexdigest()

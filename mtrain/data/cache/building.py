@@ -11,7 +11,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import sync_file
 from mtrain.base.signals import leave_if_stopped
-from mtrain.data.cache.arrays import OF_SAMPLES, ArrayWriter, EncodedChunk
+from mtrain.data.cache.arrays import EXTRAS, OF_SAMPLES, ArrayWriter, EncodedChunk
 from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_chunks
 from mtrain.data.cache.entry import BadRecords, EntryFacts, write_facts
 
@@ -84,8 +84,9 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
                 + "); give a file that holds samples"
             )
         writer.flush()
-    for name in OF_SAMPLES:
-        sync_file(staging / name)  # after a crash, opening the entry would notice that another array is not whole
+    for name in (*OF_SAMPLES, EXTRAS):
+        if (staging / name).exists():
+            sync_file(staging / name)  # after a crash, opening the entry would notice that another array is not whole
     write_facts(staging, writer, facts.of_entry(len(job.files)))
     progress.finish(facts.num_records, writer.num_tokens)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.data.cache.arrays import DTYPES, OF_SAMPLES, ArrayWriter, checksum, fingerprint_of
+from mtrain.data.cache.arrays import DTYPES, EXTRAS, OF_SAMPLES, ArrayWriter, checksum, fingerprint_of
 from mtrain.data.formats.record_files import RecordFile
 from mtrain.data.samples.tokenized import TokenizedSample
 
@@ -61,6 +61,10 @@ class TokenCache:
         self._ids, self._run_lengths, self._run_weights = (arrays[name] for name in OF_SAMPLES)
         self._offsets, self._run_offsets = arrays["offsets"], arrays["run_offsets"]
         self._weights, self._records, self._checksums = arrays["weights"], arrays["records"], arrays["checksums"]
+        fact = facts["arrays"].get(EXTRAS)
+        extras = np.empty(0, np.float32) if fact is None else _mapped(folder, EXTRAS, fact)
+        self.extras: NDArray[np.float32] = extras.reshape(self.num_tokens, -1)
+        """[tokens, extras] of all samples laid end to end; read from the disk where it is looked at."""
         self.fingerprint = fingerprint_of(facts["arrays"])
         """Of the samples: the same for the same records in any form, under any path."""
 
@@ -92,12 +96,14 @@ class TokenCache:
         start, end = self._offsets[index], self._offsets[index + 1]
         low, high = self._run_offsets[index], self._run_offsets[index + 1]
         ids, lengths, weights = self._ids[start:end], self._run_lengths[low:high], self._run_weights[low:high]
-        if checksum(ids, lengths, weights) != self._checksums[index]:
+        extras = self.extras[start:end]
+        if checksum(ids, lengths, weights, extras) != self._checksums[index]:
             raise DataError(
                 f"{self.folder}: the tokens of sample {index} ({self.place(index)}) are not those that were written; "
                 "remove this folder, it is made again at the next start, and check the disk"
             )
-        return TokenizedSample(np.array(ids), np.repeat(weights, lengths), float(self._weights[index]))
+        weight = float(self._weights[index])
+        return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))
 
     def record(self, index: int) -> int:
         """Number of the record that a sample was made of, in the whole source, counted from 0; bad ones count, too."""
@@ -171,7 +177,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, name: str, fact: dict[str, Any]) -> NDArray[Any]:
-    path, dtype = folder / name, np.dtype(DTYPES[name])
+    path, dtype = folder / name, np.dtype(np.float32 if name == EXTRAS else DTYPES[name])
     try:
         size = path.stat().st_size
         if size != fact["bytes"]:
@@ -179,6 +185,6 @@ def _mapped(folder: Path, name: str, fact: dict[str, Any]) -> NDArray[Any]:
         values = np.memmap(path, dtype, mode="r")
     except OSError as fault:
         raise DamagedEntryError(f"{name}: {fault.strerror or fault}") from fault
-    if name not in OF_SAMPLES and hashlib.sha256(values.data).hexdigest() != fact["sha256"]:
+    if name not in (*OF_SAMPLES, EXTRAS) and hashlib.sha256(values.data).hexdigest() != fact["sha256"]:
         raise DamagedEntryError(f"{name} is not what was written")
     return values

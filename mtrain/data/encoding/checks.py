@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 
@@ -56,3 +59,41 @@ def check_weight(weight: object, name: str = "'weight'") -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
         raise DataError(f"{name} is {weight!r}, but must be a finite number of at least 0; change it")
     return float(weight)
+
+
+def token_extras(record: dict[str, Any], names: Sequence[str], num_tokens: int) -> NDArray[np.float32]:
+    """[num_tokens, names]: one number a token; one of the whole sample stands at each of them.
+
+    Whether they are finite is not asked: a reader that knows the place does.
+
+    Args:
+        record: Has them under their names.
+        names: At least one.
+        num_tokens: Of the sample. A list has as many numbers, or one less: without the first token, which nothing
+            predicts.
+
+    Raises:
+        DataError: One is missing, is no number or list of numbers, or has another length.
+    """
+    return np.stack([_token_extra(record, name, num_tokens) for name in names], axis=1)
+
+
+def _token_extra(record: dict[str, Any], name: str, num_tokens: int) -> NDArray[np.float32]:
+    if name not in record:
+        raise DataError(f"has no {name!r}, which data.extras names; give one number, or one a token")
+    given = record[name]
+    numbers = given if isinstance(given, list) else [given]
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
+        raise DataError(f"{name!r} is not made of numbers; give one number, or a list of one a token")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf
+        values = np.array([float(each) for each in numbers], np.float64).astype(np.float32)
+    if not isinstance(given, list):
+        return np.full(num_tokens, values[0])
+    if len(values) == num_tokens - 1:
+        return np.concatenate([np.zeros(1, np.float32), values])
+    if len(values) != num_tokens:
+        raise DataError(
+            f"{name!r} has {len(values)} numbers, but the sample has {num_tokens} tokens; give one number a token, or "
+            f"{num_tokens - 1}, without the first"
+        )
+    return values

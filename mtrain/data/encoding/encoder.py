@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
+from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, pair_parts, text_parts, tokenized
 from mtrain.data.encoding.preferences import PreferenceEncoder
@@ -107,6 +109,13 @@ class RecordEncoder:
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As `SampleEncoder` says."""
+        names = self._section.extras
+        if not names:
+            return self._encode(record)
+        found = self._encode({key: value for key, value in record.items() if key not in names})
+        return replace(found, extras=token_extras(record, names, len(found.ids)))
+
+    def _encode(self, record: dict[str, Any]) -> TokenizedSample:
         match self._section.format:
             case "auto":
                 return self._of_any_form(record)

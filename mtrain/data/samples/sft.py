@@ -12,7 +12,7 @@ layout or on packing. A sample in which nothing is left to learn is an empty seq
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import numpy as np
@@ -22,6 +22,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
 from mtrain.data.samples.sample import Sample, shifted
+from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
@@ -30,19 +31,22 @@ _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refus
 class SftDataset:
     """A part of a source's samples."""
 
-    def __init__(self, cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> None:
+    def __init__(
+        self, cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong, extras: Sequence[str] = ()
+    ) -> None:
         """
         Args:
             cache: Of the source.
             numbers: The part of its samples that is used, counted from 0.
             seq_length: Positions of a row.
             too_long: What happens to a sample of more than seq_length + 1 tokens.
+            extras: Names of what the cache has of each token beside its weight.
 
         Raises:
             DataError: A sample is too long and has to be refused, or none is left.
         """
         self.cache, self._numbers, self._seq_length = cache, numbers, seq_length
-        self._too_long = too_long
+        self._too_long, self._extras = too_long, tuple(extras)
         self._pieces: Pieces
         self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long)
         if not len(self._pieces):
@@ -70,7 +74,14 @@ class SftDataset:
             # position t predicts token t + 1, so what the first token counts is not asked for
             found.loss_weights[start + 1 : end].astype(np.float64),
             weight=found.weight,
+            extras=self._extras_of(found, start + 1, end),
         )
+
+    def _extras_of(self, found: TokenizedSample, start: int, end: int) -> dict[str, NDArray[np.float32] | float]:
+        if not self._extras:
+            return {}
+        assert found.extras is not None, "the cache was made for them"
+        return {name: found.extras[start:end, column] for column, name in enumerate(self._extras)}
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: positions that samples take in rows, without reading them; at least 1."""

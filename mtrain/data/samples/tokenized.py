@@ -18,6 +18,9 @@ class TokenizedSample:
     before it."""
     weight: float = 1.0
     """What the whole sequence counts, at least 0."""
+    extras: NDArray[np.float32] | None = None
+    """[n, extras]: of each token, the numbers that data.extras names; the first row is not used. None: it names
+    none."""
 
 
 class SampleEncoder(Protocol):

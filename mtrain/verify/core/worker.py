@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrain.base.errors import NumericError
+from mtrain.base.errors import ConfigError, NumericError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
@@ -84,6 +84,21 @@ def run_layout(groups: Groups, job: Job) -> Outcome:
     return _Runner(groups, job, SOUND if job.fault is None else PLANTS[job.fault]).run()
 
 
+def own_objective(config: Config) -> Objective:
+    """That of the run.
+
+    Raises:
+        ConfigError: It reads what only the user's data have.
+    """
+    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    if objective.extras:
+        raise ConfigError(
+            f"verify draws samples of its own, which have no {', '.join(objective.extras)}, but the loss functions "
+            "read them; verify the rest of the configuration with loss.function=next_token and no such side term"
+        )
+    return objective
+
+
 class _Runner:
     """One model on this rank."""
 
@@ -98,7 +113,7 @@ class _Runner:
         made_of.change_model(self._chunks)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = made_of.optimizer(config, self._chunks, groups)
-        objective = Objective.from_config(config.loss, config.model.mtp_depths)
+        objective = own_objective(config)
         teacher = small_teacher(config, groups)
         parts = made_of.step(groups)
         self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher, parts)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.config import Config
-from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.training.build import opened_loader
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.result import StepValues
-from mtrain.verify.core.worker import step_values
+from mtrain.verify.core.worker import own_objective, step_values
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.planted.faults import PLANTS
 
@@ -41,7 +40,7 @@ def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators)
     made_of.change_model(chunks)
     optimizer = made_of.optimizer(config, chunks, groups)
     load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
-    objective = Objective.from_config(config.loss, 0)
+    objective = own_objective(config)
     training = TrainingStep(config, groups, chunks, optimizer, objective, None, made_of.step(groups))
     values = []
     for number in range(num_steps):

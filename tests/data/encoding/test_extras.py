@@ -1,0 +1,137 @@
+"""Records that bring along numbers for the loss functions: read, cached, cut like their tokens, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from mtrain.base.errors import DataError, NumericError
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from tests.fault_table import Notice
+
+NAMES = ("advantages", "old_logprobs")
+GOOD: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "advantages": 1.5}
+TOKENS = GOOD | {"old_logprobs": [9.0, -0.25, -0.5, -0.75]}
+"""The first token is predicted by nothing, so its number is not used."""
+PREDICTED = GOOD | {"input_ids": [8, 7, 6], "loss_mask": [0, 1, 1], "old_logprobs": [-1, -2]}
+WORDS = {"prompt": "a", "response": "b c", "advantages": -1, "old_logprobs": 0.5}
+
+
+@pytest.fixture
+def configured(tmp_path: Path, word_tokenizer: Path, make_config: Callable[..., Config]) -> Callable[..., Config]:
+    def make(records: list[Any], extras: tuple[str, ...] = NAMES, **data: Any) -> Config:
+        path = tmp_path / "rollouts.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in records))
+        source = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer), "extras": extras}
+        return make_config({**source, "cache_dir": str(tmp_path / "cache"), **data})
+
+    return make
+
+
+def extras_of(config: Config) -> dict[tuple[int, ...], dict[str, list[float]]]:
+    """Of the records of a step, by their labels."""
+    loader = StepLoader(config, 0, 1, extras=NAMES)
+    samples = [loader.samples(0).sample(slot) for slot in range(config.train.global_batch_size)]
+    assert all(sample is not None for sample in samples)
+    return {
+        tuple(each.labels.tolist()): {name: values.tolist() for name, values in each.extras.items()}
+        for each in samples
+        if each is not None
+    }
+
+
+def test_numbers_stand_beside_the_tokens_that_they_belong_to(configured: Callable[..., Config]) -> None:
+    config = configured([TOKENS, PREDICTED, WORDS])
+    for _ in range(2):  # made, then found in the cache
+        found = extras_of(config)
+        assert found[6, 7, 8] == {"advantages": [1.5] * 3, "old_logprobs": [-0.25, -0.5, -0.75]}
+        assert found[7, 6] == {"advantages": [1.5] * 2, "old_logprobs": [-1.0, -2.0]}
+        (words,) = (each for each in found.values() if each["advantages"][0] == -1.0)
+        assert set(words["old_logprobs"]) == {0.5}
+    batches = StepLoader(config, 0, 1, extras=NAMES).batches(0)
+    batch = np.concatenate([each.extras["old_logprobs"].numpy() for each in batches])
+    assert batch.dtype == np.float32
+    assert np.isin([-0.25, -2.0, 0.5], batch).all()
+
+
+def test_what_is_cut_off_a_record_takes_its_numbers_along(configured: Callable[..., Config]) -> None:
+    whole = GOOD | {"input_ids": list(range(2, 14)), "loss_mask": [1] * 12, "old_logprobs": [-t / 4 for t in range(12)]}
+    kept = {"start": range(7, 12), "end": range(1, 6)}
+    for too_long, places in kept.items():
+        config = configured([whole], seq_length=5, too_long=too_long)
+        assert [each["old_logprobs"] for each in extras_of(config).values()] == [[-t / 4 for t in places]]
+
+
+def test_other_numbers_are_other_data(configured: Callable[..., Config]) -> None:
+    one, other = ([TOKENS | {"advantages": value}] for value in (1.0, 2.0))
+    fingerprints = [StepLoader(configured(each), 0, 1).fingerprint for each in (one, other)]
+    assert fingerprints[0] != fingerprints[1]
+    plain = {key: value for key, value in TOKENS.items() if key not in NAMES}
+    assert StepLoader(configured([plain], extras=()), 0, 1).fingerprint not in fingerprints
+
+
+@pytest.mark.fault(
+    "input",
+    "rollouts with a number that is not finite, as an extra of data.extras",
+    happens="refused before the first step, with file, line, name and token",
+    exit_code=4,
+)
+def test_a_number_that_is_none_ends_the_run(configured: Callable[..., Config], notice: Notice) -> None:
+    ill = TOKENS | {"old_logprobs": [0.0, 1e39, 0.0, 0.0]}
+    with (
+        notice,
+        pytest.raises(
+            NumericError, match=r"jsonl line 2: has an extra 'old_logprobs' that is inf at token 1;"
+        ) as raised,
+    ):
+        StepLoader(configured([PREDICTED, ill, TOKENS]), 0, 1)
+    assert raised.value.exit_code == notice.exit_code
+    with pytest.raises(DataError, match=r"jsonl line 1: not JSON: NaN is no number"):  # which JSON has no word for
+        StepLoader(configured([TOKENS | {"advantages": float("nan")}]), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"old_logprobs": None}, r"'old_logprobs' is not made of numbers"),
+        ({"old_logprobs": [0.5] * 7}, r"'old_logprobs' has 7 numbers, but the sample has 4 tokens; give .* or 3"),
+        ({"advantages": True}, r"'advantages' is not made of numbers"),
+        ({"rewards": 1}, r"has the key 'rewards', which is not read"),
+    ],
+)
+def test_records_of_another_form_are_refused(
+    configured: Callable[..., Config], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"jsonl line 1: {message}"):
+        StepLoader(configured([TOKENS | change]), 0, 1)
+
+
+def test_a_record_without_them_is_refused(configured: Callable[..., Config]) -> None:
+    with pytest.raises(DataError, match=r"line 1: has no 'old_logprobs', which data\.extras names; give one number"):
+        StepLoader(configured([GOOD]), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        (("advantages", "advantages"), "extras names 'advantages' twice"),
+        (("loss_mask",), "extras names 'loss_mask', but needs names"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(
+    configured: Callable[..., Config], extras: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        configured([TOKENS], extras)
+
+
+def test_extras_need_records(make_config: Callable[..., Config]) -> None:
+    with pytest.raises(ValidationError, match="are keys of records, but kind=mock has none; set kind to sft"):
+        make_config({"kind": "mock", "extras": ["advantages"]})

@@ -1,0 +1,128 @@
+"""An offline step of a policy from the command line's own path: rollouts in a file, as a program hands them over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from mtrain import Datum
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.plan.layout import Layout
+from mtrain.verify.core.worker import own_objective
+from tests.config.samples import config
+from tests.fault_table import Notice
+from tests.pool import Pool
+from tests.training.extras_ranks import steps_of_config
+from tests.training.one_process import train_fresh
+
+VOCAB, STEPS = 40, 2
+NAMES = ("advantages", "old_logprobs", "ref_logprobs")
+GRPO: dict[str, Any] = {
+    "loss__function": "ppo",
+    "loss__options": {"clip_high": 0.28},
+    "loss__aggregation": "seq-mean-token-mean",
+    "loss__side_terms": {"kl": {"function": "kl", "coefficient": 0.05, "aggregation": "seq-mean-token-mean"}},
+}
+
+
+def rollouts() -> list[dict[str, Any]]:
+    """Some have one loss token."""
+    rng, records = np.random.default_rng(3), []
+    for number in range(8):
+        size = 2 + 2 * number
+        mask = [0.0] * (size // 2) + [1.0] * (size - size // 2)
+        near = {name: (-3.7 + rng.normal(0, 0.3, size)).tolist() for name in NAMES[1:]}
+        ids = rng.integers(3, VOCAB, size).tolist()
+        records.append({"input_ids": ids, "loss_mask": mask, "advantages": rng.normal(), "weight": 1.0, **near})
+    return records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts and a tokenizer."""
+    path = tmp_path_factory.mktemp("policy")
+    (path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rollouts()))
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *map(str, range(VOCAB - 3))])}
+    model = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return path
+
+
+def small(folder: Path, **changes: Any) -> Config:
+    given: dict[str, Any] = {
+        "run__dir": str(folder / "run"),
+        "model__num_layers": 1,
+        "model__hidden_size": 32,
+        "model__ffn_hidden_size": 32,
+        "model__vocab_size": VOCAB,
+        "train__global_batch_size": 8,
+        "train__num_steps": STEPS,
+        "train__precision": "fp32",
+        "optimizer__lr": 0.01,
+        "metrics__tensorboard": False,
+        "checkpoint__self_test": False,
+        "data": {"kind": "sft", "seq_length": 16},
+        "data__train": [{"path": str(folder / "rollouts.jsonl")}],
+        "data__tokenizer": str(folder),
+        "data__cache_dir": str(folder / "cache"),
+        "data__extras": NAMES,
+    }
+    return config(**given | GRPO | changes)
+
+
+def test_rollouts_of_a_file_are_those_of_a_program(pool: Pool, folder: Path) -> None:
+    """Loss, norm, each term and what is reported, of two steps over all rollouts, packed and cut for cp, and alone."""
+    cut = small(folder, layout__cp=2, data__packing={})
+    pool.run(train_fresh, Layout(cp=2), cut, seed=cut.train.seed)
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    records = [line for line in lines if line["kind"] == "step"]
+    data = [
+        Datum(each["input_ids"], each["loss_mask"], extras={name: each[name] for name in NAMES}) for each in rollouts()
+    ]
+    alone = small(folder)
+    (steps,) = pool.run(steps_of_config, Layout(), alone, data, STEPS, seed=alone.train.seed)
+    assert len(records) == len(steps) == STEPS
+    for record, step in zip(records, steps, strict=True):
+        found = {**record["diagnostics"], "loss": record["loss"], "grad_norm": record["grad_norm"]}
+        wanted = {**step.diagnostics, "loss": step.loss, "grad_norm": step.grad_norm}
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert record["objective"] == pytest.approx(step.objective, rel=1e-5)
+        assert set(step.diagnostics) == {"clip_fraction", "approximate_kl", "ratio", "ratio_max"}
+    assert steps[0].loss != steps[1].loss
+
+
+@pytest.mark.fault(
+    "input",
+    "a loss that reads numbers which the records do not bring along",
+    happens="refused before data and model are opened, with the keys to name",
+    exit_code=2,
+)
+def test_what_a_loss_reads_has_to_be_named(pool: Pool, folder: Path, notice: Notice) -> None:
+    lacking = small(folder, data__extras=["advantages"], run__dir=str(folder / "refused"))
+    message = r"data\.extras=\['advantages'\] lacks old_logprobs, ref_logprobs, .* set data\.extras=\[advantages,"
+    with notice, pytest.raises(ConfigError, match=message) as refused:
+        pool.run(train_fresh, Layout(), lacking)
+    assert refused.value.exit_code == notice.exit_code
+
+
+def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
+    with pytest.raises(
+        ValidationError, match=r"data\.extras=\['advantages', .* but loss\.function=dpo compares answers"
+    ):
+        small(
+            folder, loss__function="dpo", loss__options={}, loss__side_terms={}, loss__aggregation="seq-mean-token-sum"
+        )
+
+
+def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"verify draws samples of its own, which have no advantages, old_logprobs"):
+        own_objective(small(folder))
