@@ -256,8 +256,8 @@ def preferences(config: "Config") -> Iterator[str]:
         yield f"data.too_long=split makes pieces that cannot be compared under {name}; set it to end, start or drop"
     if data.extras:
         yield (
-            f"data.extras={list(data.extras)} are numbers of a record's tokens, but {name} compares answers, of which a "
-            "record has two; remove data.extras"
+            f"data.extras={list(data.extras)} are numbers of a record's tokens, but {name} compares answers, of which "
+            "a record has two; remove data.extras"
         )
     for key in dropout_keys(config):
         yield (

@@ -145,16 +145,14 @@ class TrainingStep:
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
             # starts its collective now and waits for it behind the first forward pass (fp16: at once)
-            step.factors = self._parts.factors(
-                list(planned.values()), objective, self._optimizer.unscales, self._groups
-            )
+            step.factors = self._parts.factors([*planned.values()], objective, self._optimizer.unscales, self._groups)
             step.sums.numerator_scale = step.factors.numerator_scale
         elif objective.apart:
             raise ConfigError(
                 f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
                 "the main one must be known before the first backward pass; give the whole global batch in one call"
             )
-        step.sums.pairs.diagnostics.expect(objective.reported.means, objective.reported.maxima)
+        step.sums.pairs.diagnostics.expect(objective.reported)
         factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mtrain.loss.diagnostics import joined, shown_name
+from mtrain.loss.diagnostics import Reported, joined, shown_name
 from mtrain.loss.pair import LossPair
 from mtrain.mcore.distributed.groups import Groups
 
@@ -20,11 +20,11 @@ class DiagnosticSums:
         self._device = device
         self._found: dict[str, Tensor] = {}
 
-    def expect(self, means: Iterable[str], maxima: Iterable[str]) -> None:
+    def expect(self, reported: Reported) -> None:
         """Names that this step reports, the same on all ranks; the others are left out."""
-        for name in means:
+        for name in reported.means:
             self._found.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
-        for name in maxima:
+        for name in reported.maxima:
             self._found.setdefault(name, torch.full((), -math.inf, dtype=torch.float64, device=self._device))
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:

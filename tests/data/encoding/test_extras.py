@@ -93,7 +93,7 @@ def test_a_number_that_is_none_ends_the_run(configured: Callable[..., Config], n
     ):
         StepLoader(configured([PREDICTED, ill, TOKENS]), 0, 1)
     assert raised.value.exit_code == notice.exit_code
-    with pytest.raises(DataError, match=r"jsonl line 1: not JSON: NaN is no number"):  # which JSON has no word for
+    with pytest.raises(DataError, match=r"jsonl line 1: not JSON \(NaN is no number\)"):  # which JSON has no word for
         StepLoader(configured([TOKENS | {"advantages": float("nan")}]), 0, 1)
 
 
