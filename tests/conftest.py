@@ -13,8 +13,8 @@ from hypothesis import settings
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.needs import NOT_RUN, leave_out, report_not_run
-from tests.nightly import Nightly
 from tests.pool import Pool
+from tests.tools.nightly import Nightly
 
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
 """Of this session: neither the user's token cache, nor that of a session on other code."""

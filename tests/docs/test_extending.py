@@ -24,7 +24,7 @@ def mean_of_the_call(inputs: TermInputs) -> LossPair:
 def write_package(folder: Path) -> None:
     """The functions of the guide, and a wrong one, as a package of a user's own."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     (folder / "my_package").mkdir()
     (folder / "my_package" / "__init__.py").touch()
     (folder / "my_package" / "losses.py").write_text("\n\n".join(blocks) + WRONG)

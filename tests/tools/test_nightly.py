@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from mtrain.plan.layout import Layout
-from tests.nightly import num_ranks
 from tests.parity.cases import case
 from tests.parity.compare import Row
 from tests.paths import ROOT
+from tests.tools.nightly import num_ranks
 
 pytest_plugins = ["pytester"]
 SUITE = """
@@ -64,7 +64,8 @@ def test_a_row_of_eight_ranks_waits_only_where_there_are_smaller_ones(
     pytester.makeini("[pytest]\nmarkers = nightly\n")
     pytester.syspathinsert(ROOT)
     pytester.makeconftest(
-        "from tests.nightly import Nightly\ndef pytest_configure(config): config.pluginmanager.register(Nightly())\n"
+        "from tests.tools.nightly import Nightly\n"
+        "def pytest_configure(config): config.pluginmanager.register(Nightly())\n"
     )
     pytester.makepyfile(SUITE)
     passed, _, failed = pytester.inline_run("-m", chosen, "-p", "no:cacheprovider").listoutcomes()
