@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from mtrain import ConfigError, Datum, Engine, EvalResult, LossPair, MtrainError, StepResult, TermInputs, weigh
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
+from tests.training.one_process import in_a_thread
 
 Batch = list[Datum]
 
@@ -68,6 +70,33 @@ def steps_of(engine: Engine, batches: Sequence[Batch], size: int, save_to: str |
     return Run(done, log_probs, entropy, engine.evaluate(batches))
 
 
+class Calls(NamedTuple):
+    """A run whose steps are given in one call or in several."""
+
+    config: Config
+    loss: str | None = None
+    options: dict[str, Any] | None = None
+
+
+def whole_and_in_parts(
+    groups: Groups, cases: Sequence[Calls], batches: Sequence[Batch], size: int
+) -> list[list[list[StepResult]]]:
+    """By case: the steps of one call each, and of calls of `size` samples."""
+    found: list[list[list[StepResult]]] = []
+    with free(groups):
+        for config, loss, options in cases:
+            found.append([])
+            for of_call in (len(batches[0]), size):
+                with Engine(config) as engine:
+                    steps = []
+                    for batch in batches:
+                        for start in range(0, len(batch), of_call):
+                            engine.forward_backward(batch[start : start + of_call], loss, options)
+                        steps.append(engine.optim_step())
+                    found[-1].append(steps)
+    return found
+
+
 def one_after_the_other(groups: Groups, configs: Sequence[Config], batches: Sequence[Batch]) -> list[Run]:
     """An engine a configuration, in one process."""
     runs = []
@@ -79,7 +108,7 @@ def one_after_the_other(groups: Groups, configs: Sequence[Config], batches: Sequ
 
 
 def opened_by_the_engine(groups: Groups, config: Config, batches: Sequence[Batch], port: int, store: str) -> list[Run]:
-    """Twice as a program under a launcher."""
+    """Twice as a program under a launcher, the second time in a thread."""
     rank, size = str(groups.rank), str(groups.layout.world_size)
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -87,12 +116,18 @@ def opened_by_the_engine(groups: Groups, config: Config, batches: Sequence[Batch
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     runs = []
-    for _ in range(2):
+
+    def work() -> None:
         engine = Engine(config)
         runs.append(steps_of(engine, batches, len(batches[0])))
         engine.close()
         engine.close()
         assert not dist.is_initialized()
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    work()
+    in_a_thread(work)
+    assert handlers == {number: signal.getsignal(number) for number in handlers}, "signals are the program's"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))  # to be closed
     dist.barrier()  # else the rank that is ready first closes connections that the other one still makes
     return runs

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -30,7 +31,7 @@ def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for number, config in enumerate(configs):
         if number == 1:
-            _in_a_thread(config)
+            in_a_thread(functools.partial(train, config))
         else:
             train(config)
     assert not parallel_state.is_initialized()
@@ -39,12 +40,13 @@ def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) 
     dist.barrier()  # else the rank that is ready first closes connections that the other one still makes
 
 
-def _in_a_thread(config: Config) -> None:
+def in_a_thread(action: Callable[[], None]) -> None:
+    """Runs it beside the main thread, and waits; what it raises is raised here."""
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
-            train(config)
+            action()
         except BaseException as error:  # shown in the thread that waits
             raised.append(error)
 

@@ -1,6 +1,7 @@
 """`Engine` under a user's own loop: the numbers are those of the oracle, of one call and of `mtrain train`."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.parity.cases import SINGLE, Case, case
 from tests.parity.compare import relative, worst
 from tests.pool import Pool
 from tests.training import engine_ranks
+from tests.training.engine_ranks import Calls
 from tests.training.one_process import train_fresh
 from tests.training.test_trainer import numbers
 
@@ -103,20 +105,35 @@ def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(three.log_probs, one.log_probs, strict=True))
 
 
-def test_a_denominator_of_one_for_the_step_is_counted_once_in_three_calls(pool: Pool) -> None:
-    config, batches = case(dp=2).config(loss__aggregation="sum"), data_of(three_steps())[:1]
-    three, one = (pool.run(engine_ranks.train, Layout(dp=2), config, batches, size)[0] for size in (6, 16))
-    assert one.steps[0].denominator == 1
-    assert three.steps == one.steps
-
-
-def test_biases_of_experts_move_by_the_counts_of_all_calls(pool: Pool) -> None:
+def test_calls_of_parts_are_one_call_for_every_kind_of_sum(pool: Pool) -> None:
+    """To the bit: one denominator for the step, means over sequences beside another term, extras, biases of experts."""
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid"}
     experts |= {"expert_bias": True, "bias_update_rate": 0.1}
-    config = case(dp=2).config(model__experts=experts)
-    batches = data_of(three_steps())
-    three, one = (pool.run(engine_ranks.train, Layout(dp=2), config, batches, size)[0] for size in (6, 16))
-    assert three.steps == one.steps
+    beside = {"near": {"function": "kl", "coefficient": 0.1, "aggregation": "seq-mean-token-mean"}}
+    cases = [
+        Calls(case(dp=2).config(loss__aggregation="sum")),
+        Calls(
+            case(dp=2).config(loss__aggregation="seq-mean-token-mean", loss__side_terms=beside),
+            "ppo",
+            {"dual_clip": 3.0},
+        ),
+        Calls(case(dp=2).config(model__experts=experts)),
+    ]
+    batches = [
+        [replace(datum, extras=extras_of(datum, slot)) for slot, datum in enumerate(batch)]
+        for batch in data_of(three_steps())[:2]
+    ]
+    found = pool.run(engine_ranks.whole_and_in_parts, Layout(dp=2), cases, batches, 6)[0]
+    for one, three in found:
+        assert three == one
+    assert found[0][0][0].denominator == 1
+    assert found[1][0][0].diagnostics["clip_fraction"] > 0
+
+
+def extras_of(datum: Datum, slot: int) -> dict[str, Any]:
+    """Log-probabilities about those of a new model, so that some ratios are clipped."""
+    near = [-4.1 + 0.3 * math.sin(slot + place) for place in range(len(datum.input_ids))]
+    return {"advantages": (-1.0) ** slot * (1 + slot), "old_logprobs": near, "ref_logprobs": near[::-1]}
 
 
 def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
