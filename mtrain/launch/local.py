@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from mtrain.base.errors import MachineError, RankLostError
+from mtrain.base.errors import ConfigError, MachineError, RankLostError
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
 from mtrain.base.signals import STOP_SIGNALS, StopSignal
@@ -63,6 +64,23 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
     patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0
     heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s + patience_s)
     return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
+
+
+def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> int:
+    """Runs a program of the user's own, such as one with an `Engine`, on `num_ranks` ranks; the exit code.
+
+    Raises:
+        ConfigError: there is no such file.
+        MachineError: the log folder cannot be written.
+    """
+    if not program.is_file():
+        raise ConfigError(f"{program} is not there; name a Python program, or the YAML files of a run")
+    with disk_faults("create a log folder"):
+        logs = Path(tempfile.mkdtemp(prefix=f"{program.stem}-"))
+    if num_ranks > 1:
+        print(f"ranks from 1 on write to {logs}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "mtrain.launch.program", str(program), *arguments]
+    return run_ranks(command, num_ranks, logs)
 
 
 def run_ranks(

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from mtrain.base.signals import STOP_SIGNALS
+from mtrain.cli.main import app
 from mtrain.launch.local import run_ranks
 from tests.fault_table import Notice
 
@@ -279,3 +281,22 @@ def test_ranks_die_with_a_killed_launcher(program: Callable[[str], Path], tmp_pa
         process.kill()
         pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
         wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_program_of_ones_own_runs_on_all_ranks(tmp_path: Path) -> None:
+    """By its arguments, with what lies beside it, and stopped as it would be alone; its exit code is the command's."""
+    (tmp_path / "beside.py").write_text("CODE = 4")
+    (tmp_path / "own.py").write_text(
+        "import os, signal, sys\n"
+        "from beside import CODE\n"
+        "from pathlib import Path\n"
+        "blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
+        "facts = [__name__, os.environ['WORLD_SIZE'], *sys.argv[1:], str(signal.SIGTERM in blocked)]\n"
+        "Path(__file__).with_name(f'rank_{os.environ[\"RANK\"]}').write_text(' '.join(facts))\n"
+        "sys.exit(CODE)\n"
+    )
+    command = ["launch", "local", "-n", "2", str(tmp_path / "own.py"), "layout.tp=2", "more"]
+    assert CliRunner().invoke(app, command).exit_code == 4
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in range(2)] == 2 * ["__main__ 2 layout.tp=2 more False"]
+    missing = CliRunner().invoke(app, ["launch", "local", "-n", "2", str(tmp_path / "none.py")])
+    assert missing.exit_code == 2

@@ -1,5 +1,6 @@
 """`mtrain launch`: starts the ranks of a run."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,10 +23,12 @@ def local(
     arguments: ConfigArguments,
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks to start.", show_default=False)],
 ) -> None:
-    """Trains with several ranks on this machine."""
+    """Trains with several ranks on this machine; where the first argument is a .py file, runs that program instead."""
     with one_message():
-        from mtrain.launch.local import launch_local
+        from mtrain.launch.local import launch_local, launch_program
 
-        paths, overrides = split_arguments(arguments)
-        code = launch_local(num_ranks, paths, overrides)
+        if arguments[0].endswith(".py"):
+            code = launch_program(num_ranks, Path(arguments[0]), arguments[1:])
+        else:
+            code = launch_local(num_ranks, *split_arguments(arguments))
     raise typer.Exit(code)

@@ -1,0 +1,21 @@
+"""A program of the user's own as one rank: `python -m mtrain.launch.program PROGRAM ARGUMENTS...`."""
+
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+from mtrain.base.signals import STOP_SIGNALS
+
+
+def run(program: str, arguments: list[str]) -> None:
+    """Runs a file as Python itself runs it: it is `__main__`, and imports what lies beside it."""
+    # the launcher starts ranks with these blocked, for the handlers of `mtrain train`; the program has none
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).resolve().parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2:])
