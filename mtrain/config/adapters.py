@@ -80,10 +80,10 @@ def _run(config: Config, adapter: AdapterSection) -> Iterator[str]:
             "adapter.targets=embedding and model.tied_embeddings=true the embedding and the output layer, which are "
             "one table there, differ; set it to 0, and export the adapter with mtrain convert export --adapter"
         )
-    if model.mtp_depths:
+    if model.mtp_depths and "embedding" in adapter.parts:
         yield (
-            f"adapter with model.mtp_depths={model.mtp_depths} is not supported; set it to 0, and the depths' weights "
-            "stay unread"
+            f"adapter.targets=embedding with model.mtp_depths={model.mtp_depths}: the depths read the table on the "
+            "last stage of a pipeline as well, where no adapter stands beside it; remove it, or set mtp_depths to 0"
         )
     if config.optimizer.kind == "muon":
         yield (

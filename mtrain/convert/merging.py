@@ -94,7 +94,7 @@ class Merging:
         tables = {f"{plan.EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
         if name in tables:
             return (tables[name],) if tables[name] in own else ()
-        if not name.endswith(_LINEARS):
+        if not name.endswith(_LINEARS) or name.startswith("mtp."):  # depths of multi-token prediction stay frozen
             return ()
         if ".mlp.experts." in name:
             return ("experts",) if "experts" in own else ()

@@ -39,7 +39,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"model__tied_embeddings": True, "checkpoint": {"interval_steps": 2, "export_hf_every_steps": 2}},
         "checkpoint.export_hf_every_steps=2 writes merged models, but with adapter.targets=embedding",
     ),
-    ({}, {"model__mtp_depths": 1}, "adapter with model.mtp_depths=1 is not supported; set it to 0"),
+    (
+        {"targets": ["embedding"]},
+        {"model__mtp_depths": 1},
+        "adapter.targets=embedding with model.mtp_depths=1: the depths read the table on the last stage",
+    ),
     ({}, {"optimizer__kind": "muon"}, "adapter with optimizer.kind=muon would orthogonalize A and B apart"),
     ({}, {"model__backend": "te"}, "adapter needs the inputs of projections, which model.backend=te fuses"),
     (

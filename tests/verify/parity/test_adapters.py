@@ -70,10 +70,10 @@ def test_dora_is_exact_where_rows_lie_on_several_ranks(pool: Pool) -> None:
     assert_passes(check(pool, user, "tp2mbs16,tp2spdp2mbs8,pp2cp2mbs4", num_steps=2))
 
 
-def test_adapters_of_experts_are_exact(pool: Pool) -> None:
+def test_adapters_of_experts_are_exact_before_a_frozen_depth(pool: Pool) -> None:
+    """The depth of multi-token prediction has no adapters, and its loss reaches those of the layers before it."""
     user = expert_config(
-        adapter=LORA | {"targets": ["q_proj", "fc1", "experts"]},
-        model__mtp_depths=0,
+        adapter=LORA | {"targets": ["q_proj", "fc1", "experts", "output"]},
         model__experts__bias_update_rate=0.0,
         layout__etp=1,
     )

@@ -109,6 +109,8 @@ def _prefix(weight: str, part: str) -> str:
 def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
     shapes, targets = shapes_of(model), _spelled_out(section)
     for layer, number in layers(model).items():
+        if layer.startswith("mtp."):
+            continue  # depths of multi-token prediction stay frozen
         for weight in _weights(layer, number, model):
             rows = _rows(weight, shapes[weight][0], model)
             wanted = {part: where for part, where in rows.items() if part in targets}
