@@ -67,6 +67,12 @@ def test_legal_combinations_run_on_two_copies_of_the_model(model: str, layout: s
     assert Layout.from_config(load(model, layout, run), 2 * LAYOUTS[layout]).dp == 2
 
 
+def test_preferences_are_pairs_of_sequences() -> None:
+    found = load("tiny", run="preference")
+    assert (found.sequences_per_step, found.loss.aggregation) == (128, "seq-mean-token-sum")
+    assert Layout.from_config(found, 2).dp == 2
+
+
 @pytest.mark.parametrize("model", EXPERTS)
 def test_models_with_experts_run_and_fit_an_h200(model: str) -> None:
     name, num_ranks = EXPERT_LAYOUTS[model]

@@ -62,7 +62,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         DataError: the user's data cannot be read.
         MachineError: the device that was asked for is not there.
     """
-    _refuse_preferences(config)
+    refuse_preferences(config)
     device, max_ranks = device_for(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
     plan = _plan(shrunk, config, request, progress)
@@ -87,12 +87,17 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     )
 
 
-def _refuse_preferences(config: Config) -> None:
+def refuse_preferences(config: Config) -> None:
+    """Refuses what `mtrain verify` has no second definition of.
+
+    Raises:
+        ConfigError: The loss compares whole sequences.
+    """
     if config.sequences_per_sample > 1:
         raise ConfigError(
-            f"verify parity has no reference of its own for loss.function={config.loss.function}, which compares whole "
-            "sequences (tests/parity holds it to TRL); verify the same configuration with loss.function=next_token and "
-            "data of another format, or the run with verify resume"
+            f"verify has no reference of its own for loss.function={config.loss.function}, which compares whole "
+            "sequences; verify the same configuration with loss.function=next_token and data of another format, and "
+            "see docs/preference.md for what holds the loss itself"
         )
 
 

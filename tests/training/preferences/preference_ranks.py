@@ -6,10 +6,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mtrain import Datum, Engine, EvalResult, MtrainError, StepResult
+from torch.nn.functional import relu
+
+from mtrain import (
+    Datum,
+    Engine,
+    EvalResult,
+    MtrainError,
+    PreferenceValue,
+    ScoredSequences,
+    StepResult,
+    preference_loss,
+)
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from tests.training.engine_ranks import free
+
+
+@preference_loss(needs_reference=True)
+def hinge(sequences: ScoredSequences, beta: float = 0.1) -> PreferenceValue:
+    """A loss of the user's own, that of docs/preference.md."""
+    pairs = sequences.pairs()
+    chosen, rejected = beta * pairs.chosen.ratios, beta * pairs.rejected.ratios
+    return sequences.value_of_pairs(relu(1 - (chosen - rejected)), pairs, (chosen, rejected))
 
 
 class Seen(NamedTuple):

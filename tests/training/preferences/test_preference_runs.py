@@ -107,6 +107,16 @@ def test_adapters_compare_with_the_frozen_model_and_kto_with_mismatched_answers(
     assert valid["valid_loss"] < 0.5
 
 
+def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: Path) -> None:
+    own = "tests.training.preferences.preference_ranks:hinge"
+    keys = {"data__format": "preference", "loss__aggregation": "seq-mean-token-sum", "loss__options": {"beta": 0.5}}
+    pool.run(train_fresh, Layout(), config(folder, "own", own, **keys))
+    first, second, valid = records(folder / "own")
+    assert first["loss"] == pytest.approx(1, abs=1e-6)
+    assert first["denominator"] == 4
+    assert valid["valid_loss"] < second["loss"] < 1
+
+
 @pytest.mark.fault(
     "disk",
     "kept scores of the reference model with a flipped bit",

@@ -25,6 +25,7 @@ from mtrain.verify.core.samples import SamplePlan, hard_texts
 from mtrain.verify.core.shrink import shrink
 from mtrain.verify.core.tolerances import forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
+from mtrain.verify.parity.run import refuse_preferences
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -313,3 +314,9 @@ def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(p
     assert "tests.parity.losses:split_preference is yours" in advice
     assert "TermInputs.sum_over_sequence" in advice
     assert ParityReport.from_json(report.to_json()) == report
+
+
+def test_a_loss_without_a_reference_is_refused() -> None:
+    refuse_preferences(config())
+    with pytest.raises(ConfigError, match=r"verify has no reference of its own for loss.function=kto"):
+        refuse_preferences(config(loss__function="kto"))
