@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from mtrain import Datum, Engine
 from mtrain.config import Config
+from mtrain.config.load import load_config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
@@ -19,6 +21,7 @@ from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.generate import generate_text
 from mtrain.training.sampling.sampler import Completion, generate
+from tests.paths import ROOT
 from tests.training.engine_ranks import free
 
 Prompts = Sequence[Sequence[int]]
@@ -80,3 +83,11 @@ def texts(
     """What the models of some folders answer."""
     with free(groups):
         return [generate_text(path, prompts, sampling, as_chat) for path in paths]
+
+
+def grpo_rewards(groups: Groups, overrides: Sequence[str]) -> list[float]:
+    """Of the steps of examples/grpo_loop.py."""
+    program = runpy.run_path(str(ROOT / "examples" / "grpo_loop.py"))
+    with free(groups):
+        rewards: list[float] = program["train"](load_config([], [*program["SETTINGS"], *overrides]))
+        return rewards
