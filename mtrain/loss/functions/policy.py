@@ -87,21 +87,21 @@ def cispo_loss(
 
 def _log_probs(inputs: TermInputs) -> Tensor:
     """[batch, seq] of the labels, in nats; 0 where masked."""
-    # where: what a masked token has may be anything, and exp of it inf, whose gradient of 0 x inf is nan
+    # where: beside a masked token the extras may be anything, and exp of it inf, whose gradient of 0 x inf is nan; it
+    # ends here
     return torch.where(inputs.weights != 0, -inputs.logits.cross_entropy(inputs.labels), 0.0)
 
 
 def _log_ratio(log_probs: Tensor, inputs: TermInputs) -> Tensor:
-    """[batch, seq] log pi / pi_old; 0 where masked."""
-    return torch.where(inputs.weights != 0, log_probs - inputs.extras["old_logprobs"], 0.0)
+    """[batch, seq] log pi / pi_old; anything where masked."""
+    return log_probs - inputs.extras["old_logprobs"]
 
 
 def _rollout_factor(inputs: TermInputs, cap: float | None) -> Tensor | float:
     """[batch, seq] min(pi_old / pi_rollout, cap); 1 where nothing is corrected."""
     if cap is None:
         return 1.0
-    log_ratio = inputs.extras["old_logprobs"] - inputs.extras["rollout_logprobs"]
-    return torch.where(inputs.weights != 0, log_ratio, 0.0).exp().clamp(max=cap)
+    return (inputs.extras["old_logprobs"] - inputs.extras["rollout_logprobs"]).exp().clamp(max=cap)
 
 
 def _clipped(

@@ -48,11 +48,16 @@ def inputs_of(rows: list[tuple[list[bool], float, int]], leaf: Tensor, numbers: 
     """Some of the sequences as a microbatch; masked tokens have numbers that no policy gives."""
     masks = torch.tensor([rows[number][0] for number in numbers])
     drawn = [torch.randn(3, SEQ, generator=torch.Generator().manual_seed(rows[number][2])) for number in numbers]
-    old, rollout, ref = (torch.where(masks, torch.stack([each[k] for each in drawn]) - 1.6, 300.0) for k in range(3))
+    # whoever takes exp of these before the mask gets inf, and a gradient of nan
+    absurd = {"old_logprobs": -300.0, "rollout_logprobs": -900.0, "ref_logprobs": 300.0}
+    others = {
+        name: torch.where(masks, torch.stack([each[number] for each in drawn]) - 1.6, value)
+        for number, (name, value) in enumerate(absurd.items())
+    }
     advantages = torch.tensor([[rows[number][1]] * SEQ for number in numbers])
     labels = torch.tensor([[(rows[number][2] + t) % VOCAB for t in range(SEQ)] for number in numbers])
     logits = leaf[numbers].transpose(0, 1)
-    extras = Extras(advantages=advantages, old_logprobs=old, rollout_logprobs=-rollout, ref_logprobs=-ref)
+    extras = Extras(advantages=advantages, **others)
     given = (VocabParallelLogits(logits, None, 0, VOCAB), labels, masks.float(), masks.double(), labels)
     return TermInputs(*given, extras=extras)
 
