@@ -12,6 +12,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.schema.data import IndexedSection
 from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.result import ResumeReport
@@ -129,7 +130,7 @@ def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool) -> None:
 
 
 def test_a_curriculum_goes_on_over_a_border_behind_the_stop(pool: Pool, tmp_path: Path) -> None:
-    """On the layout that saved and on two ranks of data; samples are compared with the definition of their order."""
+    """Samples of every step are compared with the definition of their order, those of the run that goes on too."""
     for number, name in enumerate(("first", "late")):
         with writing_corpus(str(tmp_path / name), vocab_size=64) as writer:
             for document in range(40):
@@ -137,11 +138,15 @@ def test_a_curriculum_goes_on_over_a_border_behind_the_stop(pool: Pool, tmp_path
     sources = {name: [{"path": str(tmp_path / name)}] for name in ("first", "late")}
     curriculum = [{"from_step": 700, "sources": sources["late"]}]
     data = {"kind": "indexed", "seq_length": 64, "train": sources["first"], "curriculum": curriculum}
-    user = config(data=data, model__vocab_size=64, train__num_steps=1000)
-    report = resumed(pool, user, "dp2")
-    assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
-    assert [blend["from_step"] for blend in report.config["data"]["curriculum"]] == [3], "stopped after 2 of 4 steps"
-    assert len(report.layouts) == 3
+    user = config(data=data, model__vocab_size=64, model__num_layers=1, train__num_steps=1000)
+    plan = planned(user, ResumeRequest("mbs4", 4, 1, None, "", 2), 1)
+    assert isinstance(plan.base.config.data, IndexedSection)
+    assert [blend.from_step for blend in plan.base.config.data.curriculum] == [3], "stopped after 2 of 4 steps"
+    check = ResumeCheck(plan, 2, tmp_path, pool)
+    check.prepare()
+    result = check.alike(None)
+    assert result.passed, (result.error, result.first_failure())
+    assert not check.alike("samples-restarted").passed
 
 
 def test_other_layouts_are_held_to_the_files_and_to_exact_steps(pool: Pool, tmp_path: Path) -> None:
