@@ -39,16 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(folder: Path, run: str, kind: str, **changes: Any) -> Config:
+def config(folder: Path, run: str, kind: str, size: int = 4, **changes: Any) -> Config:
     source = [{"path": str(folder / ("answers.jsonl" if kind == "kto" else "pairs.jsonl"))}]
-    data = {"kind": "sft", "seq_length": 16, "tokenizer": str(folder), "train": source, "valid": source}
+    data = {"kind": "sft", "seq_length": 16, "tokenizer": str(folder), "train": source, "valid": [*source, *source]}
     sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 16}
     return Config.model_validate(
         content(
             run__dir=str(folder / run),
             data={**data, "cache_dir": str(folder / "cache")},
             loss__function=kind,
-            train__global_batch_size=4,
+            train__global_batch_size=size,
             train__num_steps=2,
             train__precision="fp32",
             optimizer__lr=0.01,
@@ -75,7 +75,7 @@ def test_a_run_of_pairs_learns_and_goes_on_bit_for_bit(pool: Pool, folder: Path)
     assert first["denominator"] == 4, "pairs, not sequences"
     assert second["loss"] < first["loss"]
     assert second["diagnostics"]["reward_margin"] > 0
-    assert valid["denominator"] == 8
+    assert valid["denominator"] == 16
     assert valid["valid_loss"] < second["loss"]
     assert valid["diagnostics"]["reward_accuracy"] > 0.5
     shutil.rmtree(folder / "spread" / "checkpoints" / "step_00000002")
@@ -102,18 +102,19 @@ def test_adapters_compare_with_the_frozen_model_and_kto_with_mismatched_answers(
     assert first["loss"] == pytest.approx(0.5, abs=1e-6)
     assert first["diagnostics"]["kl"] == pytest.approx(0, abs=1e-5)
     assert first["denominator"] == 4
-    assert valid["denominator"] == 8
+    assert valid["denominator"] == 16
     assert second["diagnostics"]["kl"] > 0
     assert valid["valid_loss"] < 0.5
 
 
 def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: Path) -> None:
+    """In steps and passes that hold every pair twice."""
     own = "tests.training.preferences.preference_ranks:hinge"
     keys = {"data__format": "preference", "loss__aggregation": "seq-mean-token-sum", "loss__options": {"beta": 0.5}}
-    pool.run(train_fresh, Layout(), config(folder, "own", own, **keys))
+    pool.run(train_fresh, Layout(), config(folder, "own", own, 16, **keys))
     first, second, valid = records(folder / "own")
     assert first["loss"] == pytest.approx(1, abs=1e-6)
-    assert first["denominator"] == 4
+    assert first["denominator"] == 16
     assert valid["valid_loss"] < second["loss"] < 1
 
 
