@@ -6,7 +6,7 @@ Names, shapes and bits are those of the folder that an export writes: the same t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
+from typing import Any, Literal, NamedTuple, TypeAlias, assert_never, get_args
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,10 @@ class HfTensors:
         Raises:
             ConfigError: Adapters are asked for where the configuration has none.
             DataError: No Hugging Face family can describe the model. On all ranks.
+            ValueError: The content is none of `HfContent`.
         """
+        if content not in get_args(HfContent):
+            raise ValueError(f"content is one of {', '.join(get_args(HfContent))}, not {content!r}")
         if content == "adapter" and config.adapter is None:
             raise ConfigError(
                 "content='adapter' needs a model with adapters, but the configuration has no adapter section"

@@ -40,7 +40,7 @@ def streamed_and_exported(groups: Groups, config: Config, folder: str) -> Stream
         received: list[Any] = []
         sender = None
         if engine.rank == 0:
-            sender, receiver = _pair()
+            sender, receiver = group_pair()
             thread = threading.Thread(target=lambda: received.extend(_bits(receive_hf_tensors(receiver))))
             thread.start()
         num_bytes = engine.broadcast_hf_tensors(sender, bucket_bytes=5000)
@@ -50,6 +50,8 @@ def streamed_and_exported(groups: Groups, config: Config, folder: str) -> Stream
             engine.broadcast_hf_tensors(None)
         with pytest.raises(ConfigError, match="the configuration has no adapter section"):
             engine.named_hf_tensors("adapter")
+        with pytest.raises(ValueError, match="content is one of merged, base, adapter, not 'lora'"):
+            engine.named_hf_tensors("lora")  # type: ignore[arg-type]
         engine.export_hf(folder)
         return Streamed(everywhere, on_first, received, num_bytes)
 
@@ -63,7 +65,7 @@ def bits_of(values: Tensor) -> bytes:
     return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def group_pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Both ends of a group that torch.distributed's own world does not know, as RL frameworks open one."""
     store = HashStore()
     found: list[Any] = [None, None]
