@@ -51,8 +51,22 @@ def look_at_files(config: Config, findings: Findings) -> None:
                 _look_at_records(config, config.data, tokenizer, findings)
         case _:
             assert_never(config.data)
+    if config.eval.is_on and tokenizer is not None:
+        with findings.looking():
+            _look_at_prompts(config, tokenizer, findings)
     with findings.looking():
         _look_at_start(config, findings)
+
+
+def _look_at_prompts(config: Config, tokenizer: Tokenizer, findings: Findings) -> None:
+    """Makes token ids of what the run is asked, under its chat template."""
+    from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
+
+    section = config.eval
+    further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
+    questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat)
+    longest = max(len(each.ids) for each in questions)
+    findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
 
 
 def _vocabulary(config: Config, tokenizer: Tokenizer) -> str:

@@ -281,3 +281,19 @@ def test_a_run_folder_that_cannot_be_made_is_refused(check: Check, tmp_path: Pat
     code, text = check(run__dir=str(tmp_path / "file" / "run"))
     assert code == 7
     assert "which is a file" in text
+
+
+def test_prompts_of_eval_are_read_as_the_run_will_read_them(check: Check, tmp_path: Path, tokenizer: Path) -> None:
+    data = {"kind": "mock", "seq_length": 64, "tokenizer": str(tokenizer)}
+    asked = {"prompts": ["one"], "prompts_file": str(tmp_path / "more.jsonl"), "interval_steps": 1}
+    code, output = check(data=data, eval=asked)
+    assert code == 3
+    assert "more.jsonl with prompts cannot be read" in output
+    records(tmp_path / "more.jsonl", {"prompt": "two words"})
+    code, output = check(data=data, eval=asked)
+    assert code == 0, output
+    assert "2 of eval" in output
+    records(tmp_path / "more.jsonl", {"messages": CHAT["messages"][:1]})  # a mock run has no chat template
+    code, output = check(data=data, eval=asked)
+    assert code == 2
+    assert "the run has no chat template" in output
