@@ -30,7 +30,7 @@ def test_the_table_names_every_field() -> None:
     tensors = full().tensors()
     counted = {
         *("num_sequences", "num_padding_tokens", "num_loss_tokens"),
-        *("num_pairs", "num_window_pairs", "num_output_rows"),
+        *("num_pairs", "num_window_pairs", "num_output_rows", "members"),
     }
     assert {path[0] for path in tensors} == {field.name for field in fields(Microbatch)} - counted
     assert {path[2] for path in tensors if path[0] == "mtp"} == {field.name for field in fields(MtpTargets)}
