@@ -6,6 +6,7 @@ Every job that was interrupted and went on must leave the metrics of one that wa
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -209,9 +210,9 @@ def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:
     job, run_dir = runs.submit("lost", "--max-retries=1", environment={VARIABLE: fault})
     known = runs.ended(job)
     assert (known["JobState"], known["Restarts"]) == ("FAILED", "1"), output(run_dir)
-    assert "exit code 137; not tried again: 1 retries have brought no newer checkpoint than step_00000002" in output(
-        run_dir
-    )
+    # srun ends with the code of the killed rank, or with that of a rank that missed it first
+    spent = r"exit code (137|5); not tried again: 1 retries have brought no newer checkpoint than step_00000002"
+    assert re.search(spent, output(run_dir)), output(run_dir)
     assert "n1 is not left out: the partition has too few others" in output(run_dir)
 
 
