@@ -19,7 +19,7 @@ test: ## all that CI runs: check and every test
 test-fast: ## the tests of tests/fast.txt: what breaks first, in under 90 s on two idle cores
 	@$(setup) "$$python" -m pytest -n 2 --dist worksteal @tests/fast.txt
 
-test-nightly: ## rows of eight ranks and other programs' evaluation: what cheaper tests show already
+test-nightly: ## rows of many ranks and other programs' evaluation: what cheaper tests show already
 	@$(setup) "$$python" -m pytest -n 2 --dist worksteal -m nightly
 
 docs: ## the site, into site/; fails on a broken link

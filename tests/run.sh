@@ -10,7 +10,6 @@ tests/slurm/install.sh
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests/check.sh "$python"
-# three workers on two cores: tests of signals, timeouts and lost ranks mostly wait
-"$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly" "$@"
+"$python" -m pytest -n 2 --dist worksteal -m "not slurm and not nightly" "$@"
 # alone: one cluster at a time, and its jobs have time limits
 (($#)) || "$python" -m pytest -m slurm tests/slurm

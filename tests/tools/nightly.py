@@ -1,9 +1,9 @@
 """Which tests run at night: `make test-nightly`.
 
 The mark `nightly` is for what repeats, at a high price, something that a cheaper test of the suite shows. One rule
-gives it: rows of eight ranks, where the same test has rows of fewer. Every axis and every pair of axes is in those
-already; three axes at once cost twice as much as two. The promise itself (ALWAYS) is tested on every layout, day and
-night. The rest is marked by hand.
+gives it: rows of eight ranks, where the same test has rows of fewer, and rows of four, where it has four rows of fewer.
+Those have every axis of what the test is about; the promise itself (ALWAYS) is tested on every layout, all axes
+together among them, day and night. The rest is marked by hand.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mtrain.plan.layout import Layout
 from tests.parity.cases import Case
 
 ALWAYS = ("tests/parity/layouts/test_layouts.py", "tests/mcore/distributed/")
-MANY = 8
-"""Ranks."""
+LIMITS = ((8, 1), (4, 4))
+"""So many ranks or more wait for the night where the test has so many rows of fewer ranks."""
 
 
 def num_ranks(value: object) -> int:
@@ -50,6 +50,8 @@ class Nightly:
                 ranks = num_ranks(list(item.callspec.params.values()))
                 rows[item.nodeid.partition("[")[0]].append((item, ranks))
         for of_one_test in rows.values():
-            if min(ranks for _, ranks in of_one_test) < MANY:
-                for item in (item for item, ranks in of_one_test if ranks >= MANY):
-                    item.add_marker(pytest.mark.nightly)
+            for many, enough in LIMITS:
+                large = [item for item, ranks in of_one_test if ranks >= many]
+                if len(of_one_test) - len(large) >= enough:
+                    for item in large:
+                        item.add_marker(pytest.mark.nightly)
