@@ -193,7 +193,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_watching_shows_what_is_new_until_it_is_interrupted(tmp_path: Path) -> None:
     started(tmp_path)
     command = [sys.executable, "-m", "mtrain", "status", str(tmp_path), "--json", "--watch", "--interval", "0.1"]
-    watching = subprocess.Popen(command, env=program_environment(), stdout=subprocess.PIPE, text=True)
+    # Ctrl-C as it is in a terminal, also where these tests run under nohup
+    watching = subprocess.Popen(
+        command,
+        env=program_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert watching.stdout is not None
     assert json.loads(watching.stdout.readline())[0]["step"] == 4
     append(tmp_path, [timed(5)])

@@ -101,7 +101,6 @@ def in_few_passes(config: Config, groups: Groups) -> Config:
 
 def build(groups: Groups, config: Config) -> Parts:
     """Model, optimizer and step on the initial weights."""
-    config = in_few_passes(config, groups)
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
     training = TrainingStep(
@@ -130,11 +129,12 @@ def train(
         save_at: Before this step.
         gathered_at: When the whole model is gathered: "begin", "save", "end".
     """
+    config = in_few_passes(config, groups)
     parts, loaded, saved = build(groups, config), None, None
     if resume_at is not None:
         loaded = load_checkpoint(_entry(folder, resume_at), parts.chunks, parts.optimizer, groups, config)
     begin, wholes = standing(parts), {"begin": whole(parts, groups)} if "begin" in gathered_at else {}
-    loader = StepLoader(in_few_passes(config, groups), groups.dp_rank, groups.layout.dp)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     steps = []
     for step in range(resume_at or 0, stop):
         if step == save_at:

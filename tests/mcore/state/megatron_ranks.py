@@ -26,7 +26,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.resume import Resumed, resume_or_initialize
 from tests.known_issues.expert_ranks import with_their_router
 from tests.known_issues.plain import plain_config
-from tests.mcore.state.checkpoint_ranks import build, in_few_passes
+from tests.mcore.state.checkpoint_ranks import build
 
 ITERATION = 100
 
@@ -118,9 +118,7 @@ def _loss(model: GPTModel, config: Config) -> float:
 def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> float:
     """The loss of our model on the same batch."""
     parts = build(groups, config)
-    loader = (
-        StepLoader(in_few_passes(config, groups), groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
-    )
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     found = resume_or_initialize(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader)
     assert found == Resumed(0)
     whole = gather_whole(parameter_shards(parts.chunks, groups))

@@ -21,7 +21,7 @@ from mtrain.mcore.state.load import load_checkpoint
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
-from tests.mcore.state.checkpoint_ranks import Parts, build, in_few_passes
+from tests.mcore.state.checkpoint_ranks import Parts, build
 
 
 class Ending(NamedTuple):
@@ -96,7 +96,7 @@ def _train(
     num_steps: int,
     count: Callable[[], None],
 ) -> None:
-    loader = StepLoader(in_few_passes(config, groups), groups.dp_rank, groups.layout.dp)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     for step in range(num_steps):
         totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
         parts.training.update(totals, config.optimizer.lr)
