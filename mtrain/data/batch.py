@@ -39,7 +39,7 @@ def field_dtypes(
         with_padding: Whether somebody asks which positions hold no text.
         mtp_depths: How many further tokens are predicted.
         extras: Names of what loss functions read beside the weights.
-        with_sources: Whether losses are told apart by source.
+        with_sources: Whether losses are reported by source.
     """
     dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
     if with_documents:
@@ -113,7 +113,7 @@ class Microbatch:
     the one before it. None: each row is one sequence."""
     sources: Tensor | None = None
     """[batch, seq] int64: the number in data.train of the source of each position; -1 where it is not known. None where
-    losses are not told apart by source."""
+    losses are not reported by source."""
     mtp: tuple[MtpTargets, ...] = ()
     """By depth, from 1, where several tokens are predicted."""
     extras: dict[str, Tensor] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class RowForm:
     mtp_depths: int = 0
     """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
     with_sources: bool = False
-    """Whether losses are told apart by source."""
+    """Whether losses are reported by source."""
     window: int | None = None
     """Tokens that the windowed layers see, the own one counted."""
     extras: tuple[str, ...] = ()

@@ -85,7 +85,7 @@ class TermInputs:
     `needs_extras`. Aligned with the labels: position t has what belongs to the prediction of token t + 1. One of a
     whole sequence is given at every position of it; padding has 0."""
     sources: TokenSources | None = None
-    """Which source of a blend each token comes from, where the term's losses are told apart by source."""
+    """Which source of a blend each token comes from, where the term's losses are reported by source."""
 
     @property
     def shares(self) -> Tensor:

@@ -219,8 +219,8 @@ class TrainingStep:
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if (compared := step.preference) is not None:
-            told = {**totals.diagnostics, **compared.means}
-            totals = replace(totals, terms=compared.in_place_of(totals.terms), sources=(), diagnostics=told)
+            diagnostics = {**totals.diagnostics, **compared.means}
+            totals = replace(totals, terms=compared.in_place_of(totals.terms), sources=(), diagnostics=diagnostics)
         try:
             self.check(totals.terms)
         except BadStepError as error:

@@ -47,7 +47,7 @@ def test_each_sample_has_weights_and_a_share_of_its_own() -> None:
     assert listed(batch.denominator_weights["main"])[0] == [1, 0, 0, 0, 0, 4, 0, 0], "one is empty"
     assert listed(batch.denominator_weights["all"]) == [[0, 0, 0, 0, 0, 1, 0, 0], [0] * 8], "slot 0 is the third one"
     assert listed(batch.sequence_ids)[1] == [3] * 8
-    assert batch.num_sequences == 4, "a filler row is told apart from all others"
+    assert batch.num_sequences == 4, "a filler row differs from all others"
 
 
 def test_a_sample_without_text_has_one_position_of_padding_that_carries_its_share() -> None:

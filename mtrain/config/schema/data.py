@@ -75,7 +75,7 @@ class DataSection(Section):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Of sources whose losses are told apart, by number; none where there are not several."""
+        """Of sources whose losses are reported apart, by number; none where there are not several."""
         return ()
 
     @rule

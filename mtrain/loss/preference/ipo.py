@@ -5,7 +5,7 @@ from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, pref
 
 @preference_loss(needs_reference=True)
 def ipo_loss(sequences: ScoredSequences, beta: float = 0.1) -> PreferenceValue:
-    """(margin - 1 / (2 beta)) squared, so that a pair which is told apart well enough pulls no further.
+    """(margin - 1 / (2 beta)) squared, so that a pair which is separated well enough pulls no further.
 
     Scores are means over an answer's tokens, as the authors have it; with loss.aggregation=seq-mean-token-sum they are
     sums.

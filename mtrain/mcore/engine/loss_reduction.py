@@ -28,7 +28,7 @@ class PairAccumulator:
         terms: Those that are computed from logits.
         device: Of the sums.
         router_terms: Those that routers compute inside the layers.
-        num_sources: By which the main term is told apart; 0 where it is not.
+        num_sources: By which the main term is reported; 0 where it is not.
         """
         self.terms = (*terms, *router_terms)
         # float64: float32 holds whole counts of tokens to 2^24 alone, and a step may have more.

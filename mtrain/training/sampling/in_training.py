@@ -117,7 +117,7 @@ class PromptSamples:
 
     def _write(self, asked: _Asked, completions: Sequence[Completion], step: int) -> None:
         assert self._lines is not None, "`begin` goes first"
-        stops, told = self._sampling.stop_token_ids, []
+        stops, lines = self._sampling.stop_token_ids, []
         for number, (prompt, completion) in enumerate(zip(asked.prompts, completions, strict=True)):
             answer = answer_text(asked.tokenizer, completion, stops)
             record = {
@@ -129,11 +129,11 @@ class PromptSamples:
                 "log_prob": sum(completion.log_probs),
             }
             self._lines.append(step, (json.dumps(record, ensure_ascii=False) + "\n").encode())
-            told.append(f"> {shown(prompt)}\n{answer}")
+            lines.append(f"> {shown(prompt)}\n{answer}")
             if number < _SHOWN_PROMPTS:
                 say(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
         if self._board is not None:
-            self._board.write_text("samples", "\n\n".join(told), step)
+            self._board.write_text("samples", "\n\n".join(lines), step)
 
 
 def _short(text: str) -> str:

@@ -158,19 +158,21 @@ class _Replies:
     def run_pass(self) -> None:
         """Begins answers where there is room, else continues all by a token."""
         fresh = self._begun()
-        told = fresh or self._active
-        pieces = [self._unread(answer) for answer in told]
+        current = fresh or self._active
+        pieces = [self._unread(answer) for answer in current]
         # a replica that only serves experts reads a row that counts nothing
-        logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not told)
-        if not told:
+        logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not current)
+        if not current:
             return
         # both as float64, which holds every id: one broadcast
-        drawn = torch.empty(2, len(told), dtype=torch.float64, device=self._groups.device)
+        drawn = torch.empty(2, len(current), dtype=torch.float64, device=self._groups.device)
         if logits is not None:
-            tokens, likely = choose(logits, [TokenPlace(each.number, len(each.ids)) for each in told], self._sampling)
+            tokens, likely = choose(
+                logits, [TokenPlace(each.number, len(each.ids)) for each in current], self._sampling
+            )
             drawn = torch.stack((tokens.double(), likely))
         self._model.from_last_stage(drawn)
-        self._take(told, *drawn.tolist())
+        self._take(current, *drawn.tolist())
 
     def _unread(self, answer: _Answer) -> PassTokens:
         """What the model has not read of it: the prompt, or the latest token."""

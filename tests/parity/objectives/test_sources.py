@@ -48,9 +48,9 @@ def test_each_source_has_the_loss_of_its_own_samples(pool: Pool, layout: Case) -
     parameters = initial_parameters(configs[0])
     ranks = pool.run(totals_by_source, layout.resolved(configs[0]), configs, parameters, batch)
     assert all(found == ranks[0] for found in ranks)
-    *told, untold = ranks[0]
-    assert untold == ()
-    for config, found in zip(configs, told):
+    *with_sources, without_sources = ranks[0]
+    assert without_sources == ()
+    for config, found in zip(configs, with_sources):
         assert len(found) == NUM_SOURCES
         for source, totals in enumerate(found):
             own = [sample for sample in batch if sample.source == source]

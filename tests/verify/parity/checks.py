@@ -62,6 +62,6 @@ def check(
     """The report on some layouts, after one process with one microbatch."""
     reported: list[str] = []
     report = verify_parity(user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), reported.append, pool)
-    told = [line for line in reported if not line.startswith("--steps ")]  # a note ahead of all layouts
-    assert sorted(line.split(":")[0] for line in told) == sorted(layout.name for layout in report.layouts)
+    of_layouts = [line for line in reported if not line.startswith("--steps ")]  # a note ahead of all layouts
+    assert sorted(line.split(":")[0] for line in of_layouts) == sorted(layout.name for layout in report.layouts)
     return report

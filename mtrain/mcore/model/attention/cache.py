@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """What one attention layer, on this rank, keeps of each sequence; all layers of a rank are told together what the
+    """What one attention layer, on this rank, keeps of each sequence; all layers of a rank are given together what the
     next pass reads, by `CachedPass`."""
 
     def __init__(self, reading: CachedPass) -> None:
