@@ -89,7 +89,7 @@ def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> To
             if found is None:
                 if outcome is LockOutcome.TAKEN:
                     _clean(entry.parent)
-                _build(entry, job, contents, options)
+                _build(entry, job, contents, digests, options)
                 found = TokenCache(entry, job.files, digests)
     return found
 
@@ -111,7 +111,9 @@ def _opened(
         return None
 
 
-def _build(entry: Path, job: EncodingJob, contents: Sequence[FileContent], options: CacheOptions) -> None:
+def _build(
+    entry: Path, job: EncodingJob, contents: Sequence[FileContent], digests: tuple[str, ...], options: CacheOptions
+) -> None:
     staging = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
     progress = Progress(sum(content.state.bytes for content in contents), contents[0].path, options.say)
     staging.mkdir()
@@ -119,15 +121,19 @@ def _build(entry: Path, job: EncodingJob, contents: Sequence[FileContent], optio
         build_entry(staging, job, _num_workers(contents, options), options.stops_at_bad, progress)
         for content in contents:
             content.check_unchanged()  # else the key would promise another content than the one that was read
-        _publish(staging, entry)
+        _publish(staging, entry, lambda: _opened(entry, job.files, digests, options.say) is not None)
     finally:
         with suppress(FileNotFoundError):
             remove(staging)
 
 
-def _publish(staging: Path, entry: Path) -> None:
-    if entry.exists():
-        # a damaged one; or a whole one of another node, where the file system has no locks: both are as good as ours
+def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
+    """Moves a finished folder to its place, unless a usable entry lies there.
+
+    A usable one comes from another node where the file system has no locks. It stays: its builder may be opening it,
+    and must not find its files gone.
+    """
+    if entry.exists() and not is_usable():
         replaced = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
         with suppress(OSError):  # somebody else was faster
             entry.rename(replaced)

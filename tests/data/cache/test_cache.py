@@ -266,11 +266,22 @@ def test_without_locks_both_build_and_one_is_taken(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)  # as some network file systems are mounted
-    path = write(tmp_path / "a.jsonl")
+    path, of_others = write(tmp_path / "a.jsonl"), list[int]()
+
+    def meanwhile() -> ByteEncoder:  # while one builds, another one finishes
+        if not of_others:
+            of_others.append(opened(path, tmp_path / "cache").folder.stat().st_ino)
+        return ByteEncoder()
+
+    cache = opened(path, tmp_path / "cache", meanwhile, num_workers=1)
+    assert cache.read(3).ids.tolist() == list(b"Text 0")
+    assert folders(tmp_path / "cache") == [cache.folder]
+    # the other one may be opening its files, so they stay
+    assert of_others == [cache.folder.stat().st_ino]
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: opened(path, tmp_path / "cache"), range(3)))
+        found = list(pool.map(lambda _: opened(path, tmp_path / "several"), range(3)))
     assert [cache.read(3).ids.tolist() for cache in found] == [list(b"Text 0")] * 3
-    assert folders(tmp_path / "cache") == [found[0].folder]
+    assert folders(tmp_path / "several") == [found[0].folder]
 
 
 def folders(cache: Path) -> list[Path]:
