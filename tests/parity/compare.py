@@ -74,12 +74,17 @@ class Row(NamedTuple):
         return self.case.config(**self.changes)
 
 
-def by_layout(rows: Iterable[Row]) -> list[Any]:
-    """Parameters of a test, the rows of each layout, which share one launch of ranks."""
+def rows_by_layout(rows: Iterable[Row]) -> dict[Layout, list[Row]]:
+    """The rows of each layout, which share one launch of ranks."""
     found: dict[Layout, list[Row]] = {}
     for row in rows:
         found.setdefault(row.case.resolved(row.config), []).append(row)
-    return [pytest.param(of_layout, id=str(layout)) for layout, of_layout in found.items()]
+    return found
+
+
+def by_layout(rows: Iterable[Row]) -> list[Any]:
+    """Parameters of a test, the rows of each layout."""
+    return [pytest.param(of_layout, id=str(layout)) for layout, of_layout in rows_by_layout(rows).items()]
 
 
 def assert_rows_exact(pool: Pool, rows: Sequence[Row]) -> list[list[StepResult]]:
@@ -88,17 +93,21 @@ def assert_rows_exact(pool: Pool, rows: Sequence[Row]) -> list[list[StepResult]]
     Raises:
         AssertionError: Some are not; names them.
     """
+    found = zip(rows, deviations(pool, rows), strict=True)
+    wrong = [(str(row), each) for row, each in found if not max(each) <= TOLERANCE]
+    assert wrong == [], f"not within {TOLERANCE}"
+    return [run_oracle(row.config, row.batches) for row in rows]
+
+
+def deviations(pool: Pool, rows: Sequence[Row]) -> list[Deviation]:
+    """How far each row of one layout is from the oracle's; one launch of ranks trains them all."""
     (layout,) = {row.case.resolved(row.config) for row in rows}
     runs = [Run(row.config, initial_parameters(row.config), row.batches) for row in rows]
     by_rank = pool.run(train_each, layout, runs)
-    oracles = [run_oracle(row.config, row.batches) for row in rows]
-    wrong = {}
-    for row, oracle, everyone in zip(rows, oracles, zip(*by_rank, strict=True), strict=True):
-        found = deviation(_agreed(everyone), oracle, row.config)
-        if not max(found) <= TOLERANCE:
-            wrong[str(row)] = found
-    assert wrong == {}, f"not within {TOLERANCE}"
-    return oracles
+    return [
+        deviation(_agreed(everyone), run_oracle(row.config, row.batches), row.config)
+        for row, everyone in zip(rows, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 def run_case(pool: Pool, case: Case, batches: list[GlobalBatch], **changes: Any) -> Outcome:

@@ -4,30 +4,14 @@
 """
 
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 from tests.parity import cases
-from tests.parity.batches import GlobalBatch, documents_steps, three_steps
-from tests.parity.cases import Case
-from tests.parity.compare import Deviation, deviation, run_case, run_oracle
+from tests.parity.batches import documents_steps, three_steps
+from tests.parity.compare import Deviation, Row, deviations, rows_by_layout
 from tests.parity.expert_models import steps_of
 from tests.parity.models import test_balance, test_experts, test_families, test_latent_attention, test_multi_token
 from tests.pool import Pool
-
-
-class Row(NamedTuple):
-    """A run that is measured."""
-
-    name: str
-    """Of the variant; empty where a kind has one."""
-    changes: dict[str, Any]
-    case: Case
-    batches: list[GlobalBatch]
-
-    def __str__(self) -> str:
-        layout = f"{self.case.resolved(self.case.config(**self.changes))}-mbs{self.case.micro_batch_size}"
-        return f"{self.name}: {layout}" if self.name else layout
 
 
 def dense() -> Iterator[Row]:
@@ -78,10 +62,15 @@ KINDS = {
 }
 
 
-def measured(pool: Pool, row: Row) -> Deviation:
-    """How far a row is from the oracle."""
-    config = row.case.config(**row.changes)
-    return deviation(run_case(pool, row.case, row.batches, **row.changes), run_oracle(config, row.batches), config)
+def measured(pool: Pool, rows: Sequence[Row]) -> Iterator[tuple[Row, Deviation]]:
+    """How far each row is from the oracle, layout by layout: the rows of one share its ranks."""
+    for of_layout in rows_by_layout(rows).values():
+        yield from zip(of_layout, deviations(pool, of_layout), strict=True)
+
+
+def _name(row: Row) -> str:
+    layout = f"{row.case.resolved(row.config)}-mbs{row.case.micro_batch_size}"
+    return f"{row.name}: {layout}" if row.name else layout
 
 
 def _line(name: str, found: Deviation) -> str:
@@ -94,11 +83,11 @@ def main(kinds: list[str]) -> None:
     for kind in kinds or KINDS:
         print(f"\n## {kind.replace('_', ' ').capitalize()}\n")
         print("| layout | loss | grad-norm | gradients | weights at the end |\n|---|---|---|---|---|")
-        rows: list[Deviation] = []
-        for row in KINDS[kind]():
-            rows.append(measured(pool, row))
-            print(_line(str(row), rows[-1]), flush=True)
-        print(_line(f"**worst of {len(rows)}**", Deviation(*map(max, *rows))))
+        rows = list(KINDS[kind]())
+        found = {id(row): each for row, each in measured(pool, rows)}
+        for row in rows:
+            print(_line(_name(row), found[id(row)]))
+        print(_line(f"**worst of {len(rows)}**", Deviation(*map(max, *found.values()))), flush=True)
 
 
 if __name__ == "__main__":
