@@ -153,6 +153,29 @@ def documents_need_torch_layers(config: Config) -> Iterator[str]:
             assert_never(config.model.backend)
 
 
+def beyond_transformer_engine(config: Config) -> Iterator[str]:
+    """What a run asks for that TransformerEngine's kernels do not do, whatever the model: the keys, and why."""
+    model, layout = config.model, config.layout
+    if config.train.precision == "fp32":
+        yield (
+            "train.precision=fp32: its products of float32 are made in TF32, and its attention has no float32 under "
+            "layout.cp"
+        )
+    groups = model.query_groups // layout.tp
+    if layout.cp_comm == "ulysses" and groups % layout.cp:
+        yield (
+            f"layout.cp_comm=ulysses: it exchanges whole key/value heads, but {groups} of them on a rank do not divide "
+            f"by layout.cp={layout.cp}"
+        )
+
+
+def too_much_for_transformer_engine(config: Config) -> Iterator[str]:
+    """A message for each of these where its layers were asked for by name."""
+    if config.model.backend == "te":
+        for reason in beyond_transformer_engine(config):
+            yield f"model.backend=te is not enough for {reason}; use model.backend=auto"
+
+
 @dataclass(frozen=True)
 class Note:
     """Something that cannot be fixed and is said once."""

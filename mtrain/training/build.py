@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
@@ -125,7 +126,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
     _check_extras(objective, config)
     if groups.rank == 0:
-        for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *objective.notes(config.loss)):
+        of_objective, of_machine = objective.notes(config.loss), _notes_on_packages()
+        for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *of_objective, *of_machine):
             print(f"note: {note}", flush=True)
     # Opened before the model is built: bad data end the run while that is still cheap.
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
@@ -140,6 +142,14 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     model = (chunks, optimizer, objective, parts.teacher, parts.training)
     known = (resumed.step, resumed.changes)
     return Run(config, groups, *model, loader, validation, *known, history=resumed.history)
+
+
+def _notes_on_packages() -> list[str]:
+    return [
+        f"{package} is installed, but cannot be used and is left out, so torch's layers and optimizer take its place "
+        f"({fault}); repair or remove it"
+        for package, fault in faulty_gpu_packages().items()
+    ]
 
 
 def _check_extras(objective: Objective, config: Config) -> None:

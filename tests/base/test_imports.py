@@ -1,12 +1,28 @@
-"""What is imported at a start is not looked through by the garbage collector."""
+"""What is imported at a start is not looked through by the garbage collector, and what cannot be used is not found."""
 
 import gc
+import importlib
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from mtrain.base.imports import without_collections
+from mtrain.base import imports
+from mtrain.base.imports import faulty_gpu_packages, settle_gpu_packages, without_collections
+from tests.fault_table import Notice
+from tests.paths import ROOT
+
+Install = Callable[[str, str], Path]
+BROKEN = "raise OSError('libcudart.so.13: cannot open shared object file')"
+FUSED_ADAM = """
+class FusedAdam:
+    def __init__(self, *args, **options): raise RuntimeError("a kernel of CUDA met a tensor of the CPU")
+FusedSGD = multi_tensor_applier = multi_tensor_scale = multi_tensor_l2norm = FusedAdam
+"""
 
 
 def test_no_collection_runs_while_a_block_imports_and_the_next_leaves_it_out(
@@ -32,3 +48,101 @@ def test_a_failing_import_leaves_the_collector_on() -> None:
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
     assert gc.isenabled()
     gc.unfreeze()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a module on the path; nobody has looked at packages for GPUs yet, and what that changes is undone."""
+    families = ("transformer_engine", "apex", "amp_C")
+    before = dict(sys.modules)
+    for name in before:
+        if name.partition(".")[0] in families:
+            del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(imports, "_faults", None)
+
+    def written(name: str, text: str) -> Path:
+        path = tmp_path.joinpath(*name.split("."), "__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        importlib.invalidate_caches()
+        return tmp_path
+
+    yield written
+    for name in [name for name in sys.modules if name.partition(".")[0] in families]:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in families})
+
+
+def test_packages_for_gpus_are_found_where_there_is_one(install: Install) -> None:
+    install("transformer_engine", "__version__ = '2.11.0'")
+    install("transformer_engine.pytorch", "")
+    install("transformer_engine.pytorch.optimizers", "")
+    settle_gpu_packages(has_gpu=True)
+    assert faulty_gpu_packages() == {}
+    assert "transformer_engine.pytorch.optimizers" in sys.modules
+    settle_gpu_packages(has_gpu=False)  # was decided before
+    assert importlib.import_module("transformer_engine").__version__ == "2.11.0"
+
+
+@pytest.mark.fault(
+    "input",
+    "TransformerEngine or apex that cannot be imported, or of a release that megatron-core does not take",
+    happens="torch's layers and optimizer are used, and the run notes why; model.backend=te is refused",
+    exit_code=None,
+)
+@pytest.mark.parametrize(
+    ("package", "texts", "reason"),
+    [
+        ("transformer_engine", {"transformer_engine": BROKEN}, "OSError: libcudart.so.13: cannot open"),
+        (
+            "transformer_engine",
+            {"transformer_engine": "__version__ = '2.12.1'", "transformer_engine.pytorch": ""}
+            | {"transformer_engine.pytorch.optimizers": ""},
+            "version 2.12.1 is not one that megatron-core takes (>=2.9,<2.12)",
+        ),
+        (
+            "transformer_engine",
+            {
+                "transformer_engine": "",
+                "transformer_engine.pytorch": "",
+                "transformer_engine.pytorch.optimizers": BROKEN,
+            },
+            "OSError: libcudart.so.13",
+        ),
+        ("apex", {"apex": "", "apex.optimizers": ""}, "ModuleNotFoundError: No module named 'amp_C'"),
+    ],
+)
+def test_a_package_that_cannot_be_used_is_not_found_and_the_reason_is_known(
+    install: Install, notice: Notice, package: str, texts: dict[str, str], reason: str
+) -> None:
+    for name, text in texts.items():
+        install(name, text)
+    with notice:
+        settle_gpu_packages(has_gpu=True)
+    assert faulty_gpu_packages().keys() == {package}
+    assert faulty_gpu_packages()[package].startswith(reason)
+    assert find_spec(package) is None
+    for name in texts:  # those that were imported before the fault, too
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+
+
+def test_nothing_is_said_of_packages_that_are_not_there(install: Install) -> None:
+    settle_gpu_packages(has_gpu=True)
+    assert faulty_gpu_packages() == {}
+
+
+def test_a_run_without_a_gpu_never_meets_packages_for_gpus(install: Install) -> None:
+    """A TransformerEngine that works and an apex that does not: both would have ended the run."""
+    folder = install("transformer_engine", "__version__ = '2.11.0'")
+    install("transformer_engine.pytorch", "")
+    install("transformer_engine.pytorch.optimizers", FUSED_ADAM)
+    install("apex", BROKEN)
+    sizes = ["model.num_layers=1", "train.num_steps=1", "train.global_batch_size=1", "data.seq_length=16"]
+    run = [f"run.dir={folder / 'run'}", "data.kind=mock", "optimizer.lr=1e-3", "checkpoint.at_end=false"]
+    command = [sys.executable, "-m", "mtrain", "train", "configs/model/tiny.yaml", *run, *sizes]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 1" in done.stdout

@@ -77,6 +77,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {**PACKED, "model__backend": "te"},
         "model.backend=te lets attention cross the documents of a row, but data.packing puts several into one",
     ),
+    (
+        {"model__backend": "te", "train__precision": "fp32"},
+        "model.backend=te is not enough for train.precision=fp32: its products of float32 are made in TF32",
+    ),
+    (
+        {"model__backend": "te", "layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}},
+        "model.backend=te is not enough for layout.cp_comm=ulysses: it exchanges whole key/value heads, but 2 of them",
+    ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
         {"data": {**INDEXED, "split": [0.9, 0.1, 0], "valid": [{"path": "v"}]}},

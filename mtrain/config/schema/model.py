@@ -139,8 +139,8 @@ class ModelSection(Section):
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
     backend: Literal["auto", "torch", "te"] = "auto"
-    """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it is importable and a GPU
-    is present."""
+    """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it works, a GPU is present,
+    and it can do what the run asks for (not float32, documents of a row, adapters or experts, for instance)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of megatron.core.transformer.TransformerConfig: those that a parity test covers are passed on
     (mtrain/config/megatron_fields.py)."""

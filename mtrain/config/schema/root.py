@@ -132,6 +132,10 @@ class Config(Section):
         return _lines(known_issues.documents_need_torch_layers(self))
 
     @rule
+    def the_backend_can_do_the_work(self) -> str | None:
+        return _lines(known_issues.too_much_for_transformer_engine(self))
+
+    @rule
     def passed_fields_let_no_fault_in(self) -> str | None:
         return _lines(known_issues.refusals(self))
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
+from mtrain.base.imports import settle_gpu_packages
 from mtrain.base.steady_files import retried
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -179,6 +180,9 @@ def element_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 @contextmanager
 def _library() -> Iterator[ModuleType]:
     """megatron-core's data set module."""
+    import torch
+
+    settle_gpu_packages(torch.cuda.is_available())  # megatron-core's other modules are imported with it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its import warns of every optional package that is missing
         from megatron.core.datasets import indexed_dataset

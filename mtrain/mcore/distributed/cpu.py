@@ -2,8 +2,8 @@
 
 megatron-core names CUDA in many places that need only "the device this rank computes on": factory functions with
 `device='cuda'` or a device index, streams and events, RNG state, and tensor type names compared as text. `install` maps
-those to the CPU by plain wrappers (a TorchFunctionMode would tax every operation). It does nothing where CUDA is
-present, and this is the only module that knows about it.
+those to the CPU by plain wrappers (a TorchFunctionMode would tax every operation). Where CUDA is present it looks only
+whether TransformerEngine and apex can be used, and this is the only module that knows about it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mtrain.base.imports import settle_gpu_packages
 from mtrain.mcore.distributed import gloo
 
 _CPU = torch.device("cpu")
@@ -155,6 +156,7 @@ def _without_compile() -> Iterator[None]:
 def install() -> None:
     """Makes megatron-core importable and runnable without CUDA; call before its first import. Idempotent."""
     global _installed
+    settle_gpu_packages(torch.cuda.is_available())
     if _installed or torch.cuda.is_available():
         return
     _installed = True

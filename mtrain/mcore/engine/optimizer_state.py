@@ -89,7 +89,7 @@ def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
                     # A tensor of its own for each: a shared one would advance once for every parameter in one update.
                     state["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
         else:
-            for group in part.optimizer.param_groups:
+            for group in _counting_groups(part):
                 group["step"] = adam_step
 
 
@@ -122,7 +122,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
             states = part.optimizer.state.values()
             steps |= {int(state["step"]) for state in states if not _is_momentum_alone(state)}
         else:
-            steps |= {int(group.get("step", 0)) for group in part.optimizer.param_groups}
+            steps |= {int(group.get("step", 0)) for group in _counting_groups(part)}
     assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
     # MAX, since such ranks report 0; all that hold something agree, as every update steps all parameters.
     most = torch.tensor([max(steps)], dtype=torch.int64, device=torch.cuda.current_device())
@@ -161,6 +161,12 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 def _steps_by_parameter(part: MegatronOptimizer) -> bool:
     """torch counts steps for each parameter; the fused Adams of TransformerEngine and apex for each group."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
+    """Groups of parameters whose count a fused Adam advances: it passes over those of which this rank holds nothing,
+    such as all norms where its part of the buffer is one of a table."""
+    return [group for group in part.optimizer.param_groups if group["params"]]
 
 
 def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:

@@ -10,7 +10,9 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.imports import faulty_gpu_packages
 from mtrain.config import Config
+from mtrain.config.known_issues import beyond_transformer_engine
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.layer_parts import FUSED_NAMES, Backend, layer_spec
 from mtrain.mcore.model.norm import Norm
@@ -58,15 +60,17 @@ def chosen_backend(config: Config, device: torch.device) -> Backend:
         ConfigError: te was asked for where it cannot run.
     """
     model = config.model
+    fault = faulty_gpu_packages().get("transformer_engine")
     reasons = {
         "there is no GPU": device.type != "cuda",
-        "transformer_engine cannot be imported": not has_transformer_engine(),
+        f"transformer_engine cannot be used ({fault or 'it is not installed'})": not has_transformer_engine(),
         "documents in rows (data.isolate_documents, data.packing) need torch layers": config.data.isolate_documents,
         "adapter needs the torch backend": config.adapter is not None,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
     ours = (feature.needs_torch_layers(model) for feature in FEATURES)
     unmet += [f"{keys} needs the torch backend" for keys in ours if keys is not None]
+    unmet += beyond_transformer_engine(config)
     match model.backend:
         case "torch":
             return "torch"

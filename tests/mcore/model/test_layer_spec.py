@@ -1,0 +1,47 @@
+"""Which layers a run gets, as if there were a GPU and TransformerEngine."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.base.errors import ConfigError
+from mtrain.mcore.model import layer_spec
+from mtrain.mcore.model.layer_spec import chosen_backend
+from tests.config.samples import config
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: True)
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "te"),
+        ({"model__backend": "torch"}, "torch"),
+        ({"train__precision": "fp16"}, "te"),
+        ({"train__precision": "fp32"}, "torch"),
+        ({"layout": {"tp": 2, "cp": 2, "cp_comm": "ulysses"}}, "te"),
+        ({"layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}}, "torch"),  # two key/value heads on a rank
+        ({"layout": {"tp": 2, "cp": 4}}, "te"),
+        ({"model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}}, "torch"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_can_do_the_work(changes: dict[str, Any], expected: str) -> None:
+    assert chosen_backend(config(**changes), CUDA) == expected
+
+
+def test_without_transformer_engine_auto_takes_torch_and_te_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not layer_spec.has_transformer_engine()
+    assert chosen_backend(config(), CUDA) == "torch"
+    with pytest.raises(ConfigError, match=r"transformer_engine cannot be used \(it is not installed\); use"):
+        chosen_backend(config(model__backend="te"), CUDA)
+    monkeypatch.setattr(layer_spec, "faulty_gpu_packages", lambda: {"transformer_engine": "OSError: no libcudart"})
+    with pytest.raises(ConfigError, match=r"transformer_engine cannot be used \(OSError: no libcudart\); use"):
+        chosen_backend(config(model__backend="te"), CUDA)
