@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from mtrain.base.signals import STOP_SIGNALS
+from mtrain.launch.watch import exit_code_of
 from mtrain.runs.failure import REPORT_TO, last_failure, last_summary
 
 STOPPED = 75
@@ -77,8 +78,7 @@ def main() -> None:
             sys.exit(code)
         rank, failure = failed.get_first_failure()
         print(f"error: rank {rank} failed first on this node, with exit code {failure.exitcode}", file=sys.stderr)
-        # negative: the number of the signal that killed it, which shells write as 128 + number
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        sys.exit(exit_code_of(failure.exitcode))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

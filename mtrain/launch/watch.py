@@ -129,7 +129,8 @@ class RankWatch:
     def _first_failed(self) -> Failure | None:
         """Of the ranks seen to have failed at once: who was killed, then who left with a code of its own, not 1 or 5.
 
-        A rank whose peer is gone fails too, with 1 or 5; such followers must not hide the cause.
+        A rank whose peer is gone fails too, with 1 or 5, or by SIGABRT under NCCL; such followers must not hide the
+        cause.
         """
         failed = [rank for rank in self._ranks if rank.process.returncode not in (None, 0)]
         first = min(failed, key=_precedence, default=None)
@@ -138,7 +139,10 @@ class RankWatch:
         code = first.process.returncode
         if code > 0:
             return Failure(first, f"failed with exit code {code}", code, True)
-        return Failure(first, f"was killed by {signal.Signals(-code).name}", RankLostError.exit_code, False)
+        cause = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGABRT:
+            cause += ", as NCCL ends a rank that has lost another one or waits for it too long"
+        return Failure(first, cause, RankLostError.exit_code, False)
 
     def _lost(self) -> Failure | None:
         """A rank that will not end by itself; looked for now and then."""
@@ -166,9 +170,24 @@ class RankWatch:
         return None
 
 
-def _precedence(rank: Rank) -> tuple[bool, bool, int]:
+def _precedence(rank: Rank) -> tuple[bool, bool, bool, int]:
     code = rank.process.returncode
-    return code > 0, code in (1, RankLostError.exit_code), rank.number
+    was_aborted, may_follow = code == -signal.SIGABRT, code in (1, RankLostError.exit_code)
+    return may_follow, was_aborted, code > 0, rank.number
+
+
+def exit_code_of(code: int) -> int:
+    """What a launcher leaves with for a rank that has ended, as shells write it: 128 + number for a signal.
+
+    But 5 for SIGABRT. NCCL's own watchdog aborts a process whose peer is lost or does not answer, past all handlers of
+    Python, and what follows from a lost rank must not depend on the backend.
+
+    Args:
+        code: As of subprocess: the exit code, or the negative number of the signal.
+    """
+    if code == -signal.SIGABRT:
+        return RankLostError.exit_code
+    return code if code >= 0 else 128 - code
 
 
 def _is_stopped(rank: Rank) -> bool:

@@ -1,6 +1,7 @@
 """Ranks that are stopped or silent: the launcher ends them, says which, and leaves working ones alone."""
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,8 +11,9 @@ import psutil
 import pytest
 
 from mtrain.base.heartbeat import read_beat
+from mtrain.base.signals import StopSignal
 from mtrain.launch.local import run_ranks
-from mtrain.launch.watch import Heartbeats
+from mtrain.launch.watch import Heartbeats, Rank, RankWatch, exit_code_of
 from tests.fault_table import Notice
 from tests.launch.test_local import launcher, program, wait_for_both
 
@@ -64,6 +66,38 @@ def test_a_rank_that_is_stopped_for_a_moment_may_still_save(program: Callable[[s
         time.sleep(1)  # so that the launcher has seen it
         rank.resume()
         assert process.wait(20) == 0
+
+
+@pytest.mark.fault(
+    "ranks",
+    "a lost rank under NCCL, which aborts (SIGABRT) the ranks that miss it",
+    happens="the launcher names the lost rank, not those that were aborted, and leaves with the code of a lost rank",
+    exit_code=5,
+)
+@pytest.mark.parametrize(
+    ("ends", "first", "code", "cause"),
+    [
+        (["kill -ABRT $$", "kill -KILL $$", "kill -ABRT $$"], 1, 5, "was killed by SIGKILL"),
+        (["kill -ABRT $$", "exit 5", "kill -ABRT $$"], 0, 5, "was killed by SIGABRT, as NCCL ends a rank"),
+        (["exit 1", "kill -ABRT $$", "exit 3"], 2, 3, "failed with exit code 3"),
+        (["exit 5", "exit 4", "kill -SEGV $$"], 2, 5, "was killed by SIGSEGV"),
+    ],
+)
+def test_ranks_that_nccl_aborts_do_not_hide_the_one_that_they_miss(
+    ends: list[str], first: int, code: int, cause: str, notice: Notice
+) -> None:
+    ranks = [Rank(number, subprocess.Popen(["sh", "-c", end]), None, 0) for number, end in enumerate(ends)]
+    for rank in ranks:
+        rank.process.wait()  # the launcher sees all of them at once
+    with StopSignal() as stop, notice:
+        failure = RankWatch(ranks, stop, grace_s=0).wait()
+    assert failure is not None
+    assert (failure.rank.number, failure.exit_code) == (first, code)
+    assert failure.cause.startswith(cause)
+
+
+def test_torchrun_leaves_with_the_code_of_a_lost_rank_where_nccl_aborts() -> None:
+    assert [exit_code_of(code) for code in (-signal.SIGABRT, -signal.SIGKILL, 3, 5)] == [5, 137, 3, 5]
 
 
 def watched(path: Path, num_ranks: int, limit_s: float, clock: Callable[[], float] = time.monotonic) -> int:

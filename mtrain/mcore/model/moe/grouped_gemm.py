@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import deterministic
 
 from mtrain.base.errors import ConfigError
 from mtrain.mcore.model.widened import widened_linear
@@ -64,17 +68,53 @@ def chosen_product(
             assert_never(implementation)
 
 
+_TRIALS = ((3, 0, 5, 0), (0, 0, 0, 0))
+"""Tokens of each expert: some have none, as all may on a rank."""
+
+
 # By trial: which devices and dtypes have a kernel, and its backward, differs by release of torch.
 @cache
 def has_grouped(device: str, dtype: torch.dtype) -> bool:
-    """Whether torch has a grouped product on this kind of device; found out by a tiny one, forward and backward."""
-    tokens = torch.ones(8, 16, device=device, dtype=dtype, requires_grad=True)
-    weights = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
+    """Whether torch has a grouped product on this kind of device that gives the numbers of the sequential one.
+
+    Found out by tiny ones, forward and backward. Whole numbers, so that every way to add them gives the same; in memory
+    full of NaN, so that an element that a kernel leaves as it finds it, such as the gradient of an expert without
+    tokens, is seen whatever was there before.
+    """
     try:
-        with torch.enable_grad():
-            # One expert without tokens: training meets that, too.
-            product = grouped(tokens, weights, torch.tensor([8, 0]))
-            torch.autograd.grad(product, [tokens, weights], torch.ones_like(product))
+        with _memory_of_nan():
+            return all(
+                all(map(torch.equal, _trial(grouped, counts, device, dtype), _trial(sequential, counts, device, dtype)))
+                for counts in _TRIALS
+            )
     except RuntimeError:  # as torch says that a kernel is missing; NotImplementedError is one, too
         return False
-    return True
+
+
+def _trial(product: Product, counts: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients."""
+
+    def numbers(*sizes: int) -> Tensor:
+        return (torch.arange(math.prod(sizes)) % 5 - 2).view(sizes).to(device, dtype).requires_grad_()
+
+    tokens, weights = numbers(sum(counts), 16), numbers(len(counts), 24, 16)
+    with torch.enable_grad():
+        output = product(tokens, weights, torch.tensor(counts))
+        return [output, *torch.autograd.grad(output, [tokens, weights], numbers(*output.shape).detach())]
+
+
+@contextmanager
+def _memory_of_nan() -> Iterator[None]:
+    """Inside the block new memory of torch is full of NaN: its aid for finding what is read before it is written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    aid: Any = deterministic  # without types there
+    fills = aid.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations that are not deterministic: none is asked to be
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        aid.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            aid.fill_uninitialized_memory = fills
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
