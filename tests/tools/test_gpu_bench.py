@@ -1,0 +1,69 @@
+"""The program for one GPU, on a CPU with small shapes: every section that needs no command of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from mtrain.plan.layout import Layout
+from tests.pool import Pool
+from tests.tools.gpu_ranks import TINY, answers
+from tools.bench.gpu import DEADLINE_S, SECTIONS, answer_apart, main
+from tools.bench.one_gpu.report import markdown
+
+NAMES = (
+    "fp32 against float64",
+    "grouped product",
+    "attention kernels",
+    "waits of the host",
+    "products",
+    "1B",
+    "experts",
+    "packed finetuning",
+)
+
+
+def test_sections_measure_what_they_say(pool: Pool) -> None:
+    (found,) = pool.run(answers, Layout(), NAMES)
+    assert {name: each.get("error") for name, each in found.items() if not each["passed"]}.keys() == {
+        "judged otherwise"  # by angles of another base: the comparison is one
+    }
+    assert "from float64" in found["judged otherwise"]["error"]
+    assert max(found[NAMES[0]]["found"]["relative difference"].values()) < 2e-6
+    dense = found["1B"]["found"]
+    losses = [each["loss"] for each in dense.values()]
+    assert len(losses) == 3
+    assert all(3.0 < loss < 6.5 for loss in losses), "about the logarithm of the vocabulary"
+    assert {name for name, each in dense.items() if "mtrain is faster by" in each} == dense.keys() - {"mtrain"}
+    assert all(len(each["top 10 kernels"]) == 10 and each["step s"] > 0 for each in dense.values())
+    assert dense["mtrain"]["estimated bytes"] > 0
+    assert dense["mtrain"]["MFU"] is dense["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
+    assert found["experts"]["found"].keys() == {"mtrain", "megatron-core local"}
+    assert all(":" in line for reads in found["waits of the host"]["found"].values() for line in reads)
+    page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": found})
+    assert "| judged otherwise | **failed**: WrongError: " in page
+    assert page.count("| mtrain |") == 2
+    assert "| megatron-core local | " in page
+
+
+def test_a_section_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) -> None:
+    answer = answer_apart("1B", TINY, 0.3, tmp_path)
+    assert not answer["passed"]
+    assert answer["error"].startswith("stopped after 0 s")
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for device, sections in (("cuda", ""), ("cpu", "1B; 2B")):
+        with pytest.raises(typer.Exit) as ended:
+            main(tmp_path, device, sections=sections)
+        assert ended.value.exit_code == 2
+    said = capsys.readouterr().out
+    assert "--device cuda: needs cpu, or cuda where torch sees a GPU, which it does not here" in said
+    assert f"--sections 2B: not known; choose from {'; '.join(SECTIONS)}" in said
+
+
+def test_all_sections_fit_into_nine_minutes() -> None:
+    assert DEADLINE_S < 540
+    assert all(section.seconds <= 100 for section in SECTIONS.values())

@@ -1,0 +1,1 @@
+"""What `tools/bench/gpu.py` measures on one GPU."""

@@ -1,0 +1,120 @@
+"""Models and batches: what is measured on a GPU, and the same small enough for a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mtrain.config import Config
+
+Device = Literal["cpu", "cuda"]
+Model = dict[str, Any]
+
+ONE_B: Model = {
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "tied_embeddings": True,
+}
+EIGHT_B: Model = {
+    "num_layers": 8,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+}
+"""Eight of the 32 layers of Llama 3.1 8B: what one GPU holds with its optimizer."""
+EXPERTS: Model = {
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 6144,
+    "num_attention_heads": 32,
+    "num_query_groups": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "experts": {"num_experts": 64, "top_k": 8, "ffn_hidden_size": 768},
+}
+WINDOWS: Model = ONE_B | {"sliding_window": 1024, "global_attention_every": 4}
+TINY: Model = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 256,
+    "init_std": 0.1,
+}
+"""Its weights are large, so that attention is not even and a wrong angle or mask shows in the loss."""
+TINY_EXPERTS: Model = TINY | {
+    "ffn_hidden_size": 32,
+    "experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32},
+}
+"""Of one size, as Mixtral has them, whose names of tensors the judge knows."""
+TINY_WINDOWS: Model = TINY | {"sliding_window": 9, "global_attention_every": 2}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where sections run, and how large."""
+
+    device: Device
+    is_tiny: bool
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The first GPU, or the CPU."""
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+
+    @property
+    def rounds(self) -> int:
+        """Steps that are measured, of each contender."""
+        return 2 if self.is_tiny else 6
+
+    @property
+    def device_name(self) -> str:
+        """As torch calls it."""
+        return torch.cuda.get_device_name(0) if self.device == "cuda" else "CPU"
+
+    def synchronize(self) -> None:
+        """Waits for the GPU."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def config_of(bench: Bench, model: Model, **changes: Any) -> Config:
+    """A run on mock data.
+
+    Args:
+        bench: Gives the device.
+        model: Its architecture.
+        **changes: `section__key=value`, instead of what is here.
+    """
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": "unused"},
+        "model": {"backend": "torch", **model},
+        "train": {"global_batch_size": 2, "num_steps": 1000, "precision": "fp32", "device": bench.device},
+        "optimizer": {"lr": 1e-3, "schedule": "constant"},
+        "data": {"kind": "mock", "seq_length": 64},
+    }
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        sections.setdefault(section, {})[key] = value
+    return Config.model_validate(sections)
+
+
+def speed_config(bench: Bench, model: Model, seq_length: int, micro_batch_size: int, **changes: Any) -> Config:
+    """A step of 32,768 tokens in bf16; tiny: of 4 rows of 32."""
+    seq, batch, micro = (32, 4, 1) if bench.is_tiny else (seq_length, 32768 // seq_length, micro_batch_size)
+    given = {
+        "train__global_batch_size": batch,
+        "train__micro_batch_size": micro,
+        "train__precision": "bf16",
+        "data__seq_length": seq,
+    }
+    return config_of(bench, model, **given | changes)

@@ -1,0 +1,272 @@
+"""How fast a step is, and what it needs: MFU, tokens per second, memory, the longest kernels."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mtrain import Engine, plan
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.plan.layout import Layout
+from tools.bench.one_gpu.contenders import Build, Contender, one_rank, ours, reference, stock
+from tools.bench.one_gpu.correctness import texts
+from tools.bench.one_gpu.host_reads import host_reads
+from tools.bench.one_gpu.padded import padded_loop
+from tools.bench.one_gpu.shapes import (
+    EIGHT_B,
+    EXPERTS,
+    ONE_B,
+    TINY,
+    TINY_EXPERTS,
+    TINY_WINDOWS,
+    WINDOWS,
+    Bench,
+    config_of,
+    speed_config,
+)
+
+BYTES_A_PARAMETER = 20
+"""Of weights, gradients and optimizer, whoever holds them."""
+
+
+class PartlyFailedError(Exception):
+    """A contender failed; what the others showed is kept."""
+
+    def __init__(self, message: str, found: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+def products(bench: Bench) -> dict[str, Any]:
+    """FLOP/s of one large product in bf16: what the device gives under its power limit, beside its data sheet."""
+    size, repeats = (256, 3) if bench.is_tiny else (8192, 30)
+    one, two = (torch.randn(size, size, device=bench.torch_device, dtype=torch.bfloat16) for _ in range(2))
+    one @ two
+    seconds = _seconds(bench, lambda: [one @ two for _ in range(repeats)])
+    peak = plan.peak_flops(bench.device_name, "bf16")
+    rate = 2 * size**3 * repeats / seconds
+    return {"TFLOP/s": rate / 1e12, "peak TFLOP/s": None if peak is None else peak / 1e12}
+
+
+def dense_1b(bench: Bench) -> dict[str, Any]:
+    """Llama 3.2 1B."""
+    config = speed_config(bench, TINY if bench.is_tiny else ONE_B, 4096, 2)
+    return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock, "compiled reference": reference})
+
+
+def dense_8b(bench: Bench) -> dict[str, Any]:
+    """Eight layers of Llama 3.1 8B."""
+    config = speed_config(bench, TINY if bench.is_tiny else EIGHT_B, 4096, 1)
+    return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock, "compiled reference": reference})
+
+
+def experts(bench: Bench) -> dict[str, Any]:
+    """64 experts, 8 a token."""
+    config = speed_config(bench, TINY_EXPERTS if bench.is_tiny else EXPERTS, 4096, 1)
+    return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock})
+
+
+def windows(bench: Bench) -> dict[str, Any]:
+    """Three layers in four see 1,024 tokens of 8,192; beside the same model that sees everything."""
+    config = speed_config(bench, TINY_WINDOWS if bench.is_tiny else WINDOWS, 8192, 1)
+    everything = config.model.model_copy(update={"sliding_window": None, "global_attention_every": None})
+
+    def without(bench: Bench, config: Config, groups: Groups) -> Contender:
+        return ours(bench, config.model_copy(update={"model": everything}), groups)
+
+    return _compared(bench, config, {"mtrain": ours, "mtrain without windows": without})
+
+
+def finetuning(bench: Bench) -> dict[str, Any]:
+    """Supervised tokens per second of conversations of log-normal lengths: packed, and padded to the longest of 8."""
+    model, seq, width, count = (TINY, 64, 128, 16) if bench.is_tiny else (ONE_B, 4096, 8192, 64)
+    changes = {"train__tokens_per_micro_batch": width, "data__packing": {}, "data__isolate_documents": True}
+    config = config_of(
+        bench, model, train__precision="bf16", train__global_batch_size=count, data__seq_length=seq, **changes
+    )
+    data = texts(count, seq, model["vocab_size"], log_normal=True)
+    supervised = sum(sum(list(datum.weights or ())[1:]) for datum in data)
+    with Engine(config) as engine:
+
+        def packed() -> None:
+            engine.forward_backward(data)
+            engine.optim_step()
+
+        packed()
+        found = {"packed": [_seconds(bench, packed) for _ in range(bench.rounds)]}
+    _free(bench)
+    padded = padded_loop(bench, model, data)
+    padded()
+    found["padded to the longest"] = [_seconds(bench, padded) for _ in range(bench.rounds)]
+    rates = {name: supervised / statistics.median(seconds) for name, seconds in found.items()}
+    return {"supervised tokens/s": rates, "packed is faster by": rates["packed"] / rates["padded to the longest"]}
+
+
+def waits(bench: Bench) -> dict[str, Any]:
+    """Where the host waits for the device in the third step of training, by file and line."""
+    models = {
+        "dense": (TINY, {}),
+        "experts": (TINY_EXPERTS, {}),
+        "packed": (TINY, {"data__packing": {}, "data__isolate_documents": True}),
+    }
+    found: dict[str, Any] = {}
+    for name, (model, changes) in models.items():
+        config = config_of(bench, model, train__precision="bf16", **changes)
+        with one_rank(bench) as groups:
+            contender = ours(bench, config, groups)
+            for _ in range(2):
+                contender.step()
+            found[name] = dict(host_reads(bench, contender.step))
+        _free(bench)
+    return found
+
+
+def _compared(bench: Bench, config: Config, builds: Mapping[str, Build]) -> dict[str, Any]:
+    """All contenders on one GPU: in turn step by step where they fit together, else one after the other."""
+    found: dict[str, Any] = {}
+    with one_rank(bench) as groups:
+        for of_run in _runs(bench, config, builds):
+            found |= _measured(bench, config, groups, of_run)
+            _free(bench)
+    for name, each in found.items():
+        if name != "mtrain" and "step s" in each and "step s" in found["mtrain"]:
+            each["mtrain is faster by"] = each["step s"] / found["mtrain"]["step s"]
+    failed = [f"{name}: {each['failed']}" for name, each in found.items() if "failed" in each]
+    if failed:
+        raise PartlyFailedError("; ".join(failed), found)
+    return found
+
+
+def _runs(bench: Bench, config: Config, builds: Mapping[str, Build]) -> list[dict[str, Build]]:
+    """Contenders that are in memory together."""
+    together = BYTES_A_PARAMETER * plan.num_parameters(config.model) * len(builds)
+    if bench.device == "cpu" or together < 0.5 * torch.cuda.get_device_properties(0).total_memory:
+        return [dict(builds)]
+    return [{name: build} for name, build in builds.items()]
+
+
+def _measured(bench: Bench, config: Config, groups: Groups, builds: Mapping[str, Build]) -> dict[str, Any]:
+    """Rounds in turn; who fails is reported with the reason, and the others go on."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in builds}
+    held: dict[str, Contender] = {}
+    own_bytes: dict[str, int] = {}
+    for name, build in builds.items():
+
+        def prepare(name: str = name, build: Build = build) -> None:
+            before = _allocated(bench)
+            contender = build(bench, config, groups)
+            for _ in range(2):  # allocates the optimizer's state, compiles
+                contender.step()
+            held[name], own_bytes[name] = contender, _allocated(bench) - before
+            found[name]["notes"] = contender.notes
+
+        _attempt(found, name, prepare)
+    times = {name: Times([], []) for name in held}
+    for _ in range(bench.rounds):
+        for name, contender in held.items():
+            _attempt(found, name, functools.partial(times[name].add, bench, contender))
+    for name, contender in held.items():
+
+        def describe(name: str = name, contender: Contender = contender) -> None:
+            found[name] |= _figures(bench, config, times[name]) | _needs(bench, contender, own_bytes[name])
+
+        _attempt(found, name, describe)
+    if "mtrain" in held:
+        peak = found["mtrain"].get("peak bytes")
+        estimate = plan.memory_per_rank(config, Layout(), 0).total_bytes
+        found["mtrain"] |= {"estimated bytes": estimate, "peak / estimate": None if peak is None else peak / estimate}
+    return found
+
+
+@dataclass
+class Times:
+    """Seconds of each round."""
+
+    accumulate: list[float]
+    update: list[float]
+    loss: float = math.nan
+
+    def add(self, bench: Bench, contender: Contender) -> None:
+        """One more step."""
+        first = _seconds(bench, contender.accumulate)
+        second = _seconds(bench, lambda: setattr(self, "loss", contender.update()))
+        self.accumulate.append(first)
+        self.update.append(second)
+
+
+def _attempt(found: dict[str, dict[str, Any]], name: str, action: Callable[[], Any]) -> None:
+    """Runs it, unless this contender has failed before."""
+    if "failed" in found[name]:
+        return
+    try:
+        action()
+    except Exception as error:  # whatever a contender raises, the others are still measured
+        reason = next(iter(str(error).splitlines()), "")
+        found[name] = {"failed": f"{type(error).__name__}: {reason[:300]}"}
+
+
+def _figures(bench: Bench, config: Config, times: Times) -> dict[str, Any]:
+    """Of medians; the best step beside them."""
+    steps = [first + second for first, second in zip(times.accumulate, times.update, strict=True)]
+    tokens = config.train.global_batch_size * config.data.seq_length
+    seconds, peak = statistics.median(steps), plan.peak_flops(bench.device_name, "bf16")
+    flops = plan.run_flops_per_token(config) * tokens
+    return {
+        "step s": seconds,
+        "best step s": min(steps),
+        "update s": statistics.median(times.update),
+        "tokens/s": tokens / seconds,
+        "TFLOP/s": flops / seconds / 1e12,
+        "MFU": None if peak is None else plan.mfu(flops, seconds, peak),
+        "loss": times.loss,
+    }
+
+
+def _needs(bench: Bench, contender: Contender, own_bytes: int) -> dict[str, Any]:
+    """Peak memory of a step, what other contenders hold left out, and the ten longest kernels."""
+    peak = None
+    if bench.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        others = torch.cuda.memory_allocated() - own_bytes
+        contender.step()
+        peak = torch.cuda.max_memory_allocated() - others
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.device == "cuda" else [])]
+    with profile(activities=kinds) as watched:
+        contender.step()
+        bench.synchronize()
+    times = {
+        each.key: each.self_device_time_total if bench.device == "cuda" else each.self_cpu_time_total
+        for each in watched.key_averages()
+    }
+    total = sum(times.values()) or 1
+    longest = sorted(times, key=lambda key: -times[key])[:10]
+    return {"peak bytes": peak, "top 10 kernels": {key[:100]: times[key] / total for key in longest}}
+
+
+def _seconds(bench: Bench, call: Callable[[], Any]) -> float:
+    bench.synchronize()
+    start = time.perf_counter()
+    call()
+    bench.synchronize()
+    return time.perf_counter() - start
+
+
+def _allocated(bench: Bench) -> int:
+    """Bytes; on a CPU nobody counts them."""
+    return torch.cuda.memory_allocated() if bench.device == "cuda" else 0
+
+
+def _free(bench: Bench) -> None:
+    gc.collect()
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()
