@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -35,7 +38,7 @@ class Snapshot:
         # grows and never shrinks: fresh pages cost several times the copy (docs/checkpoints.md, first save)
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+            self._buffer = pinned_memory(sum(sizes)) if on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)
         # numpy's slices hold the buffer alive as long as a copy is in use
         memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
         for shard, size in zip(shards, sizes, strict=True):
@@ -49,3 +52,33 @@ class Snapshot:
             # the caller trains on and changes the state as soon as this returns
             torch.cuda.current_stream().synchronize()
         return copies
+
+
+def pinned_memory(size_bytes: int) -> torch.Tensor:
+    """Memory on the host to which a GPU copies by itself; plain memory, and a warning, where the driver refuses.
+
+    torch's own pinned memory comes in powers of two: of 70 GiB for a state each rank would take 128. So plain memory of
+    the very size is taken and pinned here, and given back to the driver before it is freed.
+
+    Args:
+        size_bytes: Of the memory.
+
+    Returns:
+        [size_bytes] uint8.
+    """
+    memory = torch.empty(size_bytes, dtype=torch.uint8)
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if size_bytes == 0:
+        return memory
+    fault = int(driver.cudaHostRegister(memory.data_ptr(), size_bytes, 0))
+    if fault:
+        print(
+            f"warning: {size_bytes / 2**30:.1f} GiB for snapshots could not be pinned (CUDA error {fault}); training "
+            "waits longer for saves",
+            file=sys.stderr,
+            flush=True,
+        )
+    else:
+        # where the process ends, the driver ends with it
+        weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory

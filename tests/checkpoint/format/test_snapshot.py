@@ -1,0 +1,92 @@
+"""Copies of a state on a GPU lie in pinned memory of their own size."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.snapshot import Snapshot, pinned_memory
+from mtrain.checkpoint.format.writer import Shard
+
+SIZE_BYTES = 70_000
+
+
+class Driver:
+    """What the CUDA runtime is asked to do."""
+
+    def __init__(self, fault: int) -> None:
+        self.fault = fault
+        self.pinned: dict[int, int] = {}
+        """Address -> bytes."""
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+        if not self.fault:
+            self.pinned[address] = size_bytes
+        return self.fault
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+class Stream:
+    """The stream of training, with the number of times it was waited for."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Driver:
+    """In the place of a GPU's."""
+    found = Driver(getattr(request, "param", 0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found
+
+
+def test_memory_is_pinned_to_the_byte_and_given_back_once(driver: Driver) -> None:
+    memory = pinned_memory(SIZE_BYTES)
+    assert memory.shape == (SIZE_BYTES,)
+    assert driver.pinned == {memory.data_ptr(): SIZE_BYTES}
+    del memory
+    gc.collect()
+    assert driver.pinned == {}
+    assert pinned_memory(0).numel() == 0
+    assert driver.pinned == {}
+
+
+@pytest.mark.parametrize("driver", [2], indirect=True)
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = pinned_memory(SIZE_BYTES)
+    assert memory.fill_(7).sum() == 7 * SIZE_BYTES
+    assert "warning: 0.0 GiB for snapshots could not be pinned (CUDA error 2)" in capsys.readouterr().err
+
+
+def test_a_state_on_a_gpu_is_copied_into_pinned_memory_that_is_used_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    state: Any = torch.arange(1000.0).as_subclass(OnGpu)
+    shards = [
+        Shard("whole", (1000,), TensorSlice((0,), (1000,)), state),
+        Shard("part", (1000,), TensorSlice((0,), (17,)), state[:17]),
+    ]
+    snapshot = Snapshot()
+    for waits in (1, 2):
+        copies = snapshot.take(shards)
+        assert [copy.data.tolist() for copy in copies] == [each.data.tolist() for each in shards]
+        assert list(driver.pinned.values()) == [snapshot.size_bytes]
+        assert snapshot.size_bytes < 4 * 1017 + 2 * 64
+        assert stream.waits == waits, "training may change the state as soon as the call returns"
+        state.add_(1)
