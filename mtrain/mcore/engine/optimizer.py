@@ -20,6 +20,7 @@ from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.muon import Muon
+from mtrain.mcore.engine.optimizer_state import fuse
 from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer_config
 
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
@@ -95,6 +96,7 @@ class Optimizer:
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
+        fuse(self.inner)
         self._device, self._collection = groups.device, groups.collection
         self._is_fp16 = config.train.precision == "fp16"
         self._skips = Skips(config.train.max_skipped_steps)

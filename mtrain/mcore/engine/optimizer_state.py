@@ -80,6 +80,19 @@ def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]
                 yield flat_slice, momentum
 
 
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Lets torch's AdamW update all of a group in one pass over memory, on CPUs and GPUs; before the first update.
+
+    Its state is that of the form with a pass for each operation, which megatron-core asks for; the last bit of some
+    weights differs, since products are rounded in another order.
+    """
+    for part in _parts(optimizer):
+        if _steps_by_parameter(part):  # the others are fused already
+            # a key of each group: `step` reads it there, and groups may have been replaced since construction
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
 def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
     """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
     for part in _parts(optimizer):
@@ -87,7 +100,7 @@ def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
             for state in (part.optimizer.state[flat_slice.main] for flat_slice in _flat_slices_of(part)):
                 if not _is_momentum_alone(state):
                     # A tensor of its own for each: a shared one would advance once for every parameter in one update.
-                    state["step"] = torch.tensor(float(adam_step), dtype=torch.float32)
+                    state["step"] = _count(adam_step, state[_FIRST])
         else:
             for group in _counting_groups(part):
                 group["step"] = adam_step
@@ -120,7 +133,8 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
     for part in _parts(optimizer):
         if _steps_by_parameter(part):
             states = part.optimizer.state.values()
-            steps |= {int(state["step"]) for state in states if not _is_momentum_alone(state)}
+            counts = [state["step"] for state in states if not _is_momentum_alone(state)]
+            steps |= set(map(int, torch.stack(counts).tolist())) if counts else set()  # the host waits once for all
         else:
             steps |= {int(group.get("step", 0)) for group in _counting_groups(part)}
     assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
@@ -169,6 +183,11 @@ def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 
+def _count(updates: int, beside: Tensor) -> Tensor:
+    """A parameter's count of updates, where the fused AdamW wants it: on the device of its other tensors."""
+    return torch.full((), updates, dtype=torch.float32, device=beside.device)
+
+
 def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:
     if isinstance(part, DistributedOptimizer):
         # gbuf_ranges: a list of buffers, each {dtypes: buckets}; param_map has only what this rank updates of a bucket.
@@ -195,7 +214,7 @@ def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
     if not state:
         if _steps_by_parameter(part):
             # What torch's Adam makes itself at its first step; it takes a state that is not empty for complete.
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = _count(0, main)
         state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
     return {MAIN: main} | {name: state[name] for name in STATES if name in state}
 
