@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.config.schema.loss import LOSS_FUNCTIONS, PREFERENCE_LOSSES, LossSection
+from mtrain.config.schema.loss import HEAD_LOSSES, LOSS_FUNCTIONS, PREFERENCE_LOSSES, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
@@ -273,6 +273,38 @@ def preferences(config: "Config") -> Iterator[str]:
             f"data.packing.batch=rows cuts steps by rows, and a pair could lie in two of them, but {name} compares "
             "whole pairs; set it to sequences"
         )
+
+
+def heads(config: "Config") -> Iterator[str]:
+    """A head and a loss that reads it go together, and nothing else that asks for tokens."""
+    loss, labels, name = config.loss, config.model.num_labels, f"loss.function={config.loss.function}"
+    if labels is None:
+        if loss.function in HEAD_LOSSES:
+            needed = "1" if loss.function == "reward_model" else "the number of classes"
+            yield f"{name} needs a head, but model.num_labels is not set; set it to {needed}"
+        return
+    key = f"model.num_labels={labels}"
+    if loss.function in LOSS_FUNCTIONS and loss.function not in HEAD_LOSSES:
+        yield (
+            f"{key} is a head, which predicts no tokens, but {name} does; set loss.function to "
+            f"{' or '.join(sorted(HEAD_LOSSES))}, or remove model.num_labels"
+        )
+    if compared(loss, config.data) is not None and labels != 1:
+        yield f"{key}, but {name} compares one number of each answer; set model.num_labels to 1"
+    elif compared(loss, config.data) == "answers":
+        yield f"{key} judges pairs, but data.format=unpaired_preference has single answers; set it to preference"
+    elif loss.function == "classification" and labels == 1:
+        yield f"{key} is one class, which every sequence would have; set it to their number"
+    if loss.side_terms or loss.teacher is not None:
+        yield f"loss.side_terms and loss.teacher are of tokens, which {key} does not predict; remove them"
+    if config.adapter is not None:
+        yield f"adapter freezes all but its own matrices, and with them the head of {key}; remove one of the two"
+    if config.eval.is_on:
+        yield f"eval.prompts ask for text, which a model with {key} does not write; remove them"
+    if isinstance(config.data, SftSection) and config.data.too_long == "split":
+        yield f"data.too_long=split would judge parts of a sequence under {key}; set it to end, start or drop"
+    if isinstance(config.data, FilesSection) and not isinstance(config.data, SftSection):
+        yield f"{key} judges sequences of records, but data.kind={config.data.kind} has none; set data.kind=sft"
 
 
 def _functions_of(compares: Literal["pairs", "answers"]) -> list[str]:

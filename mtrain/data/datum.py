@@ -34,6 +34,9 @@ class Datum:
     them, one of predicted tokens one less. Names that no loss function needs are checked and left out."""
     member: GroupMember | None = None
     """Its part in a group, for losses that compare whole sequences such as dpo."""
+    label: int | None = None
+    """The class of the sequence, where `model.num_labels` is above 1. A model with a head, also of one label, judges it
+    by its last token: it has at most data.seq_length tokens, and no weights."""
 
 
 def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
@@ -49,7 +52,11 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
         DataError: It is empty, too long, has ids beyond the vocabulary, or weights or extras that cannot be.
         NumericError: An extra is not finite.
     """
-    length, size = config.data.seq_length, config.model.vocab_size
+    length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
+    if labels is not None:
+        datum, size = _judged(datum, name, labels, length), max(size, labels)
+    elif datum.label is not None:
+        raise _fault(f"{name} has label={datum.label}, but the model has no head; set model.num_labels, or remove it")
     ids = np.asarray(datum.input_ids, dtype=np.int64)
     if ids.ndim != 1 or not 1 <= len(ids) <= length + 1:
         raise _fault(
@@ -71,6 +78,27 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     # position t predicts token t + 1, so the weight of the first token has no position
     sample = shifted(ids, weights[1:], datum.weight, extras=_extras(datum, len(ids), name, needed))
     return replace(sample, member=datum.member)
+
+
+def _judged(datum: Datum, name: str, num_labels: int, length: int) -> Datum:
+    """The sequence with its label behind it, in the place of the token that would be predicted there."""
+    label = datum.label
+    if num_labels == 1 and label is not None:
+        raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
+    if num_labels > 1 and (label is None or isinstance(label, bool) or not 0 <= label < num_labels):
+        raise _fault(
+            f"{name} has label={label}, but needs the number of a class, 0 to {num_labels - 1} (model.num_labels="
+            f"{num_labels}); give Datum.label"
+        )
+    if datum.weights is not None:
+        raise _fault(f"{name} has weights of tokens, but a head judges it whole; remove them, or give Datum.weight")
+    if not 1 <= len(datum.input_ids) <= length:
+        raise _fault(
+            f"{name} has {len(datum.input_ids)} input_ids, but needs 1 to {length} (data.seq_length={length}); cut it, "
+            "or raise data.seq_length"
+        )
+    ids = [*map(int, datum.input_ids), label or 0]
+    return replace(datum, input_ids=ids, weights=[*[0.0] * (len(ids) - 1), 1.0])
 
 
 def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:

@@ -38,6 +38,7 @@ class SftCaches:
         tokenizer: Tokenizer,
         vocab_size: int,
         compares: Literal["pairs", "answers"] | None = None,
+        num_labels: int | None = None,
     ) -> None:
         """
         Args:
@@ -45,15 +46,16 @@ class SftCaches:
             tokenizer: That of `data.tokenizer`.
             vocab_size: Of the model.
             compares: What records hold where answers are compared.
+            num_labels: Of the head that judges sequences.
 
         Raises:
             DataError: The chat template cannot be read.
             MachineError: There is no place for the cache.
         """
-        self._section, self._vocab_size, self._compares = section, vocab_size, compares
+        self._section, self._vocab_size, self._of_records = section, vocab_size, (compares, num_labels)
         # without extras as before there were any, so that entries of then are found
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *([] if section.extras else ["extras"])})
-        self._fingerprint = f"{source_encoder(section, tokenizer, compares).fingerprint} {records}"
+        self._fingerprint = f"{source_encoder(section, tokenizer, *self._of_records).fingerprint} {records}"
         self._folder = Path(section.cache_dir) if section.cache_dir is not None else default_folder()
         self._opened: dict[str, TokenCache] = {}
 
@@ -70,7 +72,7 @@ class SftCaches:
 
     def _open(self, path: str) -> TokenCache:
         section = self._section
-        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section, self._compares))
+        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section, *self._of_records))
         options = CacheOptions(
             self._folder,
             reads_all=section.cache_check == "content",
@@ -95,9 +97,11 @@ class SftCaches:
                 yield f"{path}: {count} are bad and left out: {_shown(cache)}"
 
 
-def _new_encoder(section: SftSection, compares: Literal["pairs", "answers"] | None) -> SampleEncoder:
+def _new_encoder(
+    section: SftSection, compares: Literal["pairs", "answers"] | None, num_labels: int | None
+) -> SampleEncoder:
     assert section.tokenizer is not None  # a rule of the section
-    return source_encoder(section, load_tokenizer(section.tokenizer), compares)
+    return source_encoder(section, load_tokenizer(section.tokenizer), compares, num_labels)
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:

@@ -173,7 +173,7 @@ class Sources:
         Raises:
             DataError: The tokenizer is missing, damaged, or has more tokens than the model.
         """
-        self._config = config
+        self._config, self._is_judged = config, config.model.num_labels is not None
         self.tokenizer: Tokenizer | None = None
         if config.data.tokenizer is not None:
             self.tokenizer = load_tokenizer(config.data.tokenizer)
@@ -182,14 +182,20 @@ class Sources:
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._notes: list[str] = []
         self._caches: SftCaches | None = None
+        labels = config.model.num_labels
         if isinstance(config.data, SftSection):
             assert self.tokenizer is not None  # a rule of the section
             compares = compared(config.loss, config.data)
-            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, compares)
+            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, compares, labels)
         elif config.sequences_per_sample > 1:
             raise ConfigError(
                 f"loss.function={config.loss.function} compares answers, but data.kind={config.data.kind} has none; "
                 "set data.kind=sft and name files of preferences (docs/preference.md)"
+            )
+        elif labels is not None:
+            raise ConfigError(
+                f"model.num_labels={labels} judges sequences of records, but data.kind={config.data.kind} has none; "
+                "set data.kind=sft and name files (docs/heads.md)"
             )
         self.preferences: dict[str, PreferenceDataset] = {}
         """Opened sources of groups, by their fingerprints."""
@@ -258,7 +264,7 @@ class Sources:
                 if (compares := compared(self._config.loss, data)) is not None:
                     return self._open_preferences(data, tokens, part, compares)
                 numbers = _numbers(data, part, len(tokens))
-                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, data.extras)
+                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, data.extras, self._is_judged)
                 self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
                 return found
             case IndexedSection():
@@ -273,7 +279,7 @@ class Sources:
         self, data: SftSection, tokens: TokenCache, part: Part, compares: Literal["pairs", "answers"]
     ) -> PreferenceDataset:
         numbers = _numbers(data, part, len(tokens) // 2 if compares == "pairs" else len(tokens))
-        found = PreferenceDataset(tokens, numbers, data.seq_length, data.too_long, compares)
+        found = PreferenceDataset(tokens, numbers, data.seq_length, data.too_long, compares, self._is_judged)
         self._notes += [note for note in found.notes() if note not in self._notes]
         # one for all that are equal, so that each sequence is scored by the reference model once
         return self.preferences.setdefault(found.fingerprint, found)

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.schema.loss import SCORE_AGGREGATIONS, LossSection, TermSection, depth_term
+from mtrain.config.schema.loss import (
+    HEAD_LOSSES,
+    LOSS_FUNCTIONS,
+    SCORE_AGGREGATIONS,
+    LossSection,
+    TermSection,
+    depth_term,
+)
 from mtrain.loss.diagnostics import Reported, shown_name
 from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function, reported_by
 from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
-from mtrain.loss.preference.term import score_term
+from mtrain.loss.preference.term import head_term, score_term
 
 AnyLoss = LossFunction | PreferenceLoss
 
@@ -42,14 +49,17 @@ class Objective:
     over other tokens, or belong to routers."""
     preference: PreferenceLoss | None = None
     """Where groups of sequences are compared; the main term of `functions` then carries its gradient."""
+    has_head: bool = False
+    """Whether a head judges sequences, in the place of logits of tokens."""
 
     @classmethod
-    def from_config(cls, section: LossSection, mtp_depths: int = 0) -> Objective:
+    def from_config(cls, section: LossSection, mtp_depths: int = 0, has_head: bool = False) -> Objective:
         """Loads every term's function.
 
         Args:
             section: The terms.
             mtp_depths: How many further tokens are predicted; each depth is a side term.
+            has_head: Whether the model has a head in the place of its output layer.
 
         Raises:
             ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round;
@@ -63,8 +73,9 @@ class Objective:
         sides = {name: side.coefficient for name, side in section.side_terms.items()}
         # by the options, not by the values: whether a plan is needed has to be known before any batch
         preference = _preference(loaded[MAIN_TERM], section)
+        _check_head(loaded[MAIN_TERM], section.function, has_head)
         if preference is not None:
-            loaded[MAIN_TERM] = score_term
+            loaded[MAIN_TERM] = head_term if has_head else score_term
         # groups are counted by no other term
         apart = [
             name
@@ -80,6 +91,7 @@ class Objective:
             # a depth loses the tokens at each row's end, a router counts text: never the main denominator
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
             preference=preference,
+            has_head=has_head,
         )
         objective._check_teacher(section)
         objective._check_chunks(section)
@@ -114,7 +126,9 @@ class Objective:
                 f"{name} and loss.function={section.function} cannot take each other's place: one compares groups of "
                 "sequences, the other does not; make an Engine with such a loss.function"
             )
-        functions = self.functions | {MAIN_TERM: function if preference is None else score_term}
+        _check_head(function, name, self.has_head)
+        term = function if preference is None else head_term if self.has_head else score_term
+        functions = self.functions | {MAIN_TERM: term}
         objective = replace(self, functions=functions, names=self.names | {MAIN_TERM: name}, preference=preference)
         objective._check_teacher(section)
         objective._check_chunks(section)
@@ -269,6 +283,25 @@ def _preference(function: Callable[..., Any], section: LossSection) -> Preferenc
             f"set it to {' or '.join(SCORE_AGGREGATIONS)}"
         )
     return function
+
+
+def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None:
+    """
+    Raises:
+        ConfigError: It reads tokens and the model has a head, or the other way round.
+    """
+    marks = preference_marks(function)
+    if marks is not None:
+        reads_head = marks.scores_by_head
+    elif name in LOSS_FUNCTIONS:
+        reads_head = name in HEAD_LOSSES
+    else:
+        return  # of the user's own, who alone knows
+    if reads_head != has_head:
+        raise ConfigError(
+            f"{name} {'reads a head' if reads_head else 'predicts tokens'}, but the model has "
+            f"{'a head' if has_head else 'none'}; set model.num_labels, or take another loss"
+        )
 
 
 def _divisor(term: TermSection) -> dict[str, object]:

@@ -17,7 +17,7 @@ from mtrain.plan.features import LAYER_PARTS, alike
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.logits import tokens_at_once
-from mtrain.plan.parameters import padded_vocab_size
+from mtrain.plan.parameters import output_columns
 
 FP32_BYTES, BF16_BYTES = 4, 2
 
@@ -135,7 +135,7 @@ class _Rank:
     def logits_bytes(self) -> int:
         """Logits in the precision and in float32, then their gradient beside that of the table."""
         model, size = self.config.model, element_bytes(self.config)
-        vocab_local = padded_vocab_size(model, self.layout.tp) // self.layout.tp
+        vocab_local = output_columns(model, self.layout.tp)
         table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
         learned, copied = (1, 0) if self.config.adapter is None else _frozen_table(self.config)
         if at_once < self.tokens:

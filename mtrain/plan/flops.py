@@ -54,7 +54,7 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
         for part in LAYER_PARTS
         if part.is_in(model, layer)
     )
-    forward += 2 * (1 + model.mtp_depths) * model.hidden_size * model.vocab_size
+    forward += 2 * (1 + model.mtp_depths) * model.hidden_size * model.output_rows
     forward += 2 * model.mtp_depths * 2 * model.hidden_size**2
     return 3 * forward
 
@@ -97,7 +97,7 @@ def flops_of_step(model: ModelSection, work: Work, adapter: AdapterSection | Non
         part.pair_products(model) * (work.pairs if sees_everything(model, layer) else work.window_pairs)
         for part, layer in parts
     )
-    products = work.tokens * matrices + work.outputs * model.hidden_size * model.vocab_size
+    products = work.tokens * matrices + work.outputs * model.hidden_size * model.output_rows
     adapted = 0 if adapter is None else _adapter_products(model, adapter, work)
     return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted))
 

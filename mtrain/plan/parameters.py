@@ -22,6 +22,11 @@ def padded_vocab_size(model: ModelSection, tp: int) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
+def output_columns(model: ModelSection, tp: int) -> int:
+    """Numbers that a rank of TP makes of a token: its part of the padded vocabulary, or all labels of a head."""
+    return padded_vocab_size(model, tp) // tp if model.num_labels is None else model.num_labels
+
+
 def num_parameters(model: ModelSection) -> int:
     """Parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
     return _with_vocabulary(model, model.vocab_size)
@@ -62,10 +67,10 @@ def layer_matrices(model: ModelSection, layer: int) -> Parameters:
 
 
 def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
-    tables = 1 if model.tied_embeddings else 2
+    rows = vocab_size + (0 if model.ties_output else vocab_size if model.num_labels is None else model.num_labels)
     layers = sum(layer_parameters(model, layer).total for layer in range(model.num_layers))
     ahead = model.mtp_depths * multi_token_layer(model).total if model.mtp_depths else 0
-    return tables * vocab_size * model.hidden_size + layers + ahead + norm_elements(model, model.hidden_size)
+    return rows * model.hidden_size + layers + ahead + norm_elements(model, model.hidden_size)
 
 
 def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
@@ -76,7 +81,7 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     """
     held = _of_layers(model, _own_layers(model, layout, pp_rank))
     if pp_rank == layout.pp - 1:
-        held += Parameters(replicated=norm_elements(model, model.hidden_size))
+        held += Parameters(replicated=norm_elements(model, model.hidden_size) + _head_elements(model))
         held = sum([multi_token_layer(model)] * model.mtp_depths, start=held)
     return (held + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
 
@@ -91,8 +96,14 @@ def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.mtp_depths else set()
-        tables |= {"embedding" if model.tied_embeddings else "output"}
+        if model.num_labels is None:
+            tables |= {"embedding" if model.tied_embeddings else "output"}
     return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size
+
+
+def _head_elements(model: ModelSection) -> int:
+    """Of the head on the last stage, which every rank of TP has whole."""
+    return (model.num_labels or 0) * model.hidden_size
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:

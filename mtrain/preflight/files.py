@@ -91,7 +91,7 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
 
     encoder = None
     with findings.looking():
-        encoder = source_encoder(data, tokenizer, compares)
+        encoder = source_encoder(data, tokenizer, compares, config.model.num_labels)
     if encoder is None:
         return
 

@@ -123,7 +123,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         DataError: Data or a checkpoint is missing or damaged.
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
-    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     _check_extras(objective, config)
     if groups.rank == 0:
         of_objective, of_machine = objective.notes(config.loss), _notes_on_packages()

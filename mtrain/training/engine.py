@@ -75,7 +75,9 @@ class Engine:
             layout = Layout.from_config(config, dist.get_world_size())
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
             self._groups, self.config, self.step = groups, config, 0
-            self._objective = Objective.from_config(config.loss, config.model.mtp_depths)
+            self._objective = Objective.from_config(
+                config.loss, config.model.mtp_depths, config.model.num_labels is not None
+            )
             self._parts: Parts | None = build_parts(config, groups, self._objective, load_teacher)
             initialize(config, groups, self._parts.chunks, self._parts.optimizer)
             self._batches = GlobalBatches(config, groups)
@@ -118,7 +120,7 @@ class Engine:
 
         Returns:
             For each sample, on every rank: the sum of the log-probabilities of its weighed tokens, in nats, or their
-            mean where loss.aggregation=seq-mean-token-mean.
+            mean where loss.aggregation=seq-mean-token-mean; of a reward model the reward.
 
         Raises:
             DataError: A sample does not fit the configuration, or is member of no group.

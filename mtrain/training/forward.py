@@ -69,6 +69,7 @@ def forward_totals(
     count = num_microbatches(config, groups)
     # one accumulator over all passes: sum over sum, not a mean of means
     sums = StepSums(PairAccumulator(terms, groups.device), dict.fromkeys(terms, 0.0))
+    sums.pairs.diagnostics.expect(objective.reported)
 
     def accumulate(rows: Sequence[Microbatch], loss: OutputLoss) -> None:
         run_forward(chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
@@ -86,11 +87,12 @@ def forward_totals(
             shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
             rows = slice_for_rank(shared, groups)
             accumulate(rows, OutputLoss(own, rows, config, groups, objective, teacher))
-    totals = GlobalTotals(sums, groups).read(objective.coefficients).terms
+    read = GlobalTotals(sums, groups).read(objective.coefficients)
+    totals = read.terms
     if objective.preference is not None:
         totals = compared.beside(totals)
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
-    return ForwardTotals(totals, compared.means)
+    return ForwardTotals(totals, {**read.diagnostics, **compared.means})
 
 
 def num_microbatches(config: Config, groups: Groups) -> int | None:

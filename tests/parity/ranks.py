@@ -70,7 +70,7 @@ def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None =
     if parameters is not None:
         set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own
-    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     return Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, objective))
 
 
@@ -111,7 +111,11 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
     """The part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
-    extras = Objective.from_config(config.loss, config.model.mtp_depths).extras if batch and batch[0].extras else ()
+    extras = (
+        Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None).extras
+        if batch and batch[0].extras
+        else ()
+    )
     rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp, extras=extras), Given(batch)
     return rows.microbatches(rows.plan(samples, len(batch)), samples, has_first=True)
 

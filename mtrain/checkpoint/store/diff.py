@@ -87,7 +87,7 @@ def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[
     if not key.endswith(_VOCABULARY) or a.state is None or b.state is None:
         return shapes
     # padding rows follow the layout that saved them and take part in no softmax, so they are no difference
-    first, second = ((state.vocab_size, *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
+    first, second = ((min(state.vocab_size, shape[0]), *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
     return first, second
 
 

@@ -39,6 +39,7 @@ _OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "desirable_weight": lambda value: _is_number(value) and 0 <= value < math.inf,
     "undesirable_weight": lambda value: _is_number(value) and 0 <= value < math.inf,
     "kl": lambda value: isinstance(value, bool),
+    "center_rewards_coefficient": lambda value: _is_number(value) and 0 <= value < math.inf,
 }
 _LEGAL_OPTIONS = {
     "label_smoothing": "a number from 0 to below 1",
@@ -55,6 +56,7 @@ _LEGAL_OPTIONS = {
     "desirable_weight": "a number of at least 0",
     "undesirable_weight": "a number of at least 0",
     "kl": "true or false",
+    "center_rewards_coefficient": "a number of at least 0",
 }
 """Options of this package's own loss functions; those of other functions are theirs to check."""
 
@@ -76,6 +78,9 @@ PREFERENCE_LOSSES = {
     "kto": PreferenceForm("mtrain.loss.preference.kto:kto_loss", "answers", "seq-mean-token-sum"),
     "orpo": PreferenceForm("mtrain.loss.preference.orpo:orpo_loss", "pairs", "seq-mean-token-mean"),
     "simpo": PreferenceForm("mtrain.loss.preference.simpo:simpo_loss", "pairs", "seq-mean-token-mean"),
+    "reward_model": PreferenceForm(
+        "mtrain.loss.preference.reward_model:reward_model_loss", "pairs", "seq-mean-token-sum"
+    ),
 }
 """Losses of groups of sequences by their names in the configuration."""
 SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
@@ -91,10 +96,14 @@ LOSS_FUNCTIONS = {
     "cispo": "mtrain.loss.functions.policy:cispo_loss",
     "kl": "mtrain.loss.functions.kl:kl_loss",
     "dft": "mtrain.loss.functions.dft:dft_loss",
+    "classification": "mtrain.loss.functions.classification:classification_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
 """This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
 so a function may move to another module without becoming another run."""
+
+HEAD_LOSSES = frozenset({"reward_model", "classification"})
+"""Those of LOSS_FUNCTIONS that judge sequences by a head (`model.num_labels`); all others predict tokens."""
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

@@ -133,6 +133,10 @@ class ModelSection(Section):
     """Multi-head latent attention in the place of grouped-query attention."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers."""
+    num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
+    """Numbers that a head makes of a sequence, in the place of logits of the vocabulary, from the hidden state of its
+    last token: 1 for a reward model, the classes of a classification (docs/heads.md). It begins at random where the
+    weights that a run begins from have none."""
     mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
     """Extra tokens that are predicted ahead, each by a layer of its own behind the last one (mtp_num_layers)."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
@@ -161,6 +165,16 @@ class ModelSection(Section):
     def rotary_size(self) -> int:
         """Dimensions of a head that are rotated."""
         return self.head_size if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def ties_output(self) -> bool:
+        """Whether the output layer has the table of the embeddings; a head never has."""
+        return self.tied_embeddings and self.num_labels is None
+
+    @property
+    def output_rows(self) -> int:
+        """Numbers that the output layer makes of a token, without padding."""
+        return self.vocab_size if self.num_labels is None else self.num_labels
 
     @property
     def is_gated(self) -> bool:
@@ -216,6 +230,19 @@ class ModelSection(Section):
             return "qk_norm_width=full has no effect without a norm; set qk_norm=true or remove it"
         if self.norm != "rmsnorm":
             return f"qk_norm_width=full needs norm=rmsnorm, but norm={self.norm}; change one of them"
+        return None
+
+    @rule
+    def a_head_predicts_no_tokens(self) -> str | None:
+        if self.num_labels is None:
+            return None
+        if self.mtp_depths:
+            return (
+                f"mtp_depths={self.mtp_depths} predicts tokens, which a model with num_labels={self.num_labels} does "
+                "not; set it to 0"
+            )
+        if self.num_labels > self.vocab_size:  # labels travel as the tokens that they stand in the place of
+            return f"num_labels={self.num_labels} is more than vocab_size={self.vocab_size}; lower it"
         return None
 
     @rule

@@ -120,6 +120,10 @@ class Config(Section):
         return _lines(rules.preferences(self))
 
     @rule
+    def heads_fit_the_run(self) -> str | None:
+        return _lines(rules.heads(self))
+
+    @rule
     def the_sequence_divides_over_ranks(self) -> str | None:
         return _lines(rules.sequence(self.layout, self.train, self.data))
 

@@ -13,6 +13,7 @@ from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
 from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
+from mtrain.data.encoding.judged import LabelEncoder
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, pair_parts, text_parts, tokenized
 from mtrain.data.encoding.preferences import PreferenceEncoder
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
@@ -37,7 +38,10 @@ def encoder_of(section: SftSection, tokenizer: Tokenizer) -> RecordEncoder:
 
 
 def source_encoder(
-    section: SftSection, tokenizer: Tokenizer, compares: Literal["pairs", "answers"] | None
+    section: SftSection,
+    tokenizer: Tokenizer,
+    compares: Literal["pairs", "answers"] | None,
+    num_labels: int | None = None,
 ) -> SampleEncoder:
     """The encoder of a source's records, as `encoder_of`.
 
@@ -45,12 +49,16 @@ def source_encoder(
         section: `data.*`.
         tokenizer: That of `data.tokenizer`.
         compares: What a record holds where answers are compared; None: one sequence.
+        num_labels: Of the head that judges sequences; None: there is none.
 
     Raises:
         DataError: A chat template is missing or damaged.
     """
     encoder = encoder_of(section, tokenizer)
-    return encoder if compares is None else PreferenceEncoder(encoder, compares, frozenset(section.ignore_keys))
+    ignored = frozenset(section.ignore_keys)
+    if compares is not None:
+        return PreferenceEncoder(encoder, compares, ignored, is_judged=num_labels is not None)
+    return encoder if num_labels is None else LabelEncoder(encoder, num_labels, ignored)
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
@@ -124,9 +132,9 @@ class RecordEncoder:
             case "prompt_response":
                 return self.pair(record)
             case "text":
-                return self._plain(text_parts(record, self._ignored), record)
+                return self.text(record)
             case "tokens":
-                return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
+                return self.tokens(record)
             case "sharegpt":
                 return self.conversation(sharegpt_as_messages(record, self._ignored))
             case "alpaca":
@@ -142,7 +150,7 @@ class RecordEncoder:
         if "messages" in record:
             return self.conversation(record)
         if "input_ids" in record:
-            return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
+            return self.tokens(record)
         return self.pair(record)
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
@@ -170,6 +178,22 @@ class RecordEncoder:
             DataError: They are none.
         """
         return self._plain(pair_parts(record, self._ignored), record)
+
+    def text(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of a whole text.
+
+        Raises:
+            DataError: It is none.
+        """
+        return self._plain(text_parts(record, self._ignored), record)
+
+    def tokens(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of ids and what they count.
+
+        Raises:
+            DataError: They are none.
+        """
+        return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
 
     def _plain(self, parts: list[TextPart], record: dict[str, Any]) -> TokenizedSample:
         special = self._section.special_tokens_in_text

@@ -4,7 +4,8 @@
     answers:  prompt, completion, label (true where the answer is wanted)
 
 Prompt and answers are texts, or lists of messages. These are the forms of TRL. Only answers are in the loss: in the
-prompt's own messages no answer counts.
+prompt's own messages no answer counts. For a head, which judges answers by their last tokens, a pair may have a
+`margin`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Any, Literal, Protocol, assert_never
 
+import numpy as np
+
 from mtrain.base.errors import DataError
 from mtrain.data.encoding.checks import check_keys, check_text
+from mtrain.data.encoding.judged import judged
 from mtrain.data.samples.tokenized import TokenizedSample
 
 _SHARED_KEYS = frozenset({"weight", "tools", "chat_template_kwargs"})
 _PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS
+_JUDGED_KEYS = _PAIR_KEYS | {"margin"}
 _ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _VERSION = 1
 """Counts the changes of this module that give other tokens for the same record."""
 
@@ -41,15 +47,22 @@ class PreferenceEncoder:
     """Makes the sequences of one record: chosen and rejected; or an answer, whose weight is negative where it is not
     wanted."""
 
-    def __init__(self, encoders: _Encoders, compares: Literal["pairs", "answers"], ignored: Set[str]) -> None:
+    def __init__(
+        self,
+        encoders: _Encoders,
+        compares: Literal["pairs", "answers"],
+        ignored: Set[str],
+        is_judged: bool = False,
+    ) -> None:
         """
         Args:
             encoders: Of single sequences.
             compares: What a record holds.
             ignored: Unknown keys that are dropped on purpose.
+            is_judged: Whether a head judges the sequences of pairs.
         """
-        self._encoders, self._compares, self._ignored = encoders, compares, ignored
-        self.fingerprint = f"{encoders.fingerprint} {compares} {_VERSION}"
+        self._encoders, self._compares, self._ignored, self._is_judged = encoders, compares, ignored, is_judged
+        self.fingerprint = f"{encoders.fingerprint} {compares} {_VERSION}{' judged' if is_judged else ''}"
 
     def encode(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
         """As `SampleEncoder` says."""
@@ -62,7 +75,7 @@ class PreferenceEncoder:
                 assert_never(self._compares)
 
     def _pair(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
-        check_keys(record, _PAIR_KEYS, self._ignored)
+        check_keys(record, _JUDGED_KEYS if self._is_judged else _PAIR_KEYS, self._ignored)
         given = {name: _answer(record, name) for name in ("chosen", "rejected")}
         if isinstance(given["chosen"], str) != isinstance(given["rejected"], str):
             raise DataError("'chosen' and 'rejected' must both be texts or both be lists of messages; fix one")
@@ -70,7 +83,8 @@ class PreferenceEncoder:
         if prompt is None:
             prompt = _common(given["chosen"], given["rejected"])
             given = {name: answer[len(prompt) :] for name, answer in given.items()}
-        return tuple(self._sequence(record, prompt, answer, name) for name, answer in given.items())
+        pair = tuple(self._sequence(record, prompt, answer, name) for name, answer in given.items())
+        return tuple(_with_margin(judged(each), _margin(record)) for each in pair) if self._is_judged else pair
 
     def _answer(self, record: dict[str, Any]) -> TokenizedSample:
         check_keys(record, _ANSWER_KEYS, self._ignored)
@@ -95,6 +109,18 @@ class PreferenceEncoder:
             raise DataError(f"{name!r} is a list of messages, but 'prompt' is none; write both alike")
         shared = {key: record[key] for key in _SHARED_KEYS if key in record}
         return self._encoders.conversation({"messages": [*map(_untrained, prompt), *answer], **shared})
+
+
+def _margin(record: dict[str, Any]) -> float:
+    margin = record.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= _FLOAT32_MAX:
+        raise DataError(f"'margin' is {margin!s:.40}, but must be a finite number of float32; change it")
+    return float(margin)
+
+
+def _with_margin(sample: TokenizedSample, margin: float) -> TokenizedSample:
+    """At every token, as the cache has extras."""
+    return replace(sample, extras=np.full((len(sample.ids), 1), margin, np.float32))
 
 
 def _answer(record: dict[str, Any], name: str) -> Any:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.samples.sample import Sample, shifted
+from mtrain.data.samples.tokenized import with_label
 from mtrain.data.samples.too_long import TooLong
 from mtrain.loss.preference.member import GroupMember, Role
 
@@ -30,6 +31,7 @@ class PreferenceDataset:
         seq_length: int,
         too_long: TooLong,
         compares: Literal["pairs", "answers"],
+        is_judged: bool = False,
     ) -> None:
         """
         Args:
@@ -38,11 +40,14 @@ class PreferenceDataset:
             seq_length: Positions of a row.
             too_long: What happens to a group with a sequence of more than seq_length + 1 tokens.
             compares: What the groups are.
+            is_judged: Whether pairs are judged by a head: a label stands behind each sequence, which no cut takes away,
+                and the pair has a margin.
 
         Raises:
             DataError: A sequence is too long and has to be refused, or no group is left.
         """
         self.cache, self._seq_length, self._too_long, self._compares = cache, seq_length, too_long, compares
+        self._is_judged = is_judged
         self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers
         lengths = self._whole_lengths(np.repeat(self._groups, 2), np.tile([0, 1], len(self._groups))).reshape(-1, 2)
         is_long = (lengths > seq_length + 1).any(axis=1)
@@ -78,11 +83,25 @@ class PreferenceDataset:
         """
         place, second = divmod(index, 2)
         group = int(self._groups[place])
+        if self._is_judged:
+            return self._judged(place, second)
         ids, weights, weight, role = self._sequence(group, second)
         start, end = self._bounds(len(ids))
         reference = None if self.references is None else float(self.references[index])
         sample = shifted(ids[start:end].astype(np.int64), weights[start + 1 : end].astype(np.float64), weight)
         return sample.as_member(GroupMember(place, role, reference))
+
+    def _judged(self, place: int, second: int) -> Sample:
+        found = self.cache.read(2 * int(self._groups[place]) + second)
+        start, end = self._bounds(len(found.ids))
+        if end < len(found.ids):
+            found = with_label(found, end)
+        assert found.extras is not None, "the cache was made with margins"
+        sample = shifted(
+            found.ids[start:end].astype(np.int64), found.loss_weights[start + 1 : end].astype(np.float64), found.weight
+        )
+        role: Role = "rejected" if second else "chosen"
+        return sample.as_member(GroupMember(place, role, margin=float(found.extras[-1, 0])))
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: positions that sequences take in rows, without reading them; at least 1."""

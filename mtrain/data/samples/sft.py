@@ -22,7 +22,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
 from mtrain.data.samples.sample import Sample, shifted
-from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.data.samples.tokenized import TokenizedSample, with_label
 from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
@@ -32,7 +32,13 @@ class SftDataset:
     """A part of a source's samples."""
 
     def __init__(
-        self, cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong, extras: Sequence[str] = ()
+        self,
+        cache: TokenCache,
+        numbers: range,
+        seq_length: int,
+        too_long: TooLong,
+        extras: Sequence[str] = (),
+        is_judged: bool = False,
     ) -> None:
         """
         Args:
@@ -41,12 +47,13 @@ class SftDataset:
             seq_length: Positions of a row.
             too_long: What happens to a sample of more than seq_length + 1 tokens.
             extras: Names of what the cache has of each token beside its weight.
+            is_judged: Whether a label stands behind the last token, which no cut takes away.
 
         Raises:
             DataError: A sample is too long and has to be refused, or none is left.
         """
         self.cache, self._numbers, self._seq_length = cache, numbers, seq_length
-        self._too_long, self._extras = too_long, tuple(extras)
+        self._too_long, self._extras, self._is_judged = too_long, tuple(extras), is_judged
         self._pieces: Pieces
         self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long)
         if not len(self._pieces):
@@ -69,6 +76,8 @@ class SftDataset:
         found = self.cache.read(int(self._pieces.samples[index]))
         start = int(self._pieces.starts[index])
         end = start + int(self._pieces.sizes[index])
+        if self._is_judged and end < len(found.ids):
+            found = with_label(found, end)
         return shifted(
             found.ids[start:end].astype(np.int64),
             # position t predicts token t + 1, so what the first token counts is not asked for

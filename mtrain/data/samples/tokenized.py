@@ -1,6 +1,6 @@
 """A finetuning sample as token ids, before it becomes a row: what an encoder makes and the cache keeps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,16 @@ class TokenizedSample:
     extras: NDArray[np.float32] | None = None
     """[n, extras]: of each token, the numbers that data.extras names; the first row is not used. None: it names
     none."""
+
+
+def with_label(sample: TokenizedSample, end: int) -> TokenizedSample:
+    """The first `end` tokens, the last of which gives its place to the label that stands behind the whole sequence."""
+
+    def cut(values: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([values[: end - 1], values[-1:]])
+
+    extras = None if sample.extras is None else cut(sample.extras)
+    return replace(sample, ids=cut(sample.ids), loss_weights=cut(sample.loss_weights), extras=extras)
 
 
 class SampleEncoder(Protocol):

@@ -126,13 +126,15 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
 def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[str, Any, Any]]:
     """Fields that would make the folder's weights mean something else: name, the folder's value, the model's.
 
-    Fewer predictions further ahead are allowed: their weights stay unread.
+    Fewer predictions further ahead are allowed: their weights stay unread. So is a head, which then begins at random.
     """
     if described.experts is not None and model.experts is not None:
         # tokens that are dropped while training do not change what the weights mean
         free = {"capacity_factor": described.experts.capacity_factor}
         model = model.model_copy(update={"experts": model.experts.model_copy(update=free)})
     found = differences(described, model)
+    if described.num_labels is None:  # a head may be put on any model
+        found = [each for each in found if each[0] != "num_labels"]
     if model.mtp_depths > described.mtp_depths == 0:
         found.append(("mtp_depths", 0, model.mtp_depths))
     return found

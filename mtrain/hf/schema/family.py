@@ -71,12 +71,13 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
 
     V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
     value), d dimensions of a head, c halves of a gated projection, L layers, E experts, e feed-forward of an expert,
-    t feed-forward of all shared experts. Latent attention: q and k ranks of queries and of keys and values, m the
-    latter with the rotary key, x dimensions of a query head, y of a key's part without position and its value, v of a
-    value head. j both inputs of a prediction further ahead.
+    t feed-forward of all shared experts, n labels of a head of sequences. Latent attention: q and k ranks of queries
+    and of keys and values, m the latter with the rotary key, x dimensions of a query head, y of a key's part without
+    position and its value, v of a value head. j both inputs of a prediction further ahead.
     """
     sizes = {
         "V": model.vocab_size,
+        "n": model.num_labels or 0,
         "h": model.hidden_size,
         "f": model.ffn_hidden_size,
         "H": model.num_attention_heads,
@@ -111,6 +112,8 @@ def stacks_layers(model: ModelSection) -> bool:
 def _copies(model: ModelSection) -> dict[str, str]:
     """Tables of the vocabulary that some folders hold twice."""
     embeddings = "model.embed_tokens.weight"
+    if model.num_labels is not None:
+        return {}
     output = embeddings if model.tied_embeddings else "lm_head.weight"
     # programs that save every entry of a state dict write a tied table under both names
     copies = {"lm_head.weight": embeddings} if model.tied_embeddings else {}

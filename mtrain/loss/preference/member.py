@@ -26,3 +26,5 @@ class GroupMember:
     reference: float | None = None
     """Score of the sequence under the reference model, as `Engine.scores` gives it: the sum of the log-probabilities of
     its weighed tokens, or their mean where loss.aggregation=seq-mean-token-mean. None: the loss needs none."""
+    margin: float = 0.0
+    """Of a chosen sequence, by how much it is said to be better than the rejected one; read by reward_model."""

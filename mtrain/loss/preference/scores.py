@@ -46,6 +46,8 @@ class Answers:
     lengths: Tensor
     """Sum of the token weights."""
     weights: Tensor
+    margins: Tensor
+    """By how much the answer is said to be better than the one that it is compared with; 0 where nothing is said."""
 
     @property
     def ratios(self) -> Tensor:
@@ -81,6 +83,8 @@ class ScoredSequences:
     """int64."""
     roles: Tensor
     """int64, places in `ROLES`."""
+    margins: Tensor | None = None
+    """float64, as of `Answers`; None: nothing is said of any."""
 
     def of(self, role: Role) -> Answers:
         """The sequences of a role that have a loss token and a weight."""
@@ -131,7 +135,9 @@ class ScoredSequences:
     def _at(self, index: Tensor) -> Answers:
         # a missing reference is nan, and refused before any loss is computed that needs it
         reference = self.reference[index].nan_to_num(nan=0.0)
-        return Answers(index, self.scores[index], reference, self.lengths[index], self.weights[index])
+        margins = torch.zeros_like(self.weights) if self.margins is None else self.margins
+        of_index = (each[index] for each in (self.lengths, self.weights, margins))
+        return Answers(index, self.scores[index], reference, *of_index)
 
     def _by_group(self, role: Role) -> Tensor:
         index = torch.nonzero(self.roles == ROLES.index(role)).flatten()
@@ -163,19 +169,24 @@ class PreferenceMarks(NamedTuple):
     needs_reference: bool
     couples_groups: bool
     """Whether the loss of a group depends on the other groups of the batch."""
+    scores_by_head: bool
+    """Whether a score is the number that a head makes of a sequence, and no log-probability."""
 
 
-def preference_loss(needs_reference: bool, couples_groups: bool = False) -> Callable[[Function], Function]:
+def preference_loss(
+    needs_reference: bool, couples_groups: bool = False, scores_by_head: bool = False
+) -> Callable[[Function], Function]:
     """Marks a function (ScoredSequences, **options) -> PreferenceValue as a loss of whole sequences.
 
     Args:
         needs_reference: Whether it compares with a reference model.
         couples_groups: Whether the loss of a group depends on the others of its batch; a step is then one call of
             `Engine.forward_backward`.
+        scores_by_head: Whether a score is the number that a head (`model.num_labels`: 1) makes of the sequence.
     """
 
     def mark(function: Function) -> Function:
-        function.__dict__["preference_marks"] = PreferenceMarks(needs_reference, couples_groups)
+        function.__dict__["preference_marks"] = PreferenceMarks(needs_reference, couples_groups, scores_by_head)
         return function
 
     return mark

@@ -1,4 +1,4 @@
-"""The term that a preference loss sends through the model a second time."""
+"""The terms that a preference loss sends through the model a second time."""
 
 from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 
@@ -11,3 +11,10 @@ def score_term(inputs: TermInputs) -> LossPair:
     loss; its value is another number.
     """
     return weigh(-inputs.logits.cross_entropy(inputs.labels), inputs)
+
+
+@per_token
+def head_term(inputs: TermInputs) -> LossPair:
+    """As `score_term`, where a head of one label gives the scores."""
+    # of one number alone: log(exp(x)) = x, to the bit, as exponentials are relative to the largest one
+    return weigh(inputs.logits.logsumexp(), inputs)

@@ -84,6 +84,16 @@ class VocabParallelLogits:
             self._logsumexp = result.t()
         return self._logsumexp
 
+    @torch.no_grad()
+    def is_largest(self, labels: Tensor) -> Tensor:
+        """Whether no logit is larger than the label's, [batch, seq] bool; labels as for `cross_entropy`, no graph.
+
+        One all-reduce, and one more where the maximum is not known yet.
+        """
+        shifted = self._shifted_logits(*self._locate(labels))
+        all_reduce(shifted, dist.ReduceOp.SUM, self.group)
+        return (shifted >= 0).t()
+
     def entropy(self) -> Tensor:
         """The entropy of the model's distribution at each token: the sum of -p log p over the vocabulary.
 

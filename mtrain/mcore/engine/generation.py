@@ -176,6 +176,11 @@ def refuse_uncachable(config: Config, chunks: Sequence[Any]) -> None:
         ConfigError: Layers of TransformerEngine, which keep no such cache, or experts with a capacity, which make what
             a token becomes depend on what is read beside it.
     """
+    if config.model.num_labels is not None:
+        raise ConfigError(
+            f"model.num_labels={config.model.num_labels} is a head, which writes no text; generate with the model that "
+            "it was put on"
+        )
     experts = config.model.experts
     if experts is not None and experts.capacity_factor is not None:
         raise ConfigError(

@@ -19,10 +19,12 @@ from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
+from mtrain.mcore.model.head import ScoreHead, put_head
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
 from mtrain.mcore.model.mtp import depths_spec, drop_unused_table
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, defer_output
+from mtrain.mcore.model.own_parameters import ShardedOffsets
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, local_frequencies
 from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.model.rotary.positions import Rotary
@@ -100,6 +102,16 @@ class LanguageModel(GPTModel):
             further.append(self._logits(hidden_states))
         return Logits(main, tuple(further))
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As megatron-core's; a head has as many rows under any layout."""
+        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.post_process and isinstance(self.output_layer, ScoreHead):
+            # megatron-core marks it as a table that is padded for tp: one of a vocabulary would be read in its place
+            places[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
+        return places
+
     def _logits(self, hidden_states: Tensor) -> DeferredLogits:
         is_tied = self.share_embeddings_and_output_weights
         table = self.shared_embedding_or_output_weight() if is_tied else None
@@ -162,7 +174,7 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
             pre_process=stage == 0,
             post_process=is_last,
             parallel_output=True,  # else logits would be gathered: vocab numbers a token on every rank of TP
-            share_embeddings_and_output_weights=config.model.tied_embeddings,
+            share_embeddings_and_output_weights=config.model.ties_output,
             position_embedding_type="rope",  # makes GPTModel ask `rotary_pos_emb`, which is replaced below
             mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
             pg_collection=groups.collection,
@@ -170,7 +182,9 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
         )
     # Before anything lists parameters: buckets, optimizer and checkpoints must not know it.
     drop_unused_table(model)
-    if is_last:
+    if is_last and config.model.num_labels is not None:
+        put_head(model, config.model.num_labels)
+    elif is_last:
         defer_output(model)
     model.rotary_pos_emb = _rotary(config.model)
     if config.model.rope.local_base is not None:

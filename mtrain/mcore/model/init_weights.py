@@ -66,7 +66,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
         if name.endswith(_ZERO):
             continue
-        if name == "output_layer.weight" and config.model.tied_embeddings:
+        if name == "output_layer.weight" and config.model.ties_output:
             # The last stage's copy of a tied table: drawn as the first stage draws it, so the two begin alike without a
             # broadcast.
             name = _EMBEDDING

@@ -7,7 +7,7 @@ many at a time: a loss needs those of the tokens that it weighs, generation thos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -16,6 +16,9 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mtrain.mcore.model.head import ScoreHead
 
 
 class Operands(NamedTuple):
@@ -61,7 +64,7 @@ class DeferredLogits:
 
     hidden: Tensor
     """[seq_local, batch, hidden]: under sequence parallelism this rank's part."""
-    layer: OutputLayer
+    layer: OutputLayer | ScoreHead
     tied: Tensor | None
     """[vocab_local, hidden] the table, where it is that of the embeddings."""
 

@@ -51,7 +51,7 @@ def load_hf_weights(
 
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     # Global names are the keys here: the source converts names and axes as it reads.
-    weights = read_weights(saved, places, config.model.vocab_size, lambda key: key, may_be_left)
+    weights = read_weights(saved, places, config.model, lambda key: key, may_be_left)
     set_weights(weights, optimizer)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
 from mtrain.config.rules import dropout_keys
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups, seed_generators
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
@@ -44,6 +46,8 @@ from mtrain.mcore.state.sharded_parameters import (
     whole_of,
 )
 
+OUTPUT = "output_layer.weight"
+"""Key of the output layer, or of the head in its place."""
 _TE_STATE = "._extra_state/"
 """In keys of what TransformerEngine pickles beside weights; never read."""
 _log = logging.getLogger(__name__)
@@ -239,7 +243,7 @@ def _read_weights(
     entry: CheckpointEntry, places: Sequence[ShardedParameter], config: Config, main: bool = True
 ) -> dict[Tensor, Tensor]:
     """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
-    state = on_first_rank(lambda: _read_state(entry, config))
+    on_first_rank(lambda: _read_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
 
     def key_of(key: str) -> str:
@@ -253,13 +257,13 @@ def _read_weights(
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
         return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
 
-    return read_weights(saved, places, state.vocab_size, key_of, may_be_left)
+    return read_weights(saved, places, config.model, key_of, may_be_left)
 
 
 def read_weights(
     saved: GlobalTensors,
     places: Sequence[ShardedParameter],
-    vocab_size: int,
+    model: ModelSection,
     key_of: Callable[[str], str],
     may_be_left: Callable[[str], bool],
 ) -> dict[Tensor, Tensor]:
@@ -268,7 +272,7 @@ def read_weights(
     Args:
         saved: What is on disk.
         places: Of this rank's parameters that are wanted.
-        vocab_size: Rows of the vocabulary that are tokens.
+        model: The architecture; a head stays as it was drawn where the weights are of a model of tokens.
         key_of: Global name of a parameter -> key on disk.
         may_be_left: As for `load_shards`.
 
@@ -277,7 +281,10 @@ def read_weights(
     """
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
+    replaced = {OUTPUT, key_of(OUTPUT)} if _lacks_head(saved, key_of(OUTPUT), model) else set()
     for place in places:
+        if place.key in replaced:
+            continue
         key = key_of(place.key)
         # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
@@ -285,8 +292,20 @@ def read_weights(
         # Whole parameters, although a distributed optimizer updates a part: all are needed to compute.
         shards += whole_of(place, key, weights[place.data])
     shards.sort(key=lambda shard: (shard.key, shard.at.offset))  # neighbours on disk are read together
-    load_shards(saved, shards, may_be_left, vocab_size)
+    load_shards(saved, shards, lambda key: key in replaced or may_be_left(key), model.vocab_size)
     return weights
+
+
+def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
+    """Whether the model has a head and the weights are those of a model of tokens; says so on the first rank."""
+    if model.num_labels is None:
+        return False
+    there = saved.tensors.get(key)  # a tied table has no tensor of its own
+    if there is not None and (there.shape[0] == model.num_labels or there.shape[0] < model.vocab_size):
+        return False
+    if dist.get_rank() == 0:
+        _log.warning("%s has no head: that of model.num_labels=%d begins at random", saved.folder, model.num_labels)
+    return True
 
 
 def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:

@@ -14,7 +14,7 @@ from mtrain.plan.features import LAYER_PARTS
 from mtrain.plan.features.feature import LayerPart, hidden_local
 from mtrain.plan.flops import num_attended_pairs, sees_everything
 from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import padded_vocab_size
+from mtrain.plan.parameters import output_columns
 from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.links import Group, Transfer, exchanged, gathered
 
@@ -81,7 +81,7 @@ def layer_cost(config: Config, layout: Layout, cluster: Cluster, layer: int) -> 
 
 def logits_seconds(config: Config, layout: Layout, cluster: Cluster, tokens: float) -> float:
     """Forward pass of the output layer for one token predicted, and of the losses, which pass over the logits."""
-    width = padded_vocab_size(config.model, layout.tp) / layout.tp
+    width = output_columns(config.model, layout.tp)
     product = product_seconds(cluster, config.train.precision, tokens, width, config.model.hidden_size)
     return product + TOUCHES * tokens * width * 4 / cluster.gpu.memory_bandwidth
 

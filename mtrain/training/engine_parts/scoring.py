@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.datum import Datum
 from mtrain.mcore.distributed.groups import Groups
@@ -21,6 +22,11 @@ def token_scores(
     Raises:
         DataError: A sample does not fit the configuration.
     """
+    if config.model.num_labels is not None:
+        raise ConfigError(
+            f"model.num_labels={config.model.num_labels} is a head, which gives no log-probabilities of tokens; take "
+            "Engine.scores (of one label) or Engine.evaluate"
+        )
     samples = batches.samples(batch)
     plan = batches.plan(samples, len(batch))
     own = batches.own(plan, samples, has_first=True)

@@ -245,6 +245,12 @@ def label_log_probs(
     return torch.cat(found, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()
 
 
+@torch.no_grad()
+def head_values(logits: Logits, config: Config, groups: Groups) -> Tensor:
+    """[batch, seq] float32: the number that a head of one label makes of each token; no communication over TP."""
+    return vocab_parallel(logits.main.whole(), config, groups).logsumexp()
+
+
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
     """Few tokens, nearly all of which count: megatron-core's own linear layer is as good.
 

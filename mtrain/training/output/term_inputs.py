@@ -25,6 +25,8 @@ def vocab_parallel(local: Tensor, config: Config, groups: Groups) -> VocabParall
         config: The vocabulary's real size.
         groups: Of the vocabulary's other parts.
     """
+    if config.model.num_labels is not None:  # a head, which every rank has whole
+        return VocabParallelLogits(local, None, 0, config.model.num_labels)
     # the padded vocabulary is cut evenly, so every rank has as many columns
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None

@@ -30,7 +30,7 @@ from mtrain.mcore.engine.loss_reduction import TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.training.output.loss import label_log_probs
+from mtrain.training.output.loss import head_values, label_log_probs
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PreferencePass(NamedTuple):
     totals: PreferenceTotals
 
 
-_COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role")
+_COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role", "margin")
 """Of the table that all ranks fill together, a line a slot of the global batch; the group is -1 where there is none."""
 
 
@@ -86,7 +86,7 @@ _COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight
 class SlotScores(ScoredSequences):
     """The sequences of a batch, with the slot of each."""
 
-    slots: tuple[int, ...]
+    slots: tuple[int, ...] = ()
 
 
 def preference_pass(
@@ -100,7 +100,7 @@ def preference_pass(
 ) -> PreferencePass:
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
-    Beside megatron-core's own collectives one all-reduce of one number, and one of eight numbers a sequence.
+    Beside megatron-core's own collectives one all-reduce of one number, and one of nine numbers a sequence.
 
     Args:
         config: The configuration.
@@ -159,7 +159,7 @@ def sequence_scores(
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        sums = _sums(label_log_probs(logits, batch, config, groups)[0], batch)
+        sums = _sums(_values(logits, batch, config, groups), batch)
         number = next(numbers)
         # else the same numbers were added once for each tensor-parallel rank
         if groups.counts_loss:
@@ -177,6 +177,13 @@ def sequence_scores(
     found = _read(table)
     _check_members(found)
     return found
+
+
+def _values(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
+    """[batch, seq]: what the tokens of a sequence add to its score."""
+    if config.model.num_labels is not None:
+        return head_values(logits, config, groups)
+    return label_log_probs(logits, batch, config, groups)[0]
 
 
 def _present(batch: Microbatch) -> list[PlacedMember]:
@@ -197,8 +204,12 @@ def _line_of(placed: PlacedMember) -> list[float]:
     """All but the score."""
     member = placed.member
     reference = None if member is None else member.reference
-    group, role = (-1, 0) if member is None else (member.group, ROLES.index(member.role))  # exact below 2^53
-    return [0.0, 1.0, reference or 0.0, float(reference is not None), placed.length, placed.weight, group, role]
+    if member is None:
+        group, role, margin = -1, 0, 0.0
+    else:
+        group, role, margin = member.group, ROLES.index(member.role), member.margin  # exact below 2^53
+    known = [0.0, 1.0, reference or 0.0, float(reference is not None), placed.length, placed.weight]
+    return [*known, group, role, margin]
 
 
 def _read(table: Tensor) -> SlotScores:
@@ -211,6 +222,7 @@ def _read(table: Tensor) -> SlotScores:
         weights=found["weight"],
         groups=found["group"].long(),
         roles=found["role"].long(),
+        margins=found["margin"],
         slots=tuple(slots.tolist()),
     )
 

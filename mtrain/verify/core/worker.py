@@ -90,7 +90,7 @@ def own_objective(config: Config) -> Objective:
     Raises:
         ConfigError: It reads what only the user's data have.
     """
-    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     if objective.extras:
         raise ConfigError(
             f"verify draws samples of its own, which have no {', '.join(objective.extras)}, but the loss functions "

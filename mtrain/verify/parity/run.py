@@ -93,6 +93,12 @@ def refuse_preferences(config: Config) -> None:
     Raises:
         ConfigError: The loss compares whole sequences.
     """
+    if config.model.num_labels is not None:
+        raise ConfigError(
+            f"verify has no reference of its own for the head of model.num_labels={config.model.num_labels}; verify "
+            "the same configuration without it and with loss.function=next_token, and see docs/heads.md for what holds "
+            "it"
+        )
     if config.sequences_per_sample > 1:
         raise ConfigError(
             f"verify has no reference of its own for loss.function={config.loss.function}, which compares whole "

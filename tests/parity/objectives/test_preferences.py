@@ -45,7 +45,7 @@ def config_of(kind: str, one: Case, changes: dict[str, Any]) -> Config:
 def exact() -> dict[str, tuple[Run, float, Arrays]]:
     """Of each loss: what is trained, TRL's loss and its gradient by every parameter."""
     found = {}
-    for kind in PREFERENCE_LOSSES:
+    for kind in OPTIONS:
         config = config_of(kind, case(num_layers=2), {})
         parameters = initial_parameters(config)
         model, leaves = model_of(parameters, config)

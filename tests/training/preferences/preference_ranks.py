@@ -12,6 +12,7 @@ from mtrain import (
     Datum,
     Engine,
     EvalResult,
+    GroupMember,
     MtrainError,
     PreferenceValue,
     ScoredSequences,
@@ -77,3 +78,9 @@ def messages(groups: Groups, config: Config, batches: Sequence[Sequence[Datum]])
             except MtrainError as error:
                 found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def rewards(groups: Groups, config: Config, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """Of a reward model as its weights begin."""
+    with free(groups), Engine(config) as engine:
+        return engine.scores([Datum(ids, member=GroupMember(0, "chosen")) for ids in sequences])

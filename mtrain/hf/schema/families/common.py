@@ -20,7 +20,12 @@ KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 def untied(model: ModelSection, layer: int) -> bool:
     """Whether the output layer has a table of its own."""
-    return not model.tied_embeddings
+    return not model.tied_embeddings and model.num_labels is None
+
+
+def has_head(model: ModelSection, layer: int) -> bool:
+    """Whether a head stands in the place of the output layer."""
+    return model.num_labels is not None
 
 
 def has_qkv_bias(model: ModelSection, layer: int) -> bool:
@@ -112,6 +117,7 @@ VOCABULARY = (
     same("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V h"),
     same("decoder.final_layernorm.weight", "model.norm.weight", "h"),
     same("output_layer.weight", "lm_head.weight", "V h").only(untied),
+    same("output_layer.weight", "score.weight", "n h").only(has_head),
 )
 NORMS = (
     # norms have TransformerEngine's fused names with every backend, so a checkpoint does not depend on it

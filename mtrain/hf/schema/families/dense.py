@@ -17,6 +17,7 @@ from mtrain.hf.schema.families.common import (
     LayerWindows,
     common,
 )
+from mtrain.hf.schema.families.labels import Labels
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.values import needed_value
 
@@ -50,6 +51,7 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     (
+        Labels("Llama"),
         *common(),
         *ACTIVATION,
         *heads(),
@@ -62,6 +64,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     (
+        Labels("Mistral"),
         *common(),
         *ACTIVATION,
         # the number of MistralConfig where the file has none; other families say their own
@@ -76,6 +79,7 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     (
+        Labels("Qwen2"),
         *common(),
         *ACTIVATION,
         *heads(groups=32),
@@ -90,6 +94,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     (
+        Labels("Qwen3"),
         *common(),
         *ACTIVATION,
         # 128 whatever hidden_size / num_attention_heads is

@@ -1,0 +1,92 @@
+"""Sequences that a head judges whole, by their last token.
+
+The label stands behind the last token, as the token that it predicts would: so whatever cuts, packs, pads and sends
+labels does so with these. It alone counts in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mtrain.base.errors import DataError
+from mtrain.data.encoding.checks import check_keys
+from mtrain.data.samples.tokenized import TokenizedSample
+
+_TOKENS_KEYS = frozenset({"input_ids", "weight"})
+_VERSION = 1
+"""Counts the changes of this module that give other tokens for the same record."""
+
+
+class _SequenceEncoders(Protocol):
+    """Of single sequences, as `RecordEncoder` has them."""
+
+    fingerprint: str
+
+    def conversation(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of messages."""
+
+    def pair(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of prompt and response."""
+
+    def text(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of a whole text."""
+
+    def tokens(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of input_ids and loss_mask."""
+
+
+def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
+    """The sequence with its label behind it, which alone counts."""
+    ids = np.append(sample.ids, np.int32(label))
+    counts = np.zeros(len(ids), np.float32)
+    counts[-1] = 1.0
+    return replace(sample, ids=ids, loss_weights=counts)
+
+
+class LabelEncoder:
+    """Makes a sequence and its class of one record: `label`, beside any form of a single sequence."""
+
+    def __init__(self, encoders: _SequenceEncoders, num_labels: int, ignored: Set[str]) -> None:
+        """
+        Args:
+            encoders: Of single sequences.
+            num_labels: Classes.
+            ignored: Unknown keys that are dropped on purpose.
+        """
+        self._encoders, self._num_labels, self._ignored = encoders, num_labels, ignored
+        self.fingerprint = f"{encoders.fingerprint} {num_labels} labels {_VERSION}"
+
+    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+        """As `SampleEncoder` says."""
+        label = record.get("label")
+        if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < self._num_labels:
+            raise DataError(
+                f"'label' is {label!r:.40}, but must be the number of a class, 0 to {self._num_labels - 1} "
+                f"(model.num_labels={self._num_labels}); change it"
+            )
+        return judged(self._sequence({name: value for name, value in record.items() if name != "label"}), label)
+
+    def _sequence(self, record: dict[str, Any]) -> TokenizedSample:
+        forms = [name for name in ("messages", "text", "input_ids", "prompt") if name in record]
+        if len(forms) != 1:
+            raise DataError(
+                f"has {' and '.join(forms) or 'no text'} beside 'label'; a line needs one of text, messages, prompt with "
+                "response, or input_ids"
+            )
+        if "input_ids" in record:
+            return self._tokens(record)
+        if "messages" in record:
+            return self._encoders.conversation(record)
+        return self._encoders.text(record) if "text" in record else self._encoders.pair(record)
+
+    def _tokens(self, record: dict[str, Any]) -> TokenizedSample:
+        check_keys(record, _TOKENS_KEYS, self._ignored)
+        ids = record["input_ids"]
+        if isinstance(ids, list) and len(ids) == 1:  # which has nothing to predict, but may be judged
+            twice = self._encoders.tokens({**record, "input_ids": ids * 2, "loss_mask": [1, 1]})
+            return replace(twice, ids=twice.ids[:1], loss_weights=twice.loss_weights[:1])
+        return self._encoders.tokens({**record, "loss_mask": [1] * (len(ids) if isinstance(ids, list) else 0)})

@@ -1,0 +1,108 @@
+"""Reward models and classification against transformers and TRL on a float64 model, under layouts that part pairs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mtrain.config import Config
+from tests.parity.cases import Case, case
+from tests.parity.compare import relative, worst
+from tests.parity.objectives.heads import (
+    CENTER,
+    NUM_GROUPS,
+    by_global_name,
+    classification_loss,
+    data,
+    model_of,
+    pooled,
+    reward_loss,
+    scattered,
+)
+from tests.parity.ranks import Arrays, Run, train_each
+from tests.pool import Pool
+
+PACKED = {"data__isolate_documents": True, "data__packing": {}}
+LAYOUTS = [
+    pytest.param(case(3, num_layers=2), {}, id="one process"),
+    pytest.param(case(2, num_layers=2, dp=2), {}, id="dp2"),
+    pytest.param(case(4, num_layers=2, tp=2, sp=True), {}, id="tp2 sp"),
+    pytest.param(case(3, num_layers=4, pp=2, vpp=2), {}, id="pp2 vpp2"),
+    pytest.param(case(6, num_layers=2, cp=2), {}, id="cp2"),
+    pytest.param(case(1, num_layers=2, cp=2, dp=2), PACKED, id="cp2 dp2 packed"),
+    pytest.param(case(2, num_layers=2, tp=2, pp=2), PACKED, id="tp2 pp2 packed"),
+]
+KINDS = {
+    "reward_model": (1, NUM_GROUPS, {"center_rewards_coefficient": CENTER}),
+    "classification": (3, 2 * NUM_GROUPS, {}),
+}
+"""Loss -> labels of the head, samples of a step, options."""
+
+
+class Exact(NamedTuple):
+    """What transformers and TRL say of a step."""
+
+    parameters: Arrays
+    loss: float
+    gradients: Arrays
+    diagnostics: dict[str, float]
+
+
+def config_of(kind: str, one: Case, changes: dict[str, Any]) -> Config:
+    labels, size, options = KINDS[kind]
+    return one.config(
+        model__num_labels=labels,
+        train__global_batch_size=size,
+        loss__function=kind,
+        loss__options=options,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[tuple[str, int], Exact]:
+    """By loss and number of layers."""
+    found = {}
+    for kind, (labels, _, _) in KINDS.items():
+        for layers in (2, 4):
+            config = config_of(kind, case(num_layers=layers), {})
+            model, batch = model_of(config), data(labels)
+            loss = reward_loss(batch, model) if labels == 1 else classification_loss(batch, model)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            named = dict(zip(dict(model.named_parameters()), gradients, strict=True))
+            logits, weights = pooled(batch, model), torch.tensor([datum.weight for datum in batch])
+            if labels == 1:
+                wins = (logits[::2, 0] > logits[1::2, 0]).double()
+                gap = logits[::2, 0] - logits[1::2, 0]
+                of_pairs = weights[::2].double() / weights[::2].sum()
+                seen = {"reward_accuracy": float(wins @ of_pairs), "reward_margin": float(gap @ of_pairs)}
+            else:
+                classes = torch.tensor([datum.label for datum in batch])
+                seen = {"accuracy": float((logits.argmax(-1) == classes).double().mean())}
+            assert 0 < seen[next(iter(seen))] < 1, "some right, some wrong"
+            parameters = by_global_name({name: each.detach() for name, each in model.named_parameters()}, config)
+            found[kind, layers] = Exact(parameters, loss.item(), by_global_name(named, config), seen)
+    return found
+
+
+@pytest.mark.parametrize(("one", "changes"), LAYOUTS)
+def test_losses_and_gradients_are_those_of_transformers_and_trl(
+    pool: Pool, exact: dict[tuple[str, int], Exact], one: Case, changes: dict[str, Any]
+) -> None:
+    configs = {kind: config_of(kind, one, changes) for kind in KINDS}
+    wanted = {kind: exact[kind, one.num_layers] for kind in KINDS}
+    runs = [
+        Run(config, wanted[kind].parameters, [scattered(data(KINDS[kind][0]), config)])
+        for kind, config in configs.items()
+    ]
+    ranks = pool.run(train_each, one.resolved(configs["reward_model"]), runs)
+    for number, (kind, expected) in enumerate(wanted.items()):
+        for rank in ranks:
+            step = rank[number].steps[0]
+            assert relative(step.loss, expected.loss) < 1e-6, kind
+            assert {name: step.diagnostics[name] for name in expected.diagnostics} == pytest.approx(
+                expected.diagnostics, rel=1e-5
+            ), kind
+        assert worst(ranks[0][number].steps[0].gradients, expected.gradients, configs[kind]) < 2e-6, kind

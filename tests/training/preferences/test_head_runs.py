@@ -1,0 +1,152 @@
+"""Runs of models with a head from files, as `mtrain train` makes them, and their folders in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.convert.exporting import export_hf
+from mtrain.hf.schema.description import with_architecture
+from mtrain.plan.layout import Layout
+from tests.config.samples import content
+from tests.fault_table import Notice
+from tests.pool import Pool
+from tests.training.one_process import train_fresh
+from tests.training.preferences.preference_ranks import rewards
+from tests.training.preferences.test_preference_runs import WORDS, records
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 16, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of tokens with a tied table, its tokenizer, pairs with margins, and texts with a class."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("heads")
+    torch.manual_seed(3)
+    described = LlamaConfig(
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        pad_token_id=15,
+        **{name: SIZES[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")},
+    )
+    LlamaForCausalLM(described).save_pretrained(folder / "tokens")
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+    texts = [(" ".join(WORDS[: 2 + i % 5]), " ".join(WORDS[i % 7 : i % 7 + 1 + i % 3])) for i in range(8)]
+    pairs = [
+        {"prompt": p, "chosen": f"{a} yes", "rejected": f"no {a} no", "margin": i / 10}
+        for i, (p, a) in enumerate(texts)
+    ]
+    classes = [{"text": f"{p} {WORDS[i % 3]}", "label": i % 3} for i, (p, _) in enumerate(texts)]
+    for name, lines in (("pairs", pairs), ("classes", classes)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return folder
+
+
+def config(folder: Path, run: str, kind: str, model: dict[str, Any], **changes: Any) -> Config:
+    source = [{"path": str(folder / ("pairs.jsonl" if kind == "reward_model" else "classes.jsonl"))}]
+    data = {"kind": "sft", "seq_length": 16, "tokenizer": str(folder), "train": source, "valid": source}
+    given = content(
+        run__dir=str(folder / run),
+        data={**data, "cache_dir": str(folder / "cache")},
+        loss__function=kind,
+        train__global_batch_size=8,
+        train__num_steps=2,
+        train__precision="fp32",
+        optimizer__lr=0.01,
+        valid__at_end=True,
+        checkpoint__interval_steps=100,
+        metrics__tensorboard=False,
+        **changes,
+    )
+    return Config.model_validate(with_architecture({**given, "model": model}))
+
+
+def rewards_in_transformers(folder: Path, sequences: list[list[int]]) -> list[float]:
+    from transformers import AutoModelForSequenceClassification
+
+    model, seen = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(seen.values()), "every tensor is there, and no other"
+    assert model.config.num_labels == 1
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).logits.item() for ids in sequences]
+
+
+def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and_back(
+    pool: Pool, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same numbers on two data-parallel ranks and from packed rows on two tensor-parallel ones."""
+    model = {"hf": str(folder / "tokens"), "num_labels": 1}
+    spread = config(folder, "spread", "reward_model", model)
+    pool.run(train_fresh, Layout(), config(folder, "alone", "reward_model", model))
+    assert capfd.readouterr().err.count("has no head: that of model.num_labels=1 begins at random") == 1
+    pool.run(train_fresh, Layout(dp=2), spread)
+    first, second, valid = records(folder / "spread")
+    assert first["denominator"] == 8, "pairs, not sequences"
+    assert second["loss"] < first["loss"]
+    assert valid["diagnostics"]["reward_accuracy"] > 0.5
+    assert first["diagnostics"].keys() == {"reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward"}
+    packed = config(folder, "packed", "reward_model", model, data__packing={}, layout__tp=2, layout__sp=True)
+    pool.run(train_fresh, Layout(tp=2, sp=True), packed)
+    for run in ("alone", "packed"):
+        for ours, theirs in zip(records(folder / run), [first, second, valid], strict=True):
+            assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
+            assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
+            assert ours["diagnostics"] == pytest.approx(theirs["diagnostics"], rel=1e-4, abs=1e-5)
+    export_hf(folder / "packed", folder / "rewards", None, None, 1)
+    described = json.loads((folder / "rewards" / "config.json").read_text())
+    assert described["architectures"] == ["LlamaForSequenceClassification"]
+    sequences = [[5, 6, 7], [3], [8, 2, 9, 10, 4]]
+    again = config(folder, "again", "reward_model", {"hf": str(folder / "rewards")})
+    assert again.model.num_labels == 1, "read from the folder"
+    (found, *_) = pool.run(rewards, Layout(), again, sequences)
+    assert found == pytest.approx(rewards_in_transformers(folder / "rewards", sequences), rel=1e-5, abs=1e-7)
+
+
+def test_classes_are_learnt_from_texts(pool: Pool, folder: Path) -> None:
+    """And a text longer than a row, of which the end is cut, keeps its class."""
+    model = {**SIZES, "num_query_groups": 4, "num_labels": 3}
+    run = config(folder, "classes", "classification", model, optimizer__min_lr=0.01, data__seq_length=4)
+    run = run.model_copy(update={"train": run.train.model_copy(update={"num_steps": 20})})
+    pool.run(train_fresh, Layout(dp=2), run)
+    *steps, valid = records(folder / "classes")
+    assert steps[0]["denominator"] == 8
+    assert steps[0]["loss"] == pytest.approx(1.0986, rel=0.05), "log 3"
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    assert valid["diagnostics"]["accuracy"] > steps[0]["diagnostics"]["accuracy"]
+
+
+@pytest.mark.fault(
+    "input",
+    "a class beyond model.num_labels in a record",
+    happens="a DataError names the file, the line and what a label may be, before the first step",
+    exit_code=3,
+)
+def test_a_class_that_the_head_has_not_is_refused(pool: Pool, folder: Path, notice: Notice) -> None:
+    (folder / "bad").mkdir()
+    (folder / "bad" / "classes.jsonl").write_text('{"text": "red", "label": 2}\n')
+    model = {**SIZES, "num_query_groups": 4, "num_labels": 2}
+    wrong = config(folder, "wrong", "classification", model)
+    source = [{"path": str(folder / "bad" / "classes.jsonl")}]
+    wrong = Config.model_validate({**wrong.model_dump(), "data": {**wrong.data.model_dump(), "train": source}})
+    with (
+        notice,
+        pytest.raises(DataError, match=r"classes\.jsonl line 1: 'label' is 2, but .* 0 to 1 \(model.num_labels=2"),
+    ):
+        pool.run(train_fresh, Layout(), wrong)
+    assert DataError.exit_code == notice.exit_code
