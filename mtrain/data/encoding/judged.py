@@ -74,8 +74,8 @@ class LabelEncoder:
         forms = [name for name in ("messages", "text", "input_ids", "prompt") if name in record]
         if len(forms) != 1:
             raise DataError(
-                f"has {' and '.join(forms) or 'no text'} beside 'label'; a line needs one of text, messages, prompt with "
-                "response, or input_ids"
+                f"has {' and '.join(forms) or 'no text'} beside 'label'; a line needs one of text, messages, prompt "
+                "with response, or input_ids"
             )
         if "input_ids" in record:
             return self._tokens(record)
