@@ -1,5 +1,6 @@
 """`mtrain tokenize`: text to a corpus for pretraining."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,9 @@ def tokenize(
     text_key: TextKeyOption = "text",
     workers: Annotated[int, typer.Option(min=1, help="Processes; the output does not depend on it.")] = 1,
     append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Encode by gigatoken, compared on the way; byte-level tokenizer.json only.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
 ) -> None:
     """Writes Megatron's .bin/.idx pair: one document for each text file and for each line of JSONL."""
@@ -30,10 +34,16 @@ def tokenize(
     columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with one_message(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        from mtrain.data.formats.documents import find_files
+        from mtrain.data.formats.documents import PACKED_SUFFIXES, find_files
         from mtrain.data.preparation.tokenize import tokenize_corpus
+        from mtrain.tokenizer import PARALLELISM
 
-        task = bar.add_task("", total=sum(path.stat().st_size for path in find_files(inputs, glob)))
+        # this process does nothing else, and `--workers` says how many threads there are
+        os.environ.setdefault(PARALLELISM, "false")
+        files = find_files(inputs, glob)
+        is_packed = any(path.suffix in PACKED_SUFFIXES for path in files)
+        # how much text is in a packed file is known at its end
+        task = bar.add_task("", total=None if is_packed else sum(path.stat().st_size for path in files))
         summary = tokenize_corpus(
             inputs,
             tokenizer,
@@ -43,6 +53,7 @@ def tokenize(
             num_workers=workers,
             append_eos=append_eos,
             overwrite=overwrite,
+            is_fast=fast,
             progress=lambda num_bytes: bar.advance(task, num_bytes),
         )
     empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.data.formats.jsonl import check_at, objects
+from mtrain.data.formats.jsonl import check_at, content, objects
+from mtrain.data.formats.recognise import FileKind, kind_of_file
+
+PACKED_SUFFIXES = (".gz", ".zst")
 
 
 class Document(NamedTuple):
@@ -43,6 +46,8 @@ def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
 def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
     """Yields a document for each line of a .jsonl file and one for every other file.
 
+    Files whose names end with .gz or .zst besides are unpacked.
+
     Args:
         files: In the order of reading.
         text_key: Where the text stands in the objects of JSONL.
@@ -51,21 +56,23 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
         DataError: a file is not UTF-8, or a line is not an object with a text; names file and line.
     """
     for path in files:
-        if path.suffix != ".jsonl":
-            yield Document(_text(path), str(path))
+        is_packed = path.suffix in PACKED_SUFFIXES
+        kind = kind_of_file(path) if is_packed else FileKind.LINES
+        if kind.is_arrow:
+            raise DataError(f"{path} is {kind.value}, but text or JSON lines are needed; give those")
+        if (Path(path.stem) if is_packed else path).suffix != ".jsonl":
+            yield Document(_text(path, kind), str(path))
             continue
-        for number, found in objects(path):
+        for number, found in objects(path, kind):
             check_at(path, number, found, lambda one: _check_text(one, text_key))
             yield Document(found[text_key], f"{path} line {number}")
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, kind: FileKind) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return content(path, kind).decode("utf-8")
     except UnicodeDecodeError as fault:
         raise DataError(f"{path}: byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check its permissions") from fault
 
 
 def _check_text(found: dict[str, Any], text_key: str) -> None:

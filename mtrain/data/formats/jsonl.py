@@ -4,6 +4,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, assert_never, cast
 
@@ -17,13 +18,17 @@ MAX_LINE_BYTES = 16 * 2**20
 """Longer lines are refused: they are nearly always a file of another kind, and would fill the memory."""
 
 
-def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def objects(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, object) of a JSONL file.
+
+    Args:
+        path: The file.
+        kind: Not one of tables.
 
     Raises:
         DataError: a line is bad; names file and line.
     """
-    for number, line in enumerate(raw_lines(path), start=1):
+    for number, line in enumerate(raw_lines(path, kind), start=1):
         yield number, parsed(line, path, number)
 
 
@@ -78,13 +83,34 @@ def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
     Raises:
         DataError: it cannot be read, is damaged, is no text, or a line is too long.
     """
+    with _reading(path, kind) as file:
+        # a stream cannot be read twice, so what is in the pack is looked at on the way
+        first = file.readline(MAX_LINE_BYTES + 1)
+        if kind is not FileKind.LINES:
+            check_text(first, path)
+        yield from _lines(file, first, path)
+
+
+def content(path: Path, kind: FileKind) -> bytes:
+    """The whole of a file, unpacked where it is compressed.
+
+    Args:
+        path: The file.
+        kind: Not one of tables.
+
+    Raises:
+        DataError: it cannot be read or is damaged.
+    """
+    with _reading(path, kind) as file:
+        return file.read()
+
+
+@contextmanager
+def _reading(path: Path, kind: FileKind) -> Iterator[BinaryIO]:
+    """The file, unpacked; what goes wrong while it is read as one error."""
     try:
         with _opened(path, kind) as file:
-            # a stream cannot be read twice, so what is in the pack is looked at on the way
-            first = file.readline(MAX_LINE_BYTES + 1)
-            if kind is not FileKind.LINES:
-                check_text(first, path)
-            yield from _lines(file, first, path)
+            yield file
     except EOFError as fault:
         raise _damaged(path, kind, fault) from fault
     except zlib.error as fault:

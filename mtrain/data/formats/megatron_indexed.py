@@ -4,13 +4,13 @@
 sequences n (u64) and of document edges d (u64), then n lengths (i32), n byte offsets (i64) and d edges (i64). A
 document is the sequences between two edges.
 
-megatron-core reads and writes the pair. Its import takes seconds, so it happens when the first corpus is opened.
+megatron-core reads the pair. Its import takes seconds, so it happens when the first corpus is opened; `corpus_writer`
+writes without it.
 """
 
 import hashlib
 import itertools
 import re
-import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.base.files import disk_faults, replacing
+from mtrain.base.files import disk_faults
 from mtrain.base.imports import settle_gpu_packages
 from mtrain.base.steady_files import retried
+from mtrain.data.formats.corpus_writer import ELEMENTS, HEADER, MAGIC
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_ELEMENTS: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""Code in the header -> element type; the two codes of floats are left out."""
 _TOKENS = "~"
 """Begins the part of a fingerprint that follows from tokens."""
 _NUM_PLACES, _PLACE_BYTES = 64, 1 << 14
@@ -116,7 +113,7 @@ def check_pair(prefix: str, vocab_size: int) -> Pair:
     with disk_faults(f"read the corpus {prefix}"):
         element = _check_header(idx_path, bin_path)
         with idx_path.open("rb") as file:
-            *_, num_sequences, num_edges = _HEADER.unpack(file.read(_HEADER.size))
+            *_, num_sequences, num_edges = HEADER.unpack(file.read(HEADER.size))
             lengths = np.fromfile(file, np.int32, num_sequences)
             pointers = np.fromfile(file, np.int64, num_sequences)
             edges = np.fromfile(file, np.int64, num_edges)
@@ -131,50 +128,6 @@ def check_pair(prefix: str, vocab_size: int) -> Pair:
                     "tokenise the corpus with the model's tokenizer or raise model.vocab_size"
                 )
     return Pair(num_edges - 1, int(lengths.sum(dtype=np.int64)))
-
-
-class CorpusWriter:
-    """Collects the documents of a new pair; see `writing_corpus`."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self.num_documents = 0
-        self.num_tokens = 0
-
-    def add(self, tokens: NDArray[np.generic]) -> None:
-        """Appends one document of one sequence; `tokens`: [length], integers."""
-        self._builder.add_document(tokens, [len(tokens)])
-        self.num_documents += 1
-        self.num_tokens += len(tokens)
-
-
-@contextmanager
-def writing_corpus(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
-    """Writes a pair that appears under its name whole, when the block ends, or not at all.
-
-    Elements are uint16 where the vocabulary allows it, else int32. The `.idx` appears last.
-
-    Raises:
-        MachineError: the disk is full or the place cannot be written.
-    """
-    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    with disk_faults(f"write the corpus {prefix}"):
-        bin_path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(idx_path) as new_idx, replacing(bin_path) as new_bin:
-            with _library() as library:
-                builder = library.IndexedDatasetBuilder(str(new_bin), dtype=element_type(vocab_size))
-            try:
-                yield CorpusWriter(builder)
-            except BaseException:
-                builder.data_file.close()
-                raise
-            builder.finalize(str(new_idx))
-            idx_path.unlink(missing_ok=True)  # an older pair's index does not fit the new tokens
-
-
-def element_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Smallest element that Megatron's tools would choose for a vocabulary."""
-    return np.uint16 if vocab_size < 65500 else np.int32
 
 
 @contextmanager
@@ -203,22 +156,22 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
     """Compares the header with the file's size; returns the element type."""
     found = _size(idx_path, bin_path)
     _size(bin_path, idx_path)
-    if found < _HEADER.size:
-        raise DataError(f"{idx_path} has {found} bytes, but its header alone needs {_HEADER.size}; {_REBUILD}")
+    if found < HEADER.size:
+        raise DataError(f"{idx_path} has {found} bytes, but its header alone needs {HEADER.size}; {_REBUILD}")
     with idx_path.open("rb") as file:
-        magic, version, code, sequences, edges = _HEADER.unpack(file.read(_HEADER.size))
-    if magic != _MAGIC or version != 1:
+        magic, version, code, sequences, edges = HEADER.unpack(file.read(HEADER.size))
+    if magic != MAGIC or version != 1:
         raise DataError(
-            f"{idx_path} begins with {magic!r} and version {version}, but Megatron's index begins with {_MAGIC!r} and "
+            f"{idx_path} begins with {magic!r} and version {version}, but Megatron's index begins with {MAGIC!r} and "
             f"version 1; {_REBUILD}"
         )
-    if code not in _ELEMENTS:
+    if code not in ELEMENTS:
         raise DataError(
             f"{idx_path} says that elements have type code {code}, but tokens need an integer type, one of "
-            f"{', '.join(f'{code} ({name})' for code, name in _ELEMENTS.items())}; {_REBUILD}"
+            f"{', '.join(f'{code} ({name})' for code, name in ELEMENTS.items())}; {_REBUILD}"
         )
     # a length (4 bytes) and an offset (8) for each sequence
-    expected = _HEADER.size + sequences * 12 + edges * 8
+    expected = HEADER.size + sequences * 12 + edges * 8
     # a multimodal index has one more byte for each sequence, its mode
     if found == expected + sequences and sequences > 0:
         raise DataError(f"{idx_path} is a multimodal index, which is not supported; build it from text alone")
@@ -231,7 +184,7 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
         raise DataError(f"{idx_path} holds no documents; build the corpus from files that hold text")
     if bin_path.stat().st_size == 0:
         raise DataError(f"{bin_path} is empty; {_REBUILD}")
-    return np.dtype(_ELEMENTS[code])
+    return np.dtype(ELEMENTS[code])
 
 
 def _check_lengths(

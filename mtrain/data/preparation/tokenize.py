@@ -1,6 +1,8 @@
 """Tokenises text into a `.bin/.idx` pair, with several processes, always to the same bytes."""
 
 import collections
+import functools
+import itertools
 import multiprocessing
 import os
 import threading
@@ -16,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.data.formats.corpus_writer import element_type, writing_corpus
 from mtrain.data.formats.documents import Document, documents, find_files
-from mtrain.data.formats.megatron_indexed import element_type, writing_corpus
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.data.preparation.fast_encoding import CheckedEncoding
+from mtrain.tokenizer import PARALLELISM, Tokenizer, load_tokenizer
 
 _CHUNK_CHARACTERS = 500_000
 _CHUNKS_AHEAD = 3
@@ -46,7 +49,23 @@ class _TextChunk(NamedTuple):
 class _Tokens(NamedTuple):
     ids: NDArray[np.generic]
     lengths: list[int]
-    """Of each text; 0 where it has no token."""
+    """Of each text that has a token."""
+    num_empty: int
+    """Texts without one."""
+
+
+class _Work(NamedTuple):
+    """What a worker does with texts; can be sent to another process."""
+
+    tokenizer_path: Path
+    append_eos: bool
+    is_fast: bool
+
+    def encoder(self) -> Callable[[list[str]], _Tokens]:
+        """Reads the tokenizer."""
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        encode = CheckedEncoding(tokenizer).encode if self.is_fast else functools.partial(_encode, tokenizer)
+        return functools.partial(_tokens, tokenizer, encode, self.append_eos)
 
 
 def tokenize_corpus(
@@ -59,6 +78,7 @@ def tokenize_corpus(
     num_workers: int = 1,
     append_eos: bool = True,
     overwrite: bool = False,
+    is_fast: bool = False,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> CorpusSummary:
     """Writes one document for each text, in the order of the inputs.
@@ -75,25 +95,23 @@ def tokenize_corpus(
         num_workers: Processes that tokenise; 1 works in this one.
         append_eos: Whether each document ends with the end-of-document token.
         overwrite: Whether an existing pair is replaced.
+        is_fast: Whether the library gigatoken encodes, compared with the tokenizer on the way.
         progress: Called with the bytes of text that were finished since the last call.
 
     Raises:
-        DataError: An input or the tokenizer is bad, there is no text, or the pair exists.
-        MachineError: The disk is full, or a worker died.
+        DataError: An input or the tokenizer is bad, there is no text, the pair exists, or gigatoken gives other tokens.
+        MachineError: The disk is full, a worker died, or gigatoken is not installed.
     """
     began = time.perf_counter()
     _refuse_existing(output_prefix, overwrite)
-    tokenizer = load_tokenizer(tokenizer_path)
+    vocab_size = load_tokenizer(tokenizer_path).vocab_size
+    work = _Work(tokenizer_path, append_eos, is_fast)
     files = find_files(inputs, pattern)
     num_empty = num_bytes = 0
-    with writing_corpus(output_prefix, tokenizer.vocab_size) as writer:
-        for chunk, tokens in _tokenized(_chunks(documents(files, text_key)), tokenizer, num_workers, append_eos):
-            end = 0
-            for length in tokens.lengths:
-                if length:
-                    writer.add(tokens.ids[end : end + length])
-                end += length
-                num_empty += length == 0
+    with writing_corpus(output_prefix, vocab_size) as writer:
+        for chunk, tokens in _tokenized(_chunks(documents(files, text_key)), work, num_workers):
+            writer.add_all(tokens.ids, tokens.lengths)
+            num_empty += tokens.num_empty
             num_bytes += chunk.num_bytes
             progress(chunk.num_bytes)
         if writer.num_tokens == 0:
@@ -123,21 +141,18 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
         yield _TextChunk(group, num_bytes)
 
 
-def _tokenized(
-    chunks: Iterator[_TextChunk], tokenizer: Tokenizer, num_workers: int, append_eos: bool
-) -> Iterator[tuple[_TextChunk, _Tokens]]:
+def _tokenized(chunks: Iterator[_TextChunk], work: _Work, num_workers: int) -> Iterator[tuple[_TextChunk, _Tokens]]:
     """Yields chunks in their order, each with its tokens."""
     if num_workers == 1:
+        encoder = work.encoder()
         for chunk in chunks:
-            yield chunk, _tokens(tokenizer, append_eos, chunk.texts)
+            yield chunk, encoder(chunk.texts)
         return
-    pool = ProcessPoolExecutor(
-        num_workers,
-        # not fork: it would copy locks that threads of this process hold at that moment
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer.path, append_eos),
-    )
+    # not fork: it would copy locks that threads of this process hold at that moment; not spawn: each worker would
+    # import everything anew, which a server imports once
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "sentencepiece", "tokenizers"])
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(work,))
     under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]] = collections.deque()
     try:
         for chunk in chunks:
@@ -161,12 +176,13 @@ def _finished(under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]]) 
     return chunk, future.result()
 
 
-_of_worker: list[tuple[Tokenizer, bool]] = []
-"""In a worker process: the tokenizer and whether eos follows each text."""
+_of_worker: list[Callable[[list[str]], _Tokens]] = []
+"""In a worker process: what it does with texts."""
 
 
-def _start_worker(tokenizer_path: Path, append_eos: bool) -> None:
-    _of_worker.append((load_tokenizer(tokenizer_path), append_eos))
+def _start_worker(work: _Work) -> None:
+    os.environ[PARALLELISM] = "false"  # the workers are the parallelism, and threads on top would fight for processors
+    _of_worker.append(work.encoder())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
@@ -180,16 +196,22 @@ def _leave_with_parent() -> None:
 
 
 def _work(texts: list[str]) -> _Tokens:
-    tokenizer, append_eos = _of_worker[0]
-    return _tokens(tokenizer, append_eos, texts)
+    return _of_worker[0](texts)
 
 
-def _tokens(tokenizer: Tokenizer, append_eos: bool, texts: list[str]) -> _Tokens:
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return tokenizer.encode_batch(texts, num_threads=1)
+
+
+def _tokens(
+    tokenizer: Tokenizer, encode: Callable[[list[str]], list[list[int]]], append_eos: bool, texts: list[str]
+) -> _Tokens:
     """Ids of all texts, joined; texts without a token get no end-of-document token."""
-    # one thread: the workers are the parallelism, and threads on top would fight for processors
-    encoded = tokenizer.encode_batch(texts, num_threads=1)
+    encoded = [ids for ids in encode(texts) if ids]
     if append_eos:
-        encoded = [[*ids, tokenizer.eos_id] if ids else ids for ids in encoded]
+        for ids in encoded:
+            ids.append(tokenizer.eos_id)
+    lengths = [len(ids) for ids in encoded]
     # one array of the corpus's own element type: small to send from the worker, and written as it is
-    flat = [id_ for ids in encoded for id_ in ids]
-    return _Tokens(np.array(flat, element_type(tokenizer.vocab_size)), [len(ids) for ids in encoded])
+    flat = np.fromiter(itertools.chain.from_iterable(encoded), element_type(tokenizer.vocab_size), sum(lengths))
+    return _Tokens(flat, lengths, len(texts) - len(lengths))

@@ -10,7 +10,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from mtrain.base.errors import DataError
-from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, same_fingerprint, writing_corpus
+from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, same_fingerprint
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]

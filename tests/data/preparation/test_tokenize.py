@@ -1,10 +1,13 @@
 """Tokenising text into corpora."""
 
+import gzip
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from mtrain.base.errors import DataError
@@ -43,6 +46,34 @@ def test_documents_keep_the_order_of_the_inputs(texts: Path, tmp_path: Path, wor
 def test_options_choose_files_keys_and_ends(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
     tokenize_corpus([texts], word_tokenizer, str(tmp_path / "c"), pattern="*.jsonl", text_key="title", append_eos=False)
     assert read(tmp_path / "c") == [[12], [13], [4]]
+
+
+def test_packed_inputs_are_unpacked(tmp_path: Path, word_tokenizer: Path) -> None:
+    zst = pyarrow.compress(b'{"text": "d"}\n{"text": "e"}\n', "zstd", asbytes=True)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"c\nc"))
+    (tmp_path / "c.jsonl.zst").write_bytes(zst)
+    tokenize_corpus([tmp_path], word_tokenizer, str(tmp_path / "out"), pattern="*")
+    assert read(tmp_path / "out") == [[4, 2], [5, 2], [6, 6, 2], [7, 2], [8, 2]]
+
+
+def test_damaged_packs_and_tables_are_refused(tmp_path: Path, word_tokenizer: Path) -> None:
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"c" * 100)[:-9])
+    with pytest.raises(DataError, match=r"b\.txt\.gz is damaged gzip"):
+        tokenize_corpus([tmp_path / "b.txt.gz"], word_tokenizer, str(tmp_path / "out"))
+    (tmp_path / "b.jsonl.gz").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is parquet, but text or JSON lines are needed"):
+        tokenize_corpus([tmp_path / "b.jsonl.gz"], word_tokenizer, str(tmp_path / "out"))
+
+
+def test_torch_is_not_loaded(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
+    """It takes longer to start than ten megabytes of text take."""
+    program = "import sys; from pathlib import Path; from mtrain.data.preparation.tokenize import tokenize_corpus\n"
+    program += "tokenize_corpus([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3])\n"
+    program += "print({'torch', 'megatron'} & sys.modules.keys())"
+    command = [sys.executable, "-c", program, str(texts), str(word_tokenizer), str(tmp_path / "c")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(

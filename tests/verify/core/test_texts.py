@@ -13,7 +13,7 @@ import torch
 
 from mtrain.config import Config
 from mtrain.data import order
-from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples import pretrain
 from mtrain.verify.core.inputs import expected_fields, sample_deviations

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.activations import module_order, put_together
 from mtrain.verify.core.bisect import first_deviating

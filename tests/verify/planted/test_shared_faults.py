@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT

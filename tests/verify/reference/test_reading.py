@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtrain.config.schema.loss import TermSection
-from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import RawCorpus

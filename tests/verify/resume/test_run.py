@@ -13,7 +13,7 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.data import IndexedSection
-from mtrain.data.formats.megatron_indexed import writing_corpus
+from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.result import ResumeReport
 from mtrain.verify.report.print import write_report

@@ -1,6 +1,6 @@
 """How long a second start takes to its first sample, by the number of conversations in the token cache.
 
-    python tools/bench/token_cache.py FOLDER --conversations 1000000
+    python tools/bench/input/token_cache.py FOLDER --conversations 1000000
 
 Writes random conversations into FOLDER, tokenises them once (by bytes, so that the cache is measured and no tokenizer),
 then starts anew in a process of its own and prints the seconds from opening the source to the first sample.
