@@ -1,4 +1,4 @@
-"""`mtrain tokenize` beside Megatron-LM's way, in megabytes of text per processor second: `tools/bench/input/tokenizing.py`.
+"""`mtrain tokenize` beside Megatron-LM's way: MB of text per processor second (`tools/bench/input/tokenizing.py`).
 
 The text: sources of Python's standard library, cut into documents of 4,000 characters, as JSON lines; the tokenizer is
 a byte-level BPE trained on a part of them. Every contender is a command that starts anew, and its seconds are user and
