@@ -14,12 +14,14 @@ from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.needs import NOT_RUN, leave_out, report_not_run
 from tests.pool import Pool
+from tests.tools import wheels
 from tests.tools.nightly import Nightly
 
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
 """Of this session: neither the user's token cache, nor that of a session on other code."""
 _OF_USER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # its list of fonts takes seconds to make anew
+os.environ.setdefault(wheels.FOLDER, str(_OF_USER / "mtrain-tests"))  # likewise, and from an index
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
 settings.register_profile("mtrain", deadline=None, derandomize=True)  # a busy machine is no failure
@@ -80,6 +82,14 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A real browser, for one file of tests."""
     with browser(tmp_path_factory.mktemp("browser") / "profile") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def transformer_engine_wheel() -> Path:
+    """The unpacked Python of TransformerEngine, without its compiled part."""
+    folder = wheels.unpacked(wheels.TRANSFORMER_ENGINE)
+    assert folder is not None, f"pip cannot bring the wheel of {wheels.TRANSFORMER_ENGINE}; give it a package index"
+    return folder
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.slurm.cluster import missing
+from tests.tools.wheels import TRANSFORMER_ENGINE, unpacked
 
 REQUIRE_ALL = "MTRAIN_REQUIRE_ALL_TESTS"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -56,6 +57,11 @@ NEEDS = (
         lambda: not missing(),
     ),
     Need("flaky_disk", "a C compiler (cc)", lambda: shutil.which("cc") is not None),
+    Need(
+        "transformer_engine_wheel",
+        f"the wheel of {TRANSFORMER_ENGINE}, which pip could not bring",
+        lambda: unpacked(TRANSFORMER_ENGINE) is not None,
+    ),
     Need("on_a_small_disk", "the right to mount in a namespace of one's own (unshare --map-root-user)", may_mount),
 )
 

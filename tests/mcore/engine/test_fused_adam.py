@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mtrain.plan.layout import Layout
-from tests.mcore.state import fused_adam_ranks
+from tests.mcore.engine import fused_adam_ranks
 from tests.mcore.state.test_save_and_load import TIED, assert_same_standing, configured
 from tests.pool import Pool
 

@@ -1,0 +1,158 @@
+"""Builds the layers of every model of configs/ twice, as ours and as TransformerEngine's, and prints what differs.
+
+    python -m tests.mcore.transformer_engine.spec_program FOLDER_OF_THE_WHEEL
+
+One rank of a world that is not there. Prints JSON: the models that were compared, those for which te is refused, and
+the differences, of parameters, buffers, places in checkpoints and initial weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mtrain.base.imports import faulty_gpu_packages, settle_gpu_packages
+from tests.mcore.transformer_engine import compiled_stand_in
+from tests.paths import ROOT
+
+if __name__ == "__main__":
+    compiled_stand_in.install(Path(sys.argv[1]))
+    settle_gpu_packages(has_gpu=True)  # as on a machine with one: they are not hidden
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.mcore.distributed.groups import Groups, opened_groups
+from mtrain.mcore.model import build
+from mtrain.mcore.model.init_weights import draw_weights
+from mtrain.mcore.model.layer_spec import canonical_name, chosen_backend
+from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
+from mtrain.plan.layout import Layout
+
+WORLD_SIZE, RANK = 2, 1
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tp": 2, "sp": True}, {"pp": 2})
+Backend = Literal["torch", "te"]
+BACKENDS: tuple[Backend, ...] = ("torch", "te")
+MARKS = {
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+    "sequence_parallel": False,
+    "allreduce": True,
+    "shared": False,
+}
+"""What megatron-core marks parameters with -> what it takes a parameter without the mark for."""
+_is_available = torch.cuda.is_available
+
+
+def configured(path: Path, keys: Sequence[str] = ()) -> Config:
+    """A run of the model on rows of one document."""
+    files = [path, ROOT / "configs" / "run" / "pretrain.yaml"]
+    return load_config(files, ["data.isolate_documents=false", "data.seq_length=64", *keys])
+
+
+def is_refused(config: Config) -> bool:
+    """Whether the model has what TransformerEngine's layers cannot follow; no other reason is left."""
+    model = config.model.model_copy(update={"backend": "te"})
+    try:
+        return chosen_backend(config.model_copy(update={"model": model}), torch.device("cuda")) != "te"
+    except ConfigError as error:
+        text = str(error)
+    *reasons, _ = text.split(": ", 1)[1].split("; ")  # the last one is the remedy
+    assert all(reason.endswith("needs the torch backend") for reason in reasons), text
+    return True
+
+
+def small(path: Path, layout: dict[str, Any]) -> Config:
+    """The model in little: what is left is names, and how sizes are divided."""
+    sizes: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "head_dim": 8,
+        "vocab_size": 500,
+    }
+    keys = {f"model.{key}": value for key, value in sizes.items()}
+    keys |= {f"layout.{key}": str(value).lower() for key, value in layout.items()}
+    return configured(path, [f"{key}={value}" for key, value in keys.items()])
+
+
+def built(config: Config, groups: Groups, backend: Backend) -> Any:
+    """A chunk of the model with its initial weights."""
+    with torch.no_grad():
+        try:
+            vars(build)["chosen_backend"] = lambda *given: backend
+            torch.cuda.is_available = lambda: backend == "te"  # its modules refuse to be made without one
+            _, (chunk,) = build._build_chunks(config, groups)
+        finally:
+            torch.cuda.is_available = _is_available
+        draw_weights(chunk, config, groups)
+    return chunk
+
+
+def described(chunk: Any, groups: Groups) -> dict[str, Any]:
+    """What a chunk has, by kind and name."""
+    found: dict[str, Any] = {}
+    for name, parameter in chunk.named_parameters():
+        facts = {mark: getattr(parameter, mark, default) for mark, default in MARKS.items()}
+        facts |= {"shape": list(parameter.shape), "dtype": str(parameter.dtype), "learns": parameter.requires_grad}
+        found[f"parameter {canonical_name(name)}"] = facts
+        found[f"weights {canonical_name(name)}"] = parameter.detach().view(torch.uint8).numpy().tobytes().hex()
+    for name, buffer in chunk.named_buffers():
+        found[f"buffer {canonical_name(name)}"] = [list(buffer.shape), str(buffer.dtype)]
+    for place in sharded_parameters([chunk], groups):
+        for each in shards(place, place.key, place.data):
+            where = f"place {each.key} {list(each.global_offset)}"
+            assert where not in found
+            found[where] = [
+                # the third number of a replica is a turn at writing, which goes by the order of the parameters
+                *(list(part) for part in (each.global_shape, each.local_shape, each.replica_id[:2])),
+                each.prepend_axis_num,
+                each.allow_shape_mismatch,
+                str(each.dtype),
+            ]
+    states = nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp}))
+    others = {state.key for state in states if isinstance(state, ShardedObject)}
+    # pickled by TransformerEngine beside the weights, and not kept: empty without fp8
+    found |= {f"object {key}": True for key in others if not key.endswith("_extra_state")}
+    return found
+
+
+def compare(path: Path, layout: dict[str, Any]) -> list[str]:
+    """What differs."""
+    config = small(path, layout)
+    with opened_groups(Layout.from_config(config, WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
+        ours, theirs = (described(built(config, groups, backend), groups) for backend in BACKENDS)
+    assert {name.partition(" ")[0] for name in ours} >= {"parameter", "weights", "place"}
+    return [
+        f"{path.stem} {layout} {name}: {str(ours.get(name))[:200]} in ours, {str(theirs.get(name))[:200]} in theirs"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def main() -> None:
+    """Of every model under every layout."""
+    assert faulty_gpu_packages() == {}
+    warnings.simplefilter("ignore")  # of TransformerEngine, and of timeouts that a world of nobody does not have
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
+    paths = sorted((ROOT / "configs" / "model").glob("*.yaml"))
+    refused = [path for path in paths if is_refused(configured(path))]
+    compared = [path for path in paths if path not in refused]
+    differences = [line for path in compared for layout in LAYOUTS for line in compare(path, layout)]
+    names = {kind: [path.stem for path in found] for kind, found in (("compared", compared), ("refused", refused))}
+    print(json.dumps({**names, "differences": differences}))
+
+
+if __name__ == "__main__":
+    main()

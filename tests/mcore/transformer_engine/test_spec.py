@@ -1,0 +1,36 @@
+"""TransformerEngine's layers have the parameters of ours: names, shapes, marks, places in checkpoints, initial weights.
+
+So a run may change its backend, and everything that goes through the parameters (optimizer, norms of gradients,
+checkpoints, conversion) is the same for both. Its own Python builds the modules; nothing compiled is needed for that.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.paths import ROOT
+
+ALLOWED = [
+    "llama3.2_1b",
+    "llama3_70b",
+    "llama3_8b",
+    "mistral_7b",
+    "quickstart",
+    "qwen2.5_7b",
+    "qwen3_32b",
+    "qwen3_8b",
+    "tiny",
+]
+REFUSED = ["deepseek_v3", "gemma3_4b", "gpt_oss_20b", "mixtral_8x7b", "olmo2_7b", "olmo3_7b", "qwen3_30b_a3b"]
+
+
+def test_layers_of_transformer_engine_have_the_parameters_of_ours(transformer_engine_wheel: Path) -> None:
+    command = [sys.executable, "-m", "tests.mcore.transformer_engine.spec_program", str(transformer_engine_wheel)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["differences"] == []
+    assert (found["compared"], found["refused"]) == (ALLOWED, REFUSED)
