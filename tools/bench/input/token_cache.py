@@ -1,6 +1,10 @@
 """How long a second start takes to its first sample, by the number of conversations in the token cache.
 
+<<<<<<<< HEAD:tools/bench/input/token_cache.py
     python tools/bench/input/token_cache.py FOLDER --conversations 1000000
+========
+    python tools/bench/parts/token_cache.py FOLDER --conversations 1000000
+>>>>>>>> c876d20 (Give benchmarks of single parts a folder of their own):tools/bench/parts/token_cache.py
 
 Writes random conversations into FOLDER, tokenises them once (by bytes, so that the cache is measured and no tokenizer),
 then starts anew in a process of its own and prints the seconds from opening the source to the first sample.

@@ -1,4 +1,4 @@
-"""Seconds of `mtrain plan`'s search: `python tools/bench/plan_search.py`.
+"""Seconds of `mtrain plan`'s search: `python tools/bench/parts/plan_search.py`.
 
 Processor time of this process alone, best of three, with the number of candidates; imports are not counted. What else
 runs on the machine matters little to processor time, but a busy second thread of a core does.
@@ -11,13 +11,13 @@ from pathlib import Path
 from sys import path as import_path
 
 if __name__ == "__main__":
-    import_path.insert(0, str(Path(__file__).parents[2]))
+    import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain.config.load import load_config
 from mtrain.plan.search.hardware import GPUS, Cluster
 from mtrain.plan.search.search import search
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = (
     ("llama3_8b", 64, 1024),
     ("llama3_8b", 10_000, 10_000),

@@ -1,4 +1,4 @@
-"""What handing the weights to an inference engine costs: `python tools/bench/weight_sync.py`.
+"""What handing the weights to an inference engine costs: `python tools/bench/parts/weight_sync.py`.
 
 Ranks of gloo hold a model in bf16. In turn in one run: every tensor whole on all ranks, on rank 0 alone, and a copy of
 the same bytes in memory. Columns are GB/s of the bytes that come out, medians; the last one is the part of the copy's
@@ -20,7 +20,7 @@ import typer
 from torch import Tensor
 
 if __name__ == "__main__":
-    import_path.insert(0, str(Path(__file__).parents[2]))
+    import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain.config import Config
 from mtrain.hf.io.broadcast import BUCKET_BYTES
@@ -30,7 +30,7 @@ from mtrain.plan.layout import Layout
 from mtrain.training.build import build_parts
 from mtrain.training.engine_parts.hf_tensors import HfTensors
 from mtrain.verify.core.ranks import Pool
-from tools.bench.replicas import config_of
+from tools.bench.parts.replicas import config_of
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)]
 

@@ -1,4 +1,4 @@
-"""What output layer and cross entropy cost whole, in chunks, of counted tokens: `python tools/bench/output_layer.py`.
+"""What output layer and cross entropy cost whole, in chunks, of counted tokens: `python tools/bench/parts/output_layer.py`.
 
 Forward and backward on one CPU core in float32, from hidden states to their gradient and that of the table:
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 if __name__ == "__main__":
-    import_path.insert(0, str(Path(__file__).parents[2]))
+    import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain.loss.vocab_parallel.chunks import sum_over_chunks
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits

@@ -1,4 +1,4 @@
-"""What a comparison of replicas costs beside a step: `python tools/bench/replicas.py`.
+"""What a comparison of replicas costs beside a step: `python tools/bench/parts/replicas.py`.
 
 Ranks of gloo train a small model; checks alternate with steps in one run. A column says how many bytes a check reads,
 which does not depend on the machine: what has replicas, once. A digest takes about ten integer operations an element.
@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 if __name__ == "__main__":
-    import_path.insert(0, str(Path(__file__).parents[2]))
+    import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader

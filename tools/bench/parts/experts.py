@@ -1,4 +1,4 @@
-"""Experts one after the other against one grouped product: `python tools/bench/experts.py`.
+"""Experts one after the other against one grouped product: `python tools/bench/parts/experts.py`.
 
 Each contender runs the feed-forward networks of a rank's experts, forward and backward, on the same tokens: two
 products with SwiGLU between them. Tokens spread over the experts as a random router would spread them; some experts can
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if __name__ == "__main__":
-    import_path.insert(0, str(Path(__file__).parents[2]))
+    import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain.mcore.model.moe.grouped_gemm import Product, grouped, has_grouped, sequential
 

@@ -1,4 +1,4 @@
-"""What the watchdog's pulse costs a rank, for each phase, collective and tick: `python -m tools.bench.pulse`."""
+"""What the watchdog's pulse costs a rank, for each phase, collective and tick: `python -m tools.bench.parts.pulse`."""
 
 from __future__ import annotations
 
