@@ -151,7 +151,7 @@ def _stages(config: Config, layout: Layout, cluster: Cluster) -> list[_Stage]:
             held[kinds[-1]] += model.mtp_depths
         stage, total = _Stage(), sum(held.values())
         for kind, count in held.items():
-            _add(stage, config, costs[kind], count, count / total * _num_again(config, layout, total))
+            _add(stage, config, layout, costs[kind], count, count / total * _num_again(config, layout, total))
         if pp_rank == layout.pp - 1:
             stage.matrices += logits * (1 + _backward(config))
         found.append(stage)
@@ -176,7 +176,7 @@ def _backward(config: Config) -> float:
     return 2.0 if config.adapter is None else 1.0
 
 
-def _add(stage: _Stage, config: Config, cost: LayerCost, count: int, again: float) -> None:
+def _add(stage: _Stage, config: Config, layout: Layout, cost: LayerCost, count: int, again: float) -> None:
     """Adds `count` layers of one kind, of which `again` run twice."""
     slow = cost.compute - (cost.matrices + cost.attention + cost.elementwise)
     stage.matrices += count * cost.matrices * (1 + _backward(config))
@@ -185,7 +185,8 @@ def _add(stage: _Stage, config: Config, cost: LayerCost, count: int, again: floa
     stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, beside the gradients of weights
     stage.cp += count * cost.cp.seconds * 2
     stage.ep += count * cost.ep.seconds * 2
-    transfers = cost.tp * 2.5 + cost.cp * 2 + cost.ep * 2
+    # where sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
+    transfers = cost.tp * (2.5 if layout.sp else 2) + cost.cp * 2 + cost.ep * 2
     stage.sent += transfers * count
     forward = cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds
     match config.train.recompute:

@@ -1,4 +1,4 @@
-"""What output layer and cross entropy cost whole, in chunks, of counted tokens: `python tools/bench/parts/output_layer.py`.
+"""Output layer and cross entropy whole, in chunks, of counted tokens: `python tools/bench/parts/output_layer.py`.
 
 Forward and backward on one CPU core in float32, from hidden states to their gradient and that of the table:
 

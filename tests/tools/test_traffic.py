@@ -1,0 +1,170 @@
+"""What ranks send in a step, exactly: beside the algorithm written down, and beside what `mtrain plan` reckons with.
+
+M microbatches of T tokens on a rank, L layers, hidden size h, four bytes a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from mtrain import plan
+from mtrain.config import Config
+from mtrain.plan.layout import Layout
+from mtrain.plan.search.cost import step_cost
+from tests.parity.batches import BATCH, SEQ, three_steps
+from tests.parity.cases import Case, case
+from tests.parity.expert_models import MIXTRAL
+from tests.plan.search.test_cost import IDEAL
+from tests.pool import Pool
+from tests.tools.traffic_ranks import Sent, sent
+from tools.bench.traffic import of_axis
+
+PADDING = 0.02
+"""Buffers of gradients are filled up to a multiple of the ranks' shares: of these small models so much."""
+HIDDEN, SIZE = 32, 4
+
+
+class Sizes(NamedTuple):
+    """Of a configuration, on one rank."""
+
+    microbatches: int
+    tokens: int
+    layers: int
+
+    @property
+    def whole(self) -> float:
+        """Bytes of the hidden states of one microbatch."""
+        return float(self.tokens * HIDDEN * SIZE)
+
+
+Expected = Callable[[Sizes], dict[tuple[str, str], tuple[int, float]]]
+"""(axis, kind) -> calls and bytes."""
+
+
+def sp(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
+    """Two parts a layer, each gathered before and scattered behind; backward the same, and the inputs once more for the
+    gradients of weights; the embedding scatters and the output layer gathers."""
+    scatters, gathers = (sizes.microbatches * (each * sizes.layers + 2) for each in (4, 6))
+    half = sizes.whole / 2
+    return {("tp", "reduce-scatter"): (scatters, scatters * half), ("tp", "all-gather"): (gathers, gathers * half)}
+
+
+def ulysses(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
+    """Queries, keys, values there and outputs back, and all of them again in backward; half as many key heads."""
+    calls = sizes.microbatches * sizes.layers * 8
+    return {("cp", "all-to-all"): (calls, calls / 4 * (1 + 0.5 + 0.5 + 1) * sizes.whole / 2)}
+
+
+def gathers(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
+    """Keys and values of the whole row, of half as many heads; their gradients scattered."""
+    calls = sizes.microbatches * sizes.layers
+    # a rank has T tokens, the row 2 T, of which it lacks one half
+    each = (1 + 1) / 2 * 2 * sizes.whole / 2
+    return {("cp", "all-gather"): (calls, calls * each), ("cp", "reduce-scatter"): (calls, calls * each)}
+
+
+def stages(chunks: int) -> Expected:
+    """Of two ranks: each edge between stages is passed by every microbatch, forward and backward."""
+
+    def sends(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
+        calls = sizes.microbatches * (2 * chunks - 1)  # half of both directions
+        return {("pp", "send"): (calls, calls * sizes.whole)}
+
+    return sends
+
+
+def nothing(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
+    """No layer sends."""
+    return {}
+
+
+CASES: list[tuple[Case, Expected]] = [
+    (case(8, num_layers=2, tp=2, sp=True), sp),
+    (case(8, num_layers=2, cp=2), gathers),
+    (case(8, num_layers=2, cp=2, cp_comm="ulysses"), ulysses),
+    (case(4, num_layers=2, pp=2), stages(1)),
+    (case(4, num_layers=4, pp=2, vpp=2), stages(2)),
+    (case(8, num_layers=2, dp=2), nothing),
+]
+
+
+def sizes_of(case: Case, layout: Layout) -> Sizes:
+    microbatches = BATCH // (case.micro_batch_size * layout.dp)
+    return Sizes(microbatches, case.micro_batch_size * SEQ // layout.cp, case.num_layers // layout.pp)
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=[str(each) for each, _ in CASES])
+def test_a_step_sends_what_the_algorithm_says(pool: Pool, case: Case, expected: Expected) -> None:
+    config = case.config()
+    layout = case.resolved(config)
+    calculated = expected(sizes_of(case, layout))
+    for rank, (found,) in enumerate(pool.run(sent, layout, [config], three_steps()[0])):
+        for key, wanted in calculated.items():
+            assert (found[key].count, found[key].sent_bytes) == wanted
+        _is_nothing_else(found, {axis for axis, _ in calculated} | {"world", "dp"})
+        _gradients_and_parameters_travel_once(found, config, layout, rank)
+        # losses, norm, flags: one sum of a short vector, swapped with log2(ranks) others
+        assert of_axis(found, "world").count == int(math.log2(layout.world_size))
+        assert of_axis(found, "world").small == of_axis(found, "world").count
+        if "tp" not in case.layout:
+            assert sum(each.small for (axis, _), each in found.items() if axis not in ("world", "dp")) == 0
+    if layout.pp == 1:
+        _as_planned(found, calculated, sizes_of(case, layout), config, layout)
+
+
+def _is_nothing_else(found: Sent, axes: set[str]) -> None:
+    """Beside the named axes; of tp losses, norms and rows of data are as well."""
+    assert {axis for axis, _ in found} <= axes
+    losses = {"all-reduce", "broadcast"}
+    assert {kind for axis, kind in found if axis == "tp"} <= {"all-gather", "reduce-scatter"} | losses
+
+
+def _gradients_and_parameters_travel_once(found: Sent, config: Config, layout: Layout, rank: int) -> None:
+    """A reduce-scatter and an all-gather of all parameters of the rank, in fp32: the least that a sum takes."""
+    size = layout.dp * layout.cp
+    held = plan.parameters_on_rank(config.model, layout, layout.coordinate(rank).pp).total
+    least = held * SIZE * (size - 1) / size
+    for kind in ("reduce-scatter", "all-gather"):
+        assert found[("dp", kind)].count == layout.vpp
+        assert least <= found[("dp", kind)].sent_bytes <= least * (1 + PADDING)
+
+
+def _as_planned(
+    found: Sent, calculated: dict[tuple[str, str], tuple[int, float]], sizes: Sizes, config: Config, layout: Layout
+) -> None:
+    """`mtrain plan` reckons with the same bytes; it leaves out what embedding and output layer send over tp."""
+    counted = sum(sent_bytes for _, sent_bytes in calculated.values()) + of_axis(found, "dp").sent_bytes
+    if layout.tp > 1:
+        counted -= 4 * sizes.microbatches * sizes.whole / 2
+    planned = step_cost(config, layout, IDEAL).nvlink_bytes
+    assert planned <= counted <= planned * (1 + PADDING)
+
+
+def test_tensor_parallelism_without_divided_sequences_sums_twice_a_layer_and_direction(pool: Pool) -> None:
+    one = case(8, num_layers=2, tp=2)
+    config, layout = one.config(), Layout(tp=2)
+    sizes = sizes_of(one, layout)
+    for (found,) in pool.run(sent, layout, [config], three_steps()[0]):
+        sums = found[("tp", "all-reduce")]
+        wanted = sizes.microbatches * (4 * sizes.layers + 2)
+        assert sums.count - sums.small == wanted
+        assert sums.sent_bytes == pytest.approx(wanted * sizes.whole, rel=0.01)  # and some numbers of the losses
+        ends = 2 * sizes.microbatches * sizes.whole
+        assert step_cost(config, layout, IDEAL).nvlink_bytes == wanted * sizes.whole - ends
+
+
+def test_experts_exchange_tokens_and_their_scores(pool: Pool) -> None:
+    """There and back, in both directions; ranks have uneven loads, so bytes are those of an even one within 10 %."""
+    config: Any = case(8, num_layers=2, dp=2).config(**MIXTRAL, layout__ep=2)
+    layout = Layout.from_config(config, 2)
+    exchanged = 0.0
+    for (found,) in pool.run(sent, layout, [config], three_steps()[0]):
+        exchanges = found[("ep", "all-to-all")]
+        assert exchanges.count == 2 * (4 + 2)
+        exchanged += exchanges.sent_bytes / 2
+    whole = 8 * SEQ * 2 * HIDDEN * SIZE  # two copies of each token
+    assert exchanged == pytest.approx(2 * 4 * whole / 2, rel=0.1)

@@ -1,0 +1,29 @@
+"""What ranks send in a step; the rank side of test_traffic.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import build, own_microbatches
+from tools.bench.traffic import Calls, measured
+
+Sent = dict[tuple[str, str], Calls]
+
+
+def sent(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Sent]:
+    """In the second step of each configuration; the first one allocates."""
+    return [_second_step(groups, config, batch) for config in configs]
+
+
+def _second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Sent:
+    built = build(groups, config)
+
+    def step() -> None:
+        totals = built.training.forward_backward(own_microbatches(batch, groups, config))
+        built.training.update(totals, config.optimizer.lr)
+
+    step()
+    return measured(groups, step)
