@@ -21,6 +21,7 @@ from tests.parity.expert_models import MIXTRAL
 from tests.plan.search.test_cost import IDEAL
 from tests.pool import Pool
 from tests.tools.traffic_ranks import Sent, sent
+from tools.bench.slots import Slot, bubble, formula
 from tools.bench.traffic import of_axis
 
 PADDING = 0.02
@@ -102,7 +103,8 @@ def test_a_step_sends_what_the_algorithm_says(pool: Pool, case: Case, expected: 
     config = case.config()
     layout = case.resolved(config)
     calculated = expected(sizes_of(case, layout))
-    for rank, (found,) in enumerate(pool.run(sent, layout, [config], three_steps()[0])):
+    steps = [of_rank for (of_rank,) in pool.run(sent, layout, [config], three_steps()[0])]
+    for rank, (found, _) in enumerate(steps):
         for key, wanted in calculated.items():
             assert (found[key].count, found[key].sent_bytes) == wanted
         _is_nothing_else(found, {axis for axis, _ in calculated} | {"world", "dp"})
@@ -112,7 +114,10 @@ def test_a_step_sends_what_the_algorithm_says(pool: Pool, case: Case, expected: 
         assert of_axis(found, "world").small == of_axis(found, "world").count
         if "tp" not in case.layout:
             assert sum(each.small for (axis, _), each in found.items() if axis not in ("world", "dp")) == 0
-    if layout.pp == 1:
+    if layout.pp > 1:
+        waiting = formula(layout, sizes_of(case, layout).microbatches)
+        assert bubble([step.slots for step in steps], layout) == pytest.approx(waiting, abs=1e-12)
+    else:
         _as_planned(found, calculated, sizes_of(case, layout), config, layout)
 
 
@@ -148,7 +153,7 @@ def test_tensor_parallelism_without_divided_sequences_sums_twice_a_layer_and_dir
     one = case(8, num_layers=2, tp=2)
     config, layout = one.config(), Layout(tp=2)
     sizes = sizes_of(one, layout)
-    for (found,) in pool.run(sent, layout, [config], three_steps()[0]):
+    for ((found, _),) in pool.run(sent, layout, [config], three_steps()[0]):
         sums = found[("tp", "all-reduce")]
         wanted = sizes.microbatches * (4 * sizes.layers + 2)
         assert sums.count - sums.small == wanted
@@ -162,9 +167,21 @@ def test_experts_exchange_tokens_and_their_scores(pool: Pool) -> None:
     config: Any = case(8, num_layers=2, dp=2).config(**MIXTRAL, layout__ep=2)
     layout = Layout.from_config(config, 2)
     exchanged = 0.0
-    for (found,) in pool.run(sent, layout, [config], three_steps()[0]):
+    for ((found, _),) in pool.run(sent, layout, [config], three_steps()[0]):
         exchanges = found[("ep", "all-to-all")]
         assert exchanges.count == 2 * (4 + 2)
         exchanged += exchanges.sent_bytes / 2
     whole = 8 * SEQ * 2 * HIDDEN * SIZE  # two copies of each token
     assert exchanged == pytest.approx(2 * 4 * whole / 2, rel=0.1)
+
+
+def test_ranks_that_wait_in_a_circle_are_refused() -> None:
+    forward, backward = Slot(True, 0, 0), Slot(False, 1, 0)
+    with pytest.raises(ValueError, match="ranks wait for each other"):
+        bubble([[backward._replace(stage=0), forward], [Slot(True, 1, 0), backward]], Layout(pp=2))
+
+
+def test_a_bubble_of_four_ranks_by_hand() -> None:
+    """All forward passes first, of three microbatches: ranks wait three forward and three backward slots."""
+    ranks = [[Slot(kind, stage, number) for kind in (True, False) for number in range(3)] for stage in range(4)]
+    assert bubble(ranks, Layout(pp=4)) == pytest.approx(9 / 18)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
+from tools.bench.slots import Slot, recorded
 from tools.bench.traffic import Calls, measured
 
 Sent = dict[tuple[str, str], Calls]
 
 
-def sent(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Sent]:
+class Step(NamedTuple):
+    """Of one rank."""
+
+    sent: Sent
+    slots: list[Slot]
+
+
+def sent(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Step]:
     """In the second step of each configuration; the first one allocates."""
     return [_second_step(groups, config, batch) for config in configs]
 
 
-def _second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Sent:
+def _second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Step:
     built = build(groups, config)
 
     def step() -> None:
@@ -26,4 +35,6 @@ def _second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Sent:
         built.training.update(totals, config.optimizer.lr)
 
     step()
-    return measured(groups, step)
+    with recorded(built.chunks, groups.layout, groups.pp_rank) as slots:
+        found = measured(groups, step)
+    return Step(found, slots)

@@ -170,7 +170,8 @@ def _line(found: Sequence[Row]) -> str:
     sent = ", ".join(f"{name} {number:.2f}" for name, number in row.megabytes.items())
     shares = ", ".join(f"{name} {share:.0%}" for name, share in row.gloo_share.items())
     bubble = "" if row.bubble is None else f"{row.bubble:.3f} / {row.bubble_by_formula:.3f}"
-    return f"| {row.axis} | {row.ranks} | {row.kind} | {row.cpu_us_a_token:.1f} | {ratio:.2f} | {sent} | {shares} | {bubble} |"
+    cells = [row.axis, row.ranks, row.kind, f"{row.cpu_us_a_token:.1f}", f"{ratio:.2f}", sent, shares, bubble]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main(

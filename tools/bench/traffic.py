@@ -109,7 +109,8 @@ def _bytes(given: Any) -> float:
 
 def measured(groups: Groups, step: Callable[[], object]) -> dict[tuple[str, str], Calls]:
     """Of one call of `step` on this rank."""
-    with Traffic(groups) as traffic:
+    traffic = Traffic(groups)
+    with traffic:
         step()
     return traffic.calls
 
