@@ -37,9 +37,9 @@ def small(folder: Path, changes: dict[str, Any]) -> Config:
 
 
 def saved(run: Path) -> dict[str, Any]:
-    """SHA-256 of every file with tensors of the last checkpoint."""
+    """Digest of every file with tensors of the last checkpoint."""
     manifest = json.loads((run / "checkpoints" / "step_00000003" / "mtrain.json").read_text())
-    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name.endswith(".distcp")}
+    return {name: facts["blake3"] for name, facts in manifest["files"].items() if name.endswith(".distcp")}
 
 
 def test_runs_in_one_process_are_those_of_fresh_processes(pool: Pool, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A Llama-shaped model with random bfloat16 weights is written into FOLDER, conver
 
 - "raw": the bytes of the safetensors files, from memory, into one new file, then fsync; and the same without
   fsync, which says how fast the page cache is.
-- "import", "export": ours, with SHA-256 of what is imported and fsync; "and proof" with the bitwise comparison at the
+- "import", "export": ours, with BLAKE3 of what is imported and fsync; "and proof" with the bitwise comparison at the
   end, which every conversion has.
 - "transformers": from_pretrained and save_pretrained in the same dtype; no checksum, no fsync, no comparison.
 

@@ -4,7 +4,7 @@ Contenders take turns in one run on the same ranks and the same state (weights, 
 of a small model, filled with random numbers); every rank starts a contender together and the slowest one counts.
 
 - raw: each rank writes as many bytes as our file of that rank has, from memory, and waits for the disk (fsync).
-- ours: all that `Saver.save` and `wait` do: copy, files, SHA-256, fsync, manifest, rename.
+- ours: all that `Saver.save` and `wait` do: copy, files, BLAKE3, fsync, manifest, rename.
 - copy: what training waits for in ours, beside the bare copy of the same tensors into memory that is there.
 - theirs: `dist_checkpointing.save` in `torch_dist`, parallel over data-parallel ranks, with its distribution kept from
   the first save; optimizer state in the form that can be resharded.

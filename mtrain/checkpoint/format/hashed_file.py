@@ -1,4 +1,4 @@
-"""Files whose SHA-256 is known when they have been written.
+"""Files whose digest is known when they have been written.
 
 Hashing runs beside writing, in a thread of its own: both leave Python to others while they work. A third one asks the
 disk to take what has been written so far, so that little is left to wait for at the end.
@@ -12,13 +12,16 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, assert_never
+
+from blake3 import blake3
 
 from mtrain.base.steady_files import SteadyFile
-from mtrain.checkpoint.store.manifest import FileInfo
+from mtrain.checkpoint.store.manifest import Algorithm, FileInfo
 
 _SMALL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 23
+_READ_BYTES = 1 << 20
 _SYNC_BYTES = 1 << 26
 """After so many bytes the disk is asked to begin."""
 
@@ -37,7 +40,7 @@ class HashedFile(io.RawIOBase):
         super().__init__()
         # O_EXCL: a file that is there belongs to another attempt; O_CLOEXEC: no child process keeps the file open
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._sha256, self._size_bytes, self._asked_bytes = hashlib.sha256(), 0, 0
+        self._digest, self._size_bytes, self._asked_bytes = blake3(), 0, 0
         # at most one hash and one sync are under way, so neither waits for a worker
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
         self._syncing: Future[None] | None = None
@@ -63,11 +66,11 @@ class HashedFile(io.RawIOBase):
         view = memoryview(data).cast("B")
         # small pieces are the headers of records: not worth a hop to another thread
         if view.nbytes <= _SMALL_BYTES:
-            self._sha256.update(view)
+            self._digest.update(view)
             self._write(view)
         else:
-            # SHA-256 depends on the order: one call hashes the whole view, and the next write begins after its result
-            hashing = self._workers.submit(self._sha256.update, view)
+            # a digest depends on the order: one call hashes the whole view, and the next write begins after its result
+            hashing = self._workers.submit(self._digest.update, view)
             try:
                 # in pieces, so that `_write` can ask for a sync in the middle of a large tensor
                 for start in range(0, view.nbytes, _PIECE_BYTES):
@@ -85,7 +88,7 @@ class HashedFile(io.RawIOBase):
         if self._syncing is not None:
             self._syncing.result()
         os.fsync(self._descriptor)  # the syncs in the thread cover only what had been written when they began
-        return FileInfo(size_bytes=self._size_bytes, sha256=self._sha256.hexdigest())
+        return FileInfo(size_bytes=self._size_bytes, blake3=self._digest.hexdigest())
 
     def close(self) -> None:
         """Closes the file; without `finish` its end may not be on disk."""
@@ -115,9 +118,18 @@ def write_hashed(path: Path, data: bytes) -> FileInfo:
         return file.finish()
 
 
-def read_facts(path: Path) -> FileInfo:
-    """Size and SHA-256 of what lies there now; reads all of it."""
-    # unbuffered: file_digest has a buffer of its own
+def read_facts(path: Path, algorithm: Algorithm = Algorithm.SHA256) -> FileInfo:
+    """Size and digest of what lies there now; reads all of it."""
+    match algorithm:
+        case Algorithm.SHA256:
+            digest: Any = hashlib.sha256()
+        case Algorithm.BLAKE3:
+            digest = blake3()
+        case _:
+            assert_never(algorithm)
+    buffer = memoryview(bytearray(_READ_BYTES))
+    # unbuffered: the piece that is hashed still lies in the processor's cache
     with SteadyFile(path) as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileInfo(size_bytes=file.tell(), sha256=digest.hexdigest())
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+        return FileInfo.model_validate({"size_bytes": file.tell(), algorithm.value: digest.hexdigest()})

@@ -60,7 +60,7 @@ class TrainingState(BaseModel):
 
 def write_state(folder: Path, state: TrainingState) -> None:
     """Writes the state into a checkpoint's folder; OSError as the disk gives it."""
-    # in place: the folder is published as a whole, and the manifest has the SHA-256 of this file
+    # in place: the folder is published as a whole, and the manifest has the digest of this file
     # left out where there is none: versions that do not know the key read the rest
     absent = {"recent"} if state.recent is None else set[str]()
     (folder / STATE_NAME).write_text(state.model_dump_json(indent=1, exclude=absent) + "\n", encoding="utf-8")

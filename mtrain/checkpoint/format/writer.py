@@ -139,7 +139,7 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
 
 def save_record(tensor: Tensor, file: HashedFile) -> None:
     """Appends one tensor on the CPU, contiguous; it is not copied."""
-    torch.serialization.set_crc32_options(False)  # SHA-256 covers the whole file
+    torch.serialization.set_crc32_options(False)  # the file's digest covers all of it
     try:
         torch.save(_alone(tensor), file)  # type: ignore[arg-type]
     except RuntimeError as fault:  # torch's writer says only that a position is not what it expected

@@ -2,7 +2,7 @@
 
     mtrain inspect PATH          what is inside, from metadata alone
     mtrain inspect diff A B      keys and tensors that differ, the worst first; exit 0 equal, 1 not
-    mtrain inspect verify PATH   the SHA-256 of every file against the manifest
+    mtrain inspect verify PATH   the digest of every file against the manifest
     mtrain inspect data RUN      which samples were trained, each once or not; exit 0 each once, 1 not
 
 PATH is a checkpoint, or a run folder: then its newest good checkpoint.

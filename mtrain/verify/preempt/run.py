@@ -255,4 +255,4 @@ def _digests(run_dir: Path, step: int) -> dict[str, str]:
     """Of the files that hold tensors."""
     folder = RunFolder(run_dir).checkpoints / f"step_{step:08d}"
     files = json.loads((folder / "mtrain.json").read_text())["files"]
-    return {name: each["sha256"] for name, each in files.items() if name.endswith(".distcp")}
+    return {name: each["blake3"] for name, each in files.items() if name.endswith(".distcp")}

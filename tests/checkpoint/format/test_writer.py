@@ -1,11 +1,11 @@
 """What is written beside training is what torch's own reader finds, and its checksums are those of the files."""
 
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from mtrain.base.errors import DataError
@@ -13,6 +13,7 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
+from mtrain.checkpoint.store.manifest import Algorithm
 
 
 def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Shard, Shard]:
@@ -41,8 +42,8 @@ def test_slices_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
     assert snapshot.size_bytes < 2 * state["large"].nbytes, "memory is used again"
     for name, facts in files.items():
         content = (tmp_path / name).read_bytes()
-        assert (facts.size_bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-        assert facts == read_facts(tmp_path / name)
+        assert (facts.size_bytes, facts.blake3) == (len(content), blake3(content).hexdigest())
+        assert facts == read_facts(tmp_path / name, Algorithm.BLAKE3)
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
     found = {key: torch.zeros_like(whole) for key, whole in state.items()}
     load(found, checkpoint_id=tmp_path, no_dist=True)
@@ -72,6 +73,6 @@ def test_large_and_small_pieces_are_hashed_in_order(tmp_path: Path) -> None:
         facts = file.finish()
     content = b"".join(pieces)
     assert (tmp_path / "file").read_bytes() == content
-    assert (facts.size_bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert (facts.size_bytes, facts.blake3) == (len(content), blake3(content).hexdigest())
     with pytest.raises(FileExistsError):
         HashedFile(tmp_path / "file")

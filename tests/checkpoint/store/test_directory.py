@@ -134,7 +134,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda folder: (folder / "mtrain.json").unlink(), "has no mtrain.json"),
     "half manifest": (lambda folder: os.truncate(folder / "mtrain.json", 30), "cannot be understood"),
     "garbage manifest": (lambda folder: (folder / "mtrain.json").write_bytes(b"\xff\0"), "cannot be understood"),
-    "unknown format": (_change(format=4), "cannot be understood: format"),
+    "file without a digest": (_change(files={"a": {"size_bytes": 1}}), "needs its sha256 or its blake3"),
+    "file with two digests": (_change(files={"a": {**FACTS, "blake3": "0" * 64}}), "and not both"),
+    "unknown format": (_change(format=5), "cannot be understood: format"),
     "no files": (_change(files={}), "cannot be understood: files"),
     "file outside": (_change(files={"../x": FACTS}), "does not lie inside"),
     "file elsewhere": (_change(files={"/etc/passwd": FACTS}), "does not lie inside"),
@@ -150,7 +152,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "mtrain.json").write_bytes((folder / "mtrain.json").read_bytes()[:-82] + b"\n}\n"),
         "the SHA-256 of itself, is damaged",
     ),
-    "format of 0.1.0 with a seal": (_edit(b'"format": 3', b'"format": 2'), "was changed after it was written"),
+    "format of 0.1.0 with a seal": (_edit(b'"format": 4', b'"format": 2'), "was changed after it was written"),
 }
 INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "link to the manifest": (_instead("mtrain.json", _link), "mtrain.json is not a manifest: it is a link"),

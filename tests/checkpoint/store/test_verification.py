@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.checkpoint.store.manifest import FileInfo
+from mtrain.checkpoint.format.hashed_file import read_facts
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.manifest import Algorithm, FileInfo
 from mtrain.checkpoint.store.verification import share_of_files, verify_files
-from tests.checkpoint.checkpoints import FILES, save
+from tests.checkpoint.checkpoints import FILES, change_manifest, save
 from tests.fault_table import Notice
 
 
@@ -25,7 +27,7 @@ def test_every_file_has_one_reader_and_none_reads_much_more(sizes: list[int], nu
 @pytest.mark.fault(
     "checkpoints",
     "flipped bit in a shard",
-    happens="found by SHA-256 before anything is used; the checkpoint before is taken, none good: exit code 3",
+    happens="found by its digest before anything is used; the checkpoint before is taken, none good: exit code 3",
     exit_code=None,
 )
 @pytest.mark.parametrize("name", FILES)
@@ -36,6 +38,21 @@ def test_one_flipped_bit_is_found_by_name(tmp_path: Path, name: str, notice: Not
     content[1] ^= 4
     (entry.path / name).write_bytes(content)
     with notice, pytest.raises(DataError, match=f"{name} was saved with other bytes"):
+        verify_files(entry, FILES)
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_each_file_is_verified_by_the_digest_that_it_was_saved_with(tmp_path: Path, algorithm: Algorithm) -> None:
+    """Up to format 3 that is SHA-256 for all."""
+    saved = save(tmp_path, 10)
+    files = {name: read_facts(saved.path / name, algorithm).model_dump() for name in FILES}
+    assert all(facts.keys() == {"size_bytes", algorithm.value} for facts in files.values())
+    change_manifest(saved.path, format=3 if algorithm is Algorithm.SHA256 else 4, files=files)
+    entry = load_entry(saved.path)
+    verify_files(entry, FILES)
+    content = (entry.path / "common.pt").read_bytes()
+    (entry.path / "common.pt").write_bytes(content[:-1] + b"?")
+    with pytest.raises(DataError, match=rf"common\.pt was saved with other bytes \({algorithm.shown} differs\)"):
         verify_files(entry, FILES)
 
 

@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_not_exported(good: Path, tmp_path: Path) -> Non
     with (tmp_path / "ours" / saved.file).open("r+b") as file:
         file.seek(saved.start_bytes + 10)
         file.write(b"\0" * 60)
-    with pytest.raises(DataError, match=r"was saved with other bytes \(SHA-256 differs\)"):
+    with pytest.raises(DataError, match=r"was saved with other bytes \(BLAKE3 differs\)"):
         export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     with pytest.raises(DataError, match=r"output_layer.weight at byte \d+ is damaged"):
         CheckpointTensors(tmp_path / "ours").read("output_layer.weight", saved.at)
