@@ -17,7 +17,7 @@ from typing import Any, Self, assert_never
 from blake3 import blake3
 
 from mtrain.base.steady_files import SteadyFile
-from mtrain.checkpoint.store.manifest import Algorithm, FileInfo
+from mtrain.checkpoint.store.manifest import DigestAlgorithm, FileInfo
 
 _SMALL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 23
@@ -118,12 +118,12 @@ def write_hashed(path: Path, data: bytes) -> FileInfo:
         return file.finish()
 
 
-def read_facts(path: Path, algorithm: Algorithm = Algorithm.SHA256) -> FileInfo:
+def read_facts(path: Path, algorithm: DigestAlgorithm = DigestAlgorithm.SHA256) -> FileInfo:
     """Size and digest of what lies there now; reads all of it."""
     match algorithm:
-        case Algorithm.SHA256:
+        case DigestAlgorithm.SHA256:
             digest: Any = hashlib.sha256()
-        case Algorithm.BLAKE3:
+        case DigestAlgorithm.BLAKE3:
             digest = blake3()
         case _:
             assert_never(algorithm)

@@ -46,7 +46,7 @@ _DELETED_ON_NFS = ".nfs"
 """Begins the name of what another process holds open while it is deleted."""
 
 
-class Algorithm(Enum):
+class DigestAlgorithm(Enum):
     """How the bytes of a file become a digest of 256 bits that nobody can aim at."""
 
     SHA256 = "sha256"
@@ -55,7 +55,7 @@ class Algorithm(Enum):
     @property
     def shown(self) -> str:
         """For messages."""
-        return {Algorithm.SHA256: "SHA-256", Algorithm.BLAKE3: "BLAKE3"}[self]
+        return {DigestAlgorithm.SHA256: "SHA-256", DigestAlgorithm.BLAKE3: "BLAKE3"}[self]
 
 
 class FileInfo(BaseModel):
@@ -80,9 +80,9 @@ class FileInfo(BaseModel):
         return {name: value for name, value in fields(self).items() if value is not None}
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> DigestAlgorithm:
         """Of its digest."""
-        return Algorithm.SHA256 if self.blake3 is None else Algorithm.BLAKE3
+        return DigestAlgorithm.SHA256 if self.blake3 is None else DigestAlgorithm.BLAKE3
 
 
 class GitState(BaseModel):

@@ -13,7 +13,7 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
-from mtrain.checkpoint.store.manifest import Algorithm
+from mtrain.checkpoint.store.manifest import DigestAlgorithm
 
 
 def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Shard, Shard]:
@@ -43,7 +43,7 @@ def test_slices_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
     for name, facts in files.items():
         content = (tmp_path / name).read_bytes()
         assert (facts.size_bytes, facts.blake3) == (len(content), blake3(content).hexdigest())
-        assert facts == read_facts(tmp_path / name, Algorithm.BLAKE3)
+        assert facts == read_facts(tmp_path / name, DigestAlgorithm.BLAKE3)
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
     found = {key: torch.zeros_like(whole) for key, whole in state.items()}
     load(found, checkpoint_id=tmp_path, no_dist=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError, MachineError
 from mtrain.checkpoint.format.hashed_file import read_facts
 from mtrain.checkpoint.store.directory import load_entry
-from mtrain.checkpoint.store.manifest import Algorithm, FileInfo
+from mtrain.checkpoint.store.manifest import DigestAlgorithm, FileInfo
 from mtrain.checkpoint.store.verification import share_of_files, verify_files
 from tests.checkpoint.checkpoints import FILES, change_manifest, save
 from tests.fault_table import Notice
@@ -41,13 +41,13 @@ def test_one_flipped_bit_is_found_by_name(tmp_path: Path, name: str, notice: Not
         verify_files(entry, FILES)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_each_file_is_verified_by_the_digest_that_it_was_saved_with(tmp_path: Path, algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", list(DigestAlgorithm))
+def test_each_file_is_verified_by_the_digest_that_it_was_saved_with(tmp_path: Path, algorithm: DigestAlgorithm) -> None:
     """Up to format 3 that is SHA-256 for all."""
     saved = save(tmp_path, 10)
     files = {name: read_facts(saved.path / name, algorithm).model_dump() for name in FILES}
     assert all(facts.keys() == {"size_bytes", algorithm.value} for facts in files.values())
-    change_manifest(saved.path, format=3 if algorithm is Algorithm.SHA256 else 4, files=files)
+    change_manifest(saved.path, format=3 if algorithm is DigestAlgorithm.SHA256 else 4, files=files)
     entry = load_entry(saved.path)
     verify_files(entry, FILES)
     content = (entry.path / "common.pt").read_bytes()
