@@ -253,10 +253,20 @@ class StepLoader:
         """The first `count` samples of a step, counted from 1, for people."""
         return shown_step(self._config, self._stream, self.tokenizer, step, count)
 
-    def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
-        """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block."""
+    def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
+        """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block.
+
+        Args:
+            from_step: The first one.
+            pinned: Whether a GPU can copy them while the host goes on.
+        """
         self._read.clear()
-        return Prefetch(self._noted, from_step, self._depth)
+
+        def read(step: int) -> list[Microbatch]:
+            batches = self._noted(step)
+            return [batch.map(lambda rows: rows.pin_memory()) for batch in batches] if pinned else batches
+
+        return Prefetch(read, from_step, self._depth)
 
     def _noted(self, step: int) -> list[Microbatch]:
         samples = NotedSlots(TrainingSlots(self._stream, self.numbers(step)))

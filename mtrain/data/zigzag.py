@@ -6,6 +6,8 @@ index, after labels were shifted and weights computed on whole rows.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,17 @@ def zigzag_index(seq: int, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat((torch.arange(first, first + chunk), torch.arange(second, second + chunk)))
 
 
+# Cached: it is the same in every microbatch, and the host would wait for each copy.
+@lru_cache(maxsize=8)
+def zigzag_index_on(device: torch.device, seq: int, cp_size: int, cp_rank: int) -> Tensor:
+    """As `zigzag_index`, on a device; not to be changed."""
+    return zigzag_index(seq, cp_size, cp_rank).to(device)
+
+
 def slice_for_context_parallel(microbatch: Microbatch, cp_size: int, cp_rank: int) -> Microbatch:
     """The part of each row that a rank holds; `document_starts` stays whole, attention needs it so."""
     # no index, no copy
     if cp_size == 1:
         return microbatch
-    # on the tensors' device: an index on the CPU would be copied at each use
-    index = zigzag_index(microbatch.tokens.shape[1], cp_size, cp_rank).to(microbatch.tokens.device)
+    index = zigzag_index_on(microbatch.tokens.device, microbatch.tokens.shape[1], cp_size, cp_rank)
     return microbatch.map(lambda rows: rows[:, index])

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.order import slots
-from mtrain.data.zigzag import zigzag_index
+from mtrain.data.zigzag import zigzag_index_on
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
@@ -134,7 +134,9 @@ def label_scores(
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # tokens further ahead: not asked for
     found = torch.zeros(1 + with_entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
-    columns = zigzag_index(seq, layout.cp, groups.cp_rank).to(groups.device) if layout.cp > 1 else torch.arange(seq)
+    columns = torch.arange(seq)
+    if layout.cp > 1:
+        columns = zigzag_index_on(groups.device, seq, layout.cp, groups.cp_rank)
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:

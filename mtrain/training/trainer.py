@@ -347,7 +347,7 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
     if run.loader is None:
         yield None
         return
-    with run.loader.iterate(run.start_step) as batches:
+    with run.loader.iterate(run.start_step, pinned=run.groups.device.type == "cuda") as batches:
         yield batches
 
 

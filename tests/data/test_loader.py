@@ -1,5 +1,6 @@
 """Batches: the same on any number of ranks and from any step."""
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,25 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_the_global_batch_does_not_depend_on_the_ranks(config: Config, dp: int, micro_batch_size: int) -> None:
     for step in (0, 5):
         assert_same(global_batch(config, dp, micro_batch_size, step), global_batch(config, 1, 2, step))
+
+
+def test_rows_for_a_gpu_are_pinned_where_they_are_read_ahead(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, pin = [], torch.Tensor.pin_memory
+
+    def pinned(tensor: Tensor) -> Tensor:
+        threads.append(threading.current_thread().name)
+        return pin(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"prefetch_steps": 1})})
+    with StepLoader(config, 0, 2).iterate(0, pinned=True) as batches:
+        number = sum(len(batch.tensors().keys() - {("document_starts",)}) for batch in next(batches))
+        assert len(threads) >= number > 0
+    assert set(threads) == {"prefetch"}
+    threads.clear()
+    with StepLoader(config, 0, 2).iterate(0) as batches:
+        next(batches)
+    assert threads == []
 
 
 @pytest.mark.parametrize("depth", [0, 2])

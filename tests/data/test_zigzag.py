@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtrain.data.batch import Microbatch
-from mtrain.data.zigzag import slice_for_context_parallel, zigzag_index
+from mtrain.data.zigzag import slice_for_context_parallel, zigzag_index, zigzag_index_on
 
 
 def test_a_rank_owns_a_chunk_from_each_end() -> None:
@@ -40,3 +40,11 @@ def test_all_fields_are_cut_alike_and_document_starts_stay_whole() -> None:
     assert torch.equal(part.is_padding, part.tokens % 3 == 0)
     assert part.document_starts is whole.document_starts
     assert slice_for_context_parallel(whole, 1, 0) is whole
+
+
+def test_the_index_is_brought_to_a_device_once() -> None:
+    device = torch.device("cpu")
+    index = zigzag_index_on(device, 16, 2, 1)
+    assert zigzag_index_on(device, 16, 2, 1) is index
+    assert torch.equal(index, zigzag_index(16, 2, 1))
+    assert index is not zigzag_index_on(device, 16, 2, 0)

@@ -38,7 +38,8 @@ def broadcast_batches(
     # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing travels between those.
     if groups.layout.tp == 1:
         assert batches is not None
-        return [batch.map(lambda rows: rows.to(groups.device)) for batch in batches]
+        # not waited for, where the loader has pinned them
+        return [batch.map(lambda rows: rows.to(groups.device, non_blocking=True)) for batch in batches]
     model = config.model
     # Both sides derive fields and shapes from the configuration: the number of microbatches is all that a packed step
     # decides by itself.
@@ -58,12 +59,29 @@ def broadcast_batches(
         _broadcast(batches, reals, torch.float64, (count, len(reals), *shape), groups),
     ]
     paths = [*integers, *reals]
+    starts = _document_starts(batches, integers, packed[0])
     return [
         Microbatch.of(
-            {path: _as_given(path, rows, fields[path]) for path, rows in zip(paths, [*whole, *real])}, num_sequences
+            {path: rows.to(fields[path]) for path, rows in zip(paths, [*whole, *real])}
+            | ({} if starts is None else {DOCUMENT_STARTS: starts[number]}),
+            num_sequences,
         )
-        for whole, real in zip(*packed)
+        for number, (whole, real) in enumerate(zip(*packed))
     ]
+
+
+def _document_starts(
+    batches: Sequence[Microbatch] | None, paths: Sequence[FieldPath], packed: Tensor
+) -> Sequence[Tensor] | None:
+    """Of each microbatch, on the CPU: attention cuts rows by document on the host. None where rows are one document.
+
+    At most one copy from the device for all of them; none where this rank has read them.
+    """
+    if DOCUMENT_STARTS not in paths:
+        return None
+    if batches is not None:
+        return [batch.tensors()[DOCUMENT_STARTS] for batch in batches]
+    return packed[:, paths.index(DOCUMENT_STARTS)].to("cpu", torch.int32).unbind()
 
 
 def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
@@ -91,14 +109,12 @@ def _broadcast(
     if groups.tp_rank == 0:
         assert batches is not None
         given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
-        packed = torch.stack([torch.stack(rows) for rows in given]).to(groups.device)
+        whole = torch.stack([torch.stack(rows) for rows in given])
+        on_gpu = groups.device.type == "cuda"
+        # from memory that is not pinned the host would wait for the copy
+        packed = whole.pin_memory().to(groups.device, non_blocking=True) if on_gpu else whole
     else:
         packed = torch.empty(shape, dtype=dtype, device=groups.device)  # never read before the broadcast has filled it
     # `src` is a rank of the world: the first one of this TP group.
     dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
     return packed
-
-
-def _as_given(path: FieldPath, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    # Attention cuts rows by document on the host; on a GPU this one copy replaces a synchronisation in every layer.
-    return rows.to("cpu" if path == DOCUMENT_STARTS else rows.device, dtype)

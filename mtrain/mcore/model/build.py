@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any, assert_never
 
@@ -208,7 +209,13 @@ def _rotary(model: ModelSection) -> Rotary:
 
 def _scale_embeddings(embedding: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to the run's precision as transformers does."""
-    return output * torch.tensor(math.sqrt(output.shape[-1]), dtype=output.dtype, device=output.device)
+    return output * _rounded_root(output.shape[-1], output.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _rounded_root(size: int, dtype: torch.dtype) -> float:
+    # a number, not a tensor: one on a GPU would be copied there in every forward pass, for which the host waits
+    return float(torch.tensor(math.sqrt(size), dtype=dtype))
 
 
 def _wrap(

@@ -126,6 +126,8 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
         # rank, and batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
+        # It would wait for the whole GPU after each transfer, against a fault of torch before 1.13; streams wait as is.
+        "batch_p2p_sync": False,
     }
 
 

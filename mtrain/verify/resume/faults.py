@@ -85,8 +85,8 @@ def _stale_shard(run: Run, before: RandomStates) -> Run:
 
 
 class _FromFirst(StepLoader):
-    def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
-        return super().iterate(0)
+    def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
+        return super().iterate(0, pinned)
 
 
 def _first_samples(run: Run, before: RandomStates) -> Run:

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtrain.mcore.model import build
 from mtrain.mcore.model.transformer_config import transformer_config
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
@@ -39,3 +41,29 @@ def test_other_fields_are_passed_on_under_every_layout() -> None:
     for layout in (Layout(), Layout(pp=2, vpp=2)):
         found = transformer_config(run, layout, torch.device("cpu"))
         assert (found.deterministic_mode, found.no_rope_freq) == (True, [0, 0, 0, 1] * 2)
+
+
+def test_no_transfer_between_stages_waits_for_the_whole_gpu() -> None:
+    for layout in (Layout(pp=2), Layout(pp=2, vpp=2)):
+        run = config(layout={"pp": layout.pp, "vpp": layout.vpp})
+        assert not transformer_config(run, layout, torch.device("cpu")).batch_p2p_sync
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [48, 2560])
+def test_scaled_embeddings_bring_nothing_to_the_device(dtype: torch.dtype, size: int) -> None:
+    """Their factor is rounded as before, and no tensor: one would be copied to a GPU in each forward pass."""
+    rows = torch.randn(3, 1, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = rows * torch.tensor(size**0.5, dtype=dtype)
+    build._scale_embeddings(torch.nn.Identity(), (), rows)
+    seen = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with Operations():
+        found = build._scale_embeddings(torch.nn.Identity(), (), rows)
+    assert torch.equal(found, expected)
+    assert seen == ["aten::mul.Tensor"]
