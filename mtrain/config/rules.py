@@ -251,7 +251,14 @@ def preferences(config: "Config") -> Iterator[str]:
         elif loss.preference is not None and data.format != "auto" and given != needed:
             yield f"{name} compares {needed}, but data.format={data.format} has none; set it to auto"
     if compared(loss, data) is None:
+        if loss.reference is not None:
+            yield f"loss.reference={loss.reference} is a model that answers are compared with, which {name} does not do"
         return
+    if loss.reference is not None and config.model.hf is None and config.checkpoint.initialize_from is None:
+        yield (
+            f"loss.reference={loss.reference} is given, but the run begins from random weights; name the model to "
+            "finetune by model.hf or checkpoint.initialize_from"
+        )
     if isinstance(data, SftSection) and data.too_long == "split":
         yield f"data.too_long=split makes pieces that cannot be compared under {name}; set it to end, start or drop"
     if data.extras:

@@ -134,6 +134,11 @@ def _look_at_start(config: Config, findings: Findings) -> None:
     elif config.model.hf is not None:
         folder = Path(config.model.hf)
         findings.fact("weights", f"{folder}: {_safetensors(folder)} file(s) of safetensors")
+    if config.loss.reference is not None and own is None:
+        folder = Path(config.loss.reference)
+        is_hf = (folder / CONFIG_NAME).is_file()
+        files = f"{folder}: {_safetensors(folder)} file(s) of safetensors" if is_hf else str(_entry_path(folder))
+        findings.fact("reference", files)
     if config.loss.teacher is not None:
         findings.fact("teacher", str(_entry_path(Path(config.loss.teacher.checkpoint))))
     if config.adapter is not None and config.adapter.path is not None and own is None:

@@ -102,6 +102,8 @@ LOSS_FUNCTIONS = {
 """This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
 so a function may move to another module without becoming another run."""
 
+REFERENCE_LOSSES = frozenset({"dpo", "ipo", "kto"})
+"""Those of LOSS_FUNCTIONS that compare with a reference model."""
 HEAD_LOSSES = frozenset({"reward_model", "classification"})
 """Those of LOSS_FUNCTIONS that judge sequences by a head (`model.num_labels`); all others predict tokens."""
 
@@ -257,6 +259,10 @@ class LossSection(TermSection):
     function decides it from model outputs; no side terms are possible then."""
     side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
     teacher: TeacherSection | None = None
+    reference: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """The model that dpo, ipo and kto compare with, of the run's architecture: a folder of Hugging Face, an import, a
+    run folder or a checkpoint. null is the model that the run begins from. Its scores are computed before the first
+    step and kept beside the token cache, for all runs that compare with the same weights."""
     router: RouterLossSection = RouterLossSection()
     mtp_coefficient: float = Field(0.1, ge=0)
     """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross
@@ -295,6 +301,15 @@ class LossSection(TermSection):
             if not is_right
         ]
         return "\n".join(lines) or None
+
+    @rule
+    def references_are_compared_with(self) -> str | None:
+        if self.reference is None or self.function not in LOSS_FUNCTIONS or self.function in REFERENCE_LOSSES:
+            return None
+        return (
+            f"reference={self.reference} is not used by function={self.function}; remove it, or choose "
+            f"{' or '.join(sorted(REFERENCE_LOSSES))}"
+        )
 
     @rule
     def preferences_are_the_main_term(self) -> str | None:

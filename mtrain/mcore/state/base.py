@@ -41,7 +41,7 @@ def settle_base(chunks: Sequence[nn.Module], optimizer: Optimizer, groups: Group
     Raises:
         DataError: A weight is not finite; on all ranks.
     """
-    found = _fingerprint(chunks, groups, config.model.vocab_size)
+    found = weights_fingerprint(chunks, groups, config.model.vocab_size)
     for chunk in chunks:
         unwrap(chunk).base_fingerprint = found
     norms: dict[Tensor, Tensor] = {}
@@ -57,7 +57,7 @@ def base_of(chunks: Sequence[nn.Module], groups: Groups, config: Config) -> Base
     if config.adapter is None:
         return None
     known = unwrap(chunks[0]).base_fingerprint
-    fingerprint = _fingerprint(chunks, groups, config.model.vocab_size) if known is None else known
+    fingerprint = weights_fingerprint(chunks, groups, config.model.vocab_size) if known is None else known
     return BaseInfo(origin=origin_of(config), fingerprint=fingerprint)
 
 
@@ -96,7 +96,7 @@ def refused_as_model(base: BaseInfo, path: object) -> DataError:
     )
 
 
-def _fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int) -> str:
+def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int) -> str:
     """Of all frozen tensors, without padding of the vocabulary. One all-reduce over the world.
 
     Raises:

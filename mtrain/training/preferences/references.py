@@ -1,7 +1,9 @@
 """Scores of the reference model: computed once, before the first step, and kept in the run folder.
 
-The reference is the model that the run begins from; with adapters the frozen model without them. So a start that goes
-on does not need it any more: it reads the scores, and trains on them bit for bit as before.
+The reference is the model that the run begins from, with adapters the frozen model without them; or the one that
+loss.reference names. A start that goes on does not need it any more: it reads the scores, and trains on them bit for
+bit as before. Those of a named one are kept a second time beside the token cache, under what decides them, its weights
+among it, so that another run need not compute them again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +23,18 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.config import Config
+from mtrain.config.schema.data import SftSection
 from mtrain.data.batch import Microbatch
+from mtrain.data.cache.opening import default_folder
 from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
 from mtrain.data.sources import HeldOut
+from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.adapters.adapter import adapters_off
+from mtrain.mcore.state.base import weights_fingerprint
 from mtrain.runs.folder import RunFolder
 from mtrain.training.forward import num_microbatches
 from mtrain.training.preferences.scoring_pass import sequence_scores
@@ -78,13 +85,17 @@ def use_references(
     paths = [_path(folder, source, config) for source in sources]
     missing = on_first_rank(lambda: [number for number, path in enumerate(paths) if not path.exists()])
     if missing:
-        initialize(config, groups, list(chunks), optimizer)
-        if groups.rank == 0:
-            count = sum(sources[number].num_sequences for number in missing)
-            say(f"scoring {count:,} sequences under the reference model, once for the run")
+        _load_reference(config, groups, list(chunks), optimizer)
+        # one all-reduce; only where others may have scored under the same weights
+        weights = (
+            None if config.loss.reference is None else weights_fingerprint(chunks, groups, config.model.vocab_size)
+        )
         with nullcontext() if config.adapter is None else adapters_off(chunks):
             for number in missing:
-                _score(config, groups, chunks, optimizer, loader, sources[number], paths[number])
+                shared = None if weights is None else _shared_path(sources[number], config, weights)
+                if shared is not None and on_first_rank(partial(_copied, shared, paths[number])):
+                    continue
+                _score(config, groups, chunks, optimizer, loader, sources[number], (paths[number], shared))
     on_all_ranks(lambda: _read(loader, sources, paths))
 
 
@@ -98,9 +109,61 @@ def _sources(loader: StepLoader | None) -> list[_Source]:
 
 def _path(folder: RunFolder, source: _Source, config: Config) -> Path:
     """Named by all that decides the scores: sequences, what makes a score of one, the model and where it begins."""
-    start = [config.model.model_dump_json(), config.checkpoint.initialize_from, config.train.seed]
+    # without labels as before there were any: what has a head compares with no model
+    model = config.model.model_dump_json(exclude={"num_labels"})
+    start = [model, config.checkpoint.initialize_from, config.train.seed]
+    start += [] if config.loss.reference is None else [config.loss.reference]
     decisive = json.dumps([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
     return folder.references / f"{hashlib.sha256(decisive.encode()).hexdigest()[:32]}.npy"
+
+
+def _shared_path(source: _Source, config: Config, weights: str) -> Path:
+    """Beside the token cache, named by all that decides the scores but the names of files.
+
+    Args:
+        source: The sequences.
+        config: Of the run.
+        weights: Fingerprint of the reference model's.
+    """
+    assert isinstance(config.data, SftSection), "a rule of the configuration"
+    folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir)
+    model = config.model.model_dump_json(exclude={"hf", "num_labels"})
+    decisive = json.dumps(
+        [_FORMAT, source.fingerprint, config.loss.aggregation, model, config.train.precision, weights]
+    )
+    return folder / "references" / f"{hashlib.sha256(decisive.encode()).hexdigest()[:32]}.npy"
+
+
+def _copied(shared: Path, path: Path) -> bool:
+    """Whether another run's scores were there and whole, and are the run's own now."""
+    try:
+        content = shared.read_bytes()
+    except OSError:
+        return False
+    if hashlib.sha256(content[32:]).digest() != content[:32]:
+        say(f"{shared} holds other scores than were written; they are computed again")
+        return False
+    say(f"taking scores of the reference model from {shared}")
+    _write(path, content)
+    return True
+
+
+def _load_reference(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+    """Fills the model with the reference's weights; the run's own are loaded afterwards."""
+    if config.loss.reference is None:
+        initialize(config, groups, chunks, optimizer)
+        return
+    named = Path(config.loss.reference)
+    is_hf = on_first_rank(lambda: (named / CONFIG_NAME).is_file())
+    model = config.model.model_copy(update={"hf": str(named) if is_hf else None})
+    start = config.checkpoint.model_copy(update={"initialize_from": None if is_hf else str(named)})
+    try:
+        # without adapters: they are not the reference's, and keep what they begin with
+        changes = {"model": model, "checkpoint": start, "adapter": None}
+        initialize(config.model_copy(update=changes), groups, chunks, optimizer)
+    except DataError as error:
+        error.args = (f"loss.reference={named}: {error}", *error.args[1:])
+        raise
 
 
 def _score(
@@ -110,15 +173,17 @@ def _score(
     optimizer: Optimizer,
     loader: StepLoader | None,
     source: _Source,
-    path: Path,
+    paths: Sequence[Path | None],
 ) -> None:
-    """Scores all sequences of a source, in passes of as many as a step has."""
+    """Scores all sequences of a source, in passes of as many as a step has, and writes them to these files."""
+    if groups.rank == 0:
+        say(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
     found = np.full(source.num_sequences, np.nan)
     count, size = num_microbatches(config, groups), config.sequences_per_step
     for number, own in enumerate(_passes(config, groups, loader, source)):
         scored = sequence_scores(config, groups, chunks, optimizer, own, count)
         found[np.array(scored.slots, np.int64) + number * size] = scored.scores.cpu().numpy()
-    on_first_rank(lambda: _write(path, found))
+    on_first_rank(lambda: _write_all(paths, _content(found)))
 
 
 def _passes(
@@ -131,14 +196,24 @@ def _passes(
     yield from HeldOutBatches(rows, HeldOut([loader.preferences[source.fingerprint]], None)).batches()
 
 
-def _write(path: Path, found: NDArray[np.float64]) -> None:
+def _content(found: NDArray[np.float64]) -> bytes:
+    content = io.BytesIO()
+    np.save(content, found)
+    # the digest goes in front, so that a flipped bit is noticed
+    return hashlib.sha256(content.getvalue()).digest() + content.getvalue()
+
+
+def _write_all(paths: Sequence[Path | None], content: bytes) -> None:
+    for path in paths:
+        if path is not None:
+            _write(path, content)
+
+
+def _write(path: Path, content: bytes) -> None:
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        np.save(content, found)
-        # the digest goes in front, so that a flipped bit is noticed
         with replacing(path) as new:
-            new.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+            new.write_bytes(content)
 
 
 def _read(loader: StepLoader | None, sources: Sequence[_Source], paths: Sequence[Path]) -> None:

@@ -80,7 +80,12 @@ def messages(groups: Groups, config: Config, batches: Sequence[Sequence[Datum]])
     return found
 
 
+def scores(groups: Groups, config: Config, batch: Sequence[Datum]) -> list[float]:
+    """Under the weights that a run begins from."""
+    with free(groups), Engine(config) as engine:
+        return engine.scores(batch)
+
+
 def rewards(groups: Groups, config: Config, sequences: Sequence[Sequence[int]]) -> list[float]:
     """Of a reward model as its weights begin."""
-    with free(groups), Engine(config) as engine:
-        return engine.scores([Datum(ids, member=GroupMember(0, "chosen")) for ids in sequences])
+    return scores(groups, config, [Datum(ids, member=GroupMember(0, "chosen")) for ids in sequences])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 
+from mtrain import Datum, GroupMember
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
@@ -17,6 +22,7 @@ from tests.config.samples import content
 from tests.fault_table import Notice
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
+from tests.training.preferences.preference_ranks import scores
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "one", "two", "three", "yes", "no"]
 OF_THE_MACHINE = ("seconds", "waited_seconds", "tokens_per_second", "memory_bytes", "time_s")
@@ -116,6 +122,64 @@ def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: 
     assert first["loss"] == pytest.approx(1, abs=1e-6)
     assert first["denominator"] == 16
     assert valid["valid_loss"] < second["loss"] < 1
+
+
+def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Pool, folder: Path) -> None:
+    """The first loss follows from the scores of both models, by the formula; damaged scores are computed again."""
+    for number, name in enumerate(("reference", "start")):
+        pool.run(train_fresh, Layout(), config(folder, name, "orpo", 8, train__seed=number))
+
+    def named(run: str, **changes: Any) -> Config:
+        keys = {"loss__reference": str(folder / "reference"), "checkpoint__initialize_from": str(folder / "start")}
+        return config(folder, run, "dpo", 8, **{**keys, **changes})
+
+    batch = _batch_of(folder / "pairs.jsonl")
+    ours, theirs = (
+        pool.run(
+            scores, Layout(), named("scores", loss__reference=None, checkpoint__initialize_from=str(folder / at)), batch
+        )[0]
+        for at in ("start", "reference")
+    )
+    ratios = [one - other for one, other in zip(ours, theirs, strict=True)]
+    margins = [0.1 * (chosen - rejected) for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True)]
+    expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins)
+    assert abs(expected - math.log(2)) > 1e-3, "the two models differ"
+    pool.run(train_fresh, Layout(dp=2), named("compared"))
+    assert records(folder / "compared")[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    shutil.rmtree(folder / "reference")  # a run that goes on has the scores
+    shutil.rmtree(folder / "compared" / "checkpoints" / "step_00000002")
+    before = records(folder / "compared")
+    pool.run(train_fresh, Layout(dp=2), named("compared"))
+    assert records(folder / "compared") == before
+    shutil.copytree(folder / "start", folder / "reference")  # other weights under the same name
+    shared = folder / "cache" / "references"
+    known = set(shared.iterdir())
+    pool.run(train_fresh, Layout(), named("others"))
+    assert records(folder / "others")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    (path,) = set(shared.iterdir()) - known
+    found = np.load(io.BytesIO(path.read_bytes()[32:]))
+    found[::2] += 1  # of chosen answers: seen in the loss where the scores are taken
+    content = io.BytesIO()
+    np.save(content, found)
+    path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+    pool.run(train_fresh, Layout(), named("taken"))
+    assert records(folder / "taken")[0]["loss"] == pytest.approx(math.log1p(math.exp(0.1)), rel=1e-6)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    pool.run(train_fresh, Layout(), named("damaged"))
+    assert records(folder / "damaged")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def _batch_of(path: Path) -> list[Datum]:
+    """As the tokenizer of whole words has it: prompt, answer and the end."""
+    ids = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
+    found = []
+    for group, record in enumerate(map(json.loads, path.read_text().splitlines())):
+        prompt = [ids[word] for word in record["prompt"].split()]
+        for role in ("chosen", "rejected"):
+            answer = [*(ids[word] for word in record[role].split()), 1]
+            weights = [*[0.0] * len(prompt), *[1.0] * len(answer)]
+            found.append(Datum([*prompt, *answer], weights, member=GroupMember(group, role)))
+    return found
 
 
 @pytest.mark.fault(
