@@ -100,3 +100,9 @@ RUNS = (
     Published("Llama 3 8B", TITAN_A100, 0.582, "a100", 64, _config(_8B, {}, 64, 8192, **_SELECTIVE)),
     Published("Llama 3 70B", TITAN_A100, 0.517, "a100", 64, _config(_70B, {}, 64, 8192, recompute="full")),
 )  # fmt: skip
+
+GROWING = (
+    *((_config(_8B, {}, 512, 8192, **_SELECTIVE), num) for num in (8, 64, 512)),
+    *((_config(_70B, {"tp": 8, "pp": 4, "vpp": 5}, 5120, 8192), num) for num in (64, 512, 1024, 4096, 10240)),
+)
+"""Llama 3 8B and 70B from 8 to 10,240 GPUs with a fixed batch: (configuration, number of h100)."""

@@ -10,7 +10,7 @@ from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster
 from tests.paths import DOCS
-from tests.plan.search.published import RUNS, Published
+from tests.plan.search.published import GROWING, RUNS, Published
 
 FACTOR = 1.3
 """As docs/planning.md states it."""
@@ -47,3 +47,20 @@ def test_the_documentation_shows_these_numbers() -> None:
         (run.name, run.num_gpus, run.gpu, round(100 * run.mfu, 1), round(100 * predicted(run), 1)) for run in RUNS
     ]
     assert found == expected
+
+
+def test_the_documentation_shows_how_runs_grow() -> None:
+    text = (DOCS / "planning.md").read_text()
+    found = re.findall(
+        r"^\| Llama 3 \w+ \| (\d+) \| ([\w-]+) \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.MULTILINE
+    )
+    expected, shares = [], []
+    for config, num in GROWING:
+        layout, cluster = Layout.from_config(config, num), Cluster(GPUS["h100"])
+        cost = step_cost(config, layout, cluster)
+        shares.append(step_mfu(config, layout, cluster, cost.time.total))
+        row = (f"{cost.time.total:.2f}", f"{100 * shares[-1]:.1f}", f"{100 * cost.bubble_share:.1f}")
+        expected.append((str(num), str(layout), *row))
+    assert found == expected
+    assert shares[:3] == sorted(shares[:3], reverse=True), "a fixed batch over more GPUs"
+    assert shares[3:] == sorted(shares[3:], reverse=True)

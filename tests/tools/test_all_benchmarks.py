@@ -1,0 +1,99 @@
+"""The table of docs/performance.md: what is read from outputs, judged and written. Nothing is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tests.paths import DOCS, ROOT
+from tools.bench.all import BEGIN, Result, measured, of_gpu, table, written
+from tools.bench.rows import GPU_ROWS, ROWS, Row
+
+OUTPUTS = {
+    "training, dense: tokens per cpu-s": "| dense, single | loop: 1.040 (1.050) | trainer: 1.104 (1.100) |",
+    "finetuning, packed: trained tokens per cpu-s": "| transformers, padded to the longest | 0.68 | 342 | 1.92 |",
+    "output layer and loss in chunks: time": "whole 1.0 1.00 9\nchunks of 512       0.02    0.81       9",
+    "`mtrain --help`": "| import torch | 1.2 | 1 | 1 |\n| mtrain --help | 0.140 | 0.150 | 0.1 |",
+    "`mtrain tokenize --fast`": "ours, 1 worker  5.00  3.10  3.20\nours, 1 worker, --fast  50.00  30.00  31.00",
+    "packing 1M documents: samples per cpu-s": "| 500 | 4096 | 99.9%, 5.9 M/s (1.0x) | 99.9%, 0.1 M/s (41.5x) |",
+    "imbalance of 64 ranks x 8 rows up to 32k": "| 1000 | 2048 | 1.2 | 1.05 | 1.0100 |\n"
+    "| 8000 | 8192 | 1.2 | 1.05 | 1.0310 |",
+    "loss pairs: time added to a step": "| 2 (a) | 1 | 0.1 | 0.9 | 1.1 | 0.2 | 0.31 | 0.2 |\n"
+    "| 4 (b) | 3, apart | 1 | 1 | 1 | 1 | 9.0 | 9 |",
+    "import with proof, 2 workers: GB/s": "import and proof, 2 workers        1.20    0.71           100",
+    "checkpoint, 1, 2 and 4 ranks: GB/s": "| 1 (x) | 1.0 | 2.0 | 0.90 | 0.7 | 1.1 | 3 |\n"
+    "| 4 (x) | 1.0 | 2.0 | 0.42 | 0.7 | 1.2 | 3 |",
+}
+"""A row -> what its command prints."""
+EXPECTED = {
+    "training, dense: tokens per cpu-s": (1.04, "met"),
+    "finetuning, packed: trained tokens per cpu-s": (1.92, "met"),
+    "output layer and loss in chunks: time": (0.81, "met"),
+    "`mtrain --help`": (0.14, "bold"),
+    "`mtrain tokenize --fast`": (31.0, "bold"),
+    "packing 1M documents: samples per cpu-s": (41.5, "bold"),
+    "imbalance of 64 ranks x 8 rows up to 32k": (1.031, "missed"),
+    "loss pairs: time added to a step": (0.31, "bold"),
+    "import with proof, 2 workers: GB/s": (0.71, "met"),
+    "checkpoint, 1, 2 and 4 ranks: GB/s": (0.42, "missed"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_worst_figure_of_an_output_is_judged(name: str) -> None:
+    row = next(row for row in ROWS if row.name == name)
+    figure = row.figure(OUTPUTS[name])
+    assert figure is not None
+    assert (figure, row.verdict(figure)) == EXPECTED[name]
+    assert row.figure("something else") is None
+
+
+def test_every_row_of_the_page_has_a_command_that_is_there() -> None:
+    page = (DOCS / "performance.md").read_text()
+    lines = [line for line in page.partition(BEGIN)[2].splitlines() if line.startswith("|")]
+    named = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[2:]]
+    assert [each for each in named if each != ("", "")][: len(ROWS) + len(GPU_ROWS)] == [
+        (row.name, row.contender) for row in (*ROWS, *GPU_ROWS)
+    ]
+    assert [row.command[0] for row in ROWS if not (ROOT / "tools/bench" / row.command[0]).exists()] == []
+
+
+def test_a_command_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    missing = Row("none", "nothing", 1.0, 2.0, ("none.py",), "x")
+    broken = Row("broken", "nothing", 1.0, 2.0, ("rows.py", "--x"), r"no such (\d)")
+    found = measured([missing, broken], is_small=True)
+    assert [each.verdict for each in found] == ["tools/bench/none.py is not there", "the output has no such figure"]
+    text = table([*found, Result(missing, 0.5, profile="  3 f")], "a machine")
+    assert "| none | nothing | 1 | 2 | 0.5 | missed |" in text
+    assert "```text\n  3 f\n```" in text
+
+
+def test_a_table_takes_the_place_of_the_one_before() -> None:
+    page = f"# A\n{BEGIN}\nold\n<!-- end -->\nB"
+    assert written(written(page, "new"), "newer") == f"# A\n{BEGIN}\n\nnewer\n\n<!-- end -->\nB"
+    with pytest.raises(ValueError, match="the page needs a line"):
+        written("# A", "new")
+
+
+def test_rows_of_a_gpu_come_from_its_report() -> None:
+    assert {each.verdict for each in of_gpu(None)} == {"needs a GPU"}
+    dense = {"mtrain": {"MFU": 0.47, "update s": 0.02}, "compiled reference": {"mtrain is faster by": 0.99}}
+    report: dict[str, Any] = {
+        "machine": {"tiny": False},
+        "sections": {"1B": {"found": dense}, "8B, 8 layers": {"found": {}, "error": "stopped after 100 s"}},
+    }
+    verdicts = [each.verdict for each in of_gpu(report)]
+    assert verdicts == [
+        "met",
+        "bold",
+        "not in the report",
+        "stopped after 100 s",
+        "missed",
+        "not in the report",
+        "left out",
+    ]
+    with pytest.raises(typer.BadParameter, match="small shapes"):
+        of_gpu({"machine": {"tiny": True}, "sections": {}})

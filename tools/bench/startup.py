@@ -1,0 +1,52 @@
+"""What `mtrain --help` and `mtrain check` cost beside an empty interpreter: `python tools/bench/startup.py`.
+
+Commands alternate in rounds; each is a process of its own. Columns are wall seconds (best and median) and processor
+seconds (median) of it and what it starts.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parents[2]
+ALONE = ["--world-size", "1", "--without-files"]
+COMMANDS = {
+    "empty interpreter": ["-c", "pass"],
+    "import torch": ["-c", "import torch"],
+    "mtrain --help": ["-m", "mtrain", "--help"],
+    "mtrain check": ["-m", "mtrain", "check", "configs/model/tiny.yaml", "configs/run/pretrain.yaml", *ALONE],
+}
+
+
+def seconds_of(arguments: list[str]) -> tuple[float, float]:
+    """Wall and processor seconds of one run."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True)
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main(rounds: Annotated[int, typer.Option(min=1, help="of all commands")] = 7) -> None:
+    """Prints the table."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    for number in range(rounds + 1):
+        for name, arguments in COMMANDS.items():
+            times = seconds_of(arguments)
+            if number:  # the first round fills the page cache and compiles
+                found[name].append(times)
+    print("| command | best s | median s | cpu-s |\n|---|---|---|---|")
+    for name, times_of in found.items():
+        walls, cpus = zip(*times_of, strict=True)
+        print(f"| {name} | {min(walls):.3f} | {statistics.median(walls):.3f} | {statistics.median(cpus):.3f} |")
+
+
+if __name__ == "__main__":
+    typer.run(main)
