@@ -64,7 +64,7 @@ def run_flops_per_token(config: Config) -> float:
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)
     work = Work(seq, num_attended_pairs(seq, None), windowed, seq * (1 + model.mtp_depths))
-    return flops_of_step(model, work, config.adapter) / seq
+    return flops_of_step(model, work, config.adapter, config.sequences_per_sample > 1) / seq
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,22 @@ class Work:
     """Positions whose logits some term counts, those of tokens predicted ahead added."""
 
 
-def flops_of_step(model: ModelSection, work: Work, adapter: AdapterSection | None = None) -> float:
+def flops_of_step(
+    model: ModelSection, work: Work, adapter: AdapterSection | None = None, is_scored: bool = False
+) -> float:
     """Floating-point operations that training on a batch needs.
 
     As `flops_per_token`, but of what is there: matrices for tokens with text, attention for pairs inside documents,
     logits where a term counts them. A matrix has its forward product, the gradient of its input and its own: a frozen
     one, beside an adapter, lacks the last, so it counts twice and its adapter's pair three times. An embedding that is
     looked up counts nothing.
+
+    Args:
+        model: The architecture.
+        work: Of the batch.
+        adapter: What learns beside a frozen model.
+        is_scored: Whether a pass without a gradient goes first, as where sequences are compared: one forward product
+            more of everything.
     """
     layers = [*range(model.num_layers), *[model.num_layers - 1] * model.mtp_depths]
     parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -99,7 +108,8 @@ def flops_of_step(model: ModelSection, work: Work, adapter: AdapterSection | Non
     )
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.output_rows
     adapted = 0 if adapter is None else _adapter_products(model, adapter, work)
-    return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted))
+    once = products + attention + adapted if is_scored else 0
+    return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted) + once)
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:

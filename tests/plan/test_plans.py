@@ -203,6 +203,19 @@ def test_the_work_of_a_full_row_is_that_of_its_tokens() -> None:
         assert plan.flops_of_step(each.model, full_rows(each.model, 64)) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_a_pass_that_scores_is_a_third_of_a_step() -> None:
+    """And beside frozen matrices half of theirs."""
+    model = config().model
+    whole = full_rows(model, 64)
+    step = plan.flops_of_step(model, whole)
+    assert plan.flops_of_step(model, whole, None, True) == pytest.approx(step * 4 / 3, rel=1e-12)
+    adapted = config(adapter={"kind": "lora", "rank": 4, "targets": ["proj"]}).adapter
+    attention = whole.pairs * 2 * model.hidden_size * model.num_layers * 6
+    pair = 64 * model.num_layers * 6 * 4 * (64 + 64)
+    more = plan.flops_of_step(model, whole, adapted, True) - plan.flops_of_step(model, whole, adapted)
+    assert more == pytest.approx((step - attention) / 3 + attention / 3 + pair / 3, rel=1e-12)
+
+
 def test_documents_masks_and_frozen_matrices_cost_less() -> None:
     model = config().model
     whole = full_rows(model, 64)

@@ -68,7 +68,7 @@ def step_record(
     """
     counts, tokens = totals.tokens, totals.num_text_tokens
     work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)
-    flops = flops_of_step(run.config.model, work, run.config.adapter)
+    flops = flops_of_step(run.config.model, work, run.config.adapter, run.objective.preference is not None)
     is_half = run.config.train.precision == "fp16"
     return StepRecord(
         step=done,

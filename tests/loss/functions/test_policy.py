@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.loss.diagnostics import diagnosed, joined, reports
 from mtrain.loss.functions.dft import dft_loss
 from mtrain.loss.functions.kl import kl_loss
+from mtrain.loss.functions.load import extras_of, load_loss_function
 from mtrain.loss.functions.policy import cispo_loss, gspo_loss, ppo_loss
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, Extras, LossPair, TermInputs
@@ -108,6 +110,30 @@ def test_without_a_loss_token_there_is_nothing_to_report() -> None:
         "ratio": nothing,
         "ratio_max": -math.inf,
     }
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def test_the_policy_as_it_is_can_be_the_old_one(name: str) -> None:
+    """Ratios are 1 to the bit, and loss and gradient those of old_logprobs that the policy itself gives."""
+    rows = [([True, True, False, True, True, True], 1.5, 3), ([False, True, False, False, False, False], -1.0, 4)]
+    leaf = torch.randn(2, SEQ, VOCAB, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    function = load_loss_function(name, {"old_logprobs": False})
+    assert extras_of(function) == ("advantages",)
+    assert extras_of(load_loss_function(name, {"rollout_cap": 2.0} if name != "gspo" else {}))[:2] == (
+        "advantages",
+        "old_logprobs",
+    )
+    inputs = inputs_of(rows, leaf, [0, 1])
+    known = -inputs.logits.cross_entropy(inputs.labels).detach()
+    given = replace(inputs, extras=Extras({**inputs.extras, "old_logprobs": known}))
+    bare = replace(inputs, extras=Extras(advantages=inputs.extras["advantages"]))
+    found, expected = function(bare), load_loss_function(name, {})(given)
+    assert found.diagnostics["ratio"].tolist() == [6.0, 6.0]
+    assert found.diagnostics["ratio_max"] == 1
+    assert found.numerator == expected.numerator
+    gradients = [torch.autograd.grad(each.numerator, leaf, retain_graph=True)[0] for each in (found, expected)]
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
 
 
 @reports("margin")
