@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mtrain.base.background import mapped
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
@@ -70,16 +71,14 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
             # The last stage's copy of a tied table: drawn as the first stage draws it, so the two begin alike without a
             # broadcast.
             name = _EMBEDDING
-        values = _draw(
-            f"{config.train.seed}:{name}", shape[1:], offset[0], shard.local_shape[0], _deviation(name, shape, config)
-        )
-        # Whole rows are drawn first, so a cut along columns (RowParallelLinear) gets the same numbers under any tp.
-        for dim, (start, size) in enumerate(zip(offset[1:], shard.local_shape[1:]), start=1):
-            values = values.narrow(dim, start, size)
+        # on the host, in the parameter's dtype: of a GPU's one copy for the whole shard
+        host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
+        draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), _deviation(name, shape, config))
         if name in _VOCABULARY:
             # How many rows only pad depends on tp: zeros, which no layout can tell from each other.
-            values[max(0, config.model.vocab_size - offset[0]) :] = 0.0
-        shard.data.copy_(values)  # rounds to the parameter's dtype once, and moves it to its device
+            host[max(0, config.model.vocab_size - offset[0]) :] = 0.0
+        if host is not shard.data:
+            shard.data.copy_(host)
 
 
 def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:
@@ -92,13 +91,32 @@ def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:
     return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std
 
 
-def _draw(name: str, columns: tuple[int, ...], first_row: int, num_rows: int, deviation: float) -> Tensor:
-    """Rows [first_row, first_row + num_rows) of the global tensor; whole blocks are drawn."""
-    first_block, last_block = first_row // _ROWS_PER_BLOCK, (first_row + num_rows - 1) // _ROWS_PER_BLOCK
-    blocks = []
-    for block in range(first_block, last_block + 1):
+def draw(target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, ...], deviation: float) -> None:
+    """Fills a part of a tensor; several threads where torch has several.
+
+    A block is drawn in float32, rounded once, and cut while it lies in the processor's cache: the whole tensor never
+    exists in float32. Blocks are drawn whole, since a generator cannot skip: a cut along columns (RowParallelLinear)
+    draws the columns of others, too, and gets the same numbers under any tp.
+
+    Args:
+        target: On the CPU, of any dtype.
+        name: With the seed, says which numbers.
+        shape: Of the global tensor.
+        offset: Of the target in it.
+        deviation: Standard deviation.
+    """
+    first, end = offset[0], offset[0] + target.shape[0]
+    columns = [slice(start, start + size) for start, size in zip(offset[1:], target.shape[1:])]
+
+    @torch.no_grad()  # holds for one thread
+    def fill(block: int) -> None:
         digest = hashlib.sha256(f"{name}:{block}".encode()).digest()
         # Of the CPU, on GPUs too: both draw the same numbers.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        blocks.append(torch.empty(_ROWS_PER_BLOCK, *columns).normal_(0.0, deviation, generator=generator))
-    return torch.cat(blocks).narrow(0, first_row - first_block * _ROWS_PER_BLOCK, num_rows)
+        values = torch.empty(_ROWS_PER_BLOCK, *shape[1:]).normal_(0.0, deviation, generator=generator)
+        start = block * _ROWS_PER_BLOCK
+        low, high = max(first, start), min(end, start + _ROWS_PER_BLOCK)
+        target[low - first : high - first] = values[(slice(low - start, high - start), *columns)]
+
+    blocks = range(first // _ROWS_PER_BLOCK, (end - 1) // _ROWS_PER_BLOCK + 1)
+    mapped(fill, blocks, min(torch.get_num_threads(), len(blocks)))

@@ -1,13 +1,17 @@
 """The run starts from the same weights whatever the layout."""
 
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import build_model
+from mtrain.mcore.model.init_weights import draw
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding
@@ -85,3 +89,39 @@ def test_tensors_and_seeds_differ(pool: Pool, single: Arrays) -> None:
     assert len({row.tobytes() for row in blocks}) == len(blocks)
     other = weights_of(pool, case(), train__seed=7)
     assert all(other[name].tobytes() != single[name].tobytes() for name in layers)
+
+
+WHOLE = (600, 3, 20)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of torch, for the time of a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def defined() -> torch.Tensor:
+    """The whole tensor: 256 rows from each generator, seeded by the first 63 bits of a SHA-256."""
+    blocks = []
+    for block in range(3):
+        digest = hashlib.sha256(f"7:w:{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        blocks.append(torch.empty(256, *WHOLE[1:]).normal_(0.0, 0.5, generator=generator))
+    return torch.cat(blocks)[: WHOLE[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("offset", "shape"), [((0, 0, 0), WHOLE), ((250, 0, 5), (300, 3, 10)), ((512, 1, 0), (88, 2, 20))]
+)
+def test_a_part_is_that_of_the_whole(
+    threads: int, dtype: torch.dtype, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))  # which asks for gradients
+    with torch.no_grad():
+        draw(parameter, "7:w", WHOLE, offset, 0.5)
+    part = defined()[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
+    assert torch.equal(parameter.detach(), part.to(dtype))
