@@ -74,12 +74,9 @@ def ours(bench: Bench, config: Config, groups: Groups) -> Contender:
     return Contender(accumulate, update)
 
 
-def stock(bench: Bench, config: Config, groups: Groups) -> Contender:
-    """megatron-core as it comes without TransformerEngine: local spec, its DDP, optimizer and normalisation.
-
-    One row a microbatch: its attention holds all scores.
-    """
-    model, seq, dtype = config.model, config.data.seq_length, torch.bfloat16
+def _stock_model(config: Config, groups: Groups) -> tuple[TransformerConfig, GPTModel]:
+    """megatron-core's own layers for the architecture of a configuration, in bf16."""
+    model = config.model
     experts = model.experts
     of_experts: dict[str, Any] = {}
     if experts is not None:
@@ -107,7 +104,7 @@ def stock(bench: Bench, config: Config, groups: Groups) -> Contender:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=True,
-        params_dtype=dtype,
+        params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
         **of_experts,
@@ -116,11 +113,21 @@ def stock(bench: Bench, config: Config, groups: Groups) -> Contender:
         translated,
         get_gpt_layer_local_spec(None if experts is None else experts.num_experts, normalization="RMSNorm"),
         vocab_size=-(-model.vocab_size // 128) * 128,
-        max_sequence_length=seq,
+        max_sequence_length=config.data.seq_length,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         pg_collection=groups.collection,
     ).to(groups.device)
+    return translated, gpt
+
+
+def stock(bench: Bench, config: Config, groups: Groups) -> Contender:
+    """megatron-core as it comes without TransformerEngine: local spec, its DDP, optimizer and normalisation.
+
+    One row a microbatch: its attention holds all scores.
+    """
+    seq, dtype = config.data.seq_length, torch.bfloat16
+    translated, gpt = _stock_model(config, groups)
     wrapped = DistributedDataParallel(
         config=translated,
         ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True),
