@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.config import Config
+from mtrain.plan.search.hardware import GIB, Cluster, Gpu
 
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198, table 5 (selective recomputation, sequence parallelism)"
 LLAMA3 = "Grattafiori et al. 2024, arXiv 2407.21783, table 4"
@@ -100,6 +101,17 @@ RUNS = (
     Published("Llama 3 8B", TITAN_A100, 0.582, "a100", 64, _config(_8B, {}, 64, 8192, **_SELECTIVE)),
     Published("Llama 3 70B", TITAN_A100, 0.517, "a100", 64, _config(_70B, {}, 64, 8192, recompute="full")),
 )  # fmt: skip
+
+V6E = Cluster(Gpu("v6e", 918e12, 115e12, 32 * GIB, 1.64e12, 224e9, 25e9, 0.62, 0.42), gpus_per_node=256)
+"""A pod of Google's Trillium by its data sheet, all chips on one interconnect; efficiencies are those of an h100."""
+MAXTEXT_SOURCE = "MaxText v0.2.0, documentation, reference/models/tiering.html: Trillium, bf16, sequences of 8192"
+MAXTEXT = (
+    Published("Llama 3.1 8B", MAXTEXT_SOURCE, 0.4546, "v6e", 256, _config(_8B, {}, 768, 8192, **_SELECTIVE)),
+    Published("Llama 3.1 70B", MAXTEXT_SOURCE, 0.5033, "v6e", 256, _config(_70B, {}, 512, 8192, **_SELECTIVE)),
+    Published("Llama 3.1 405B", MAXTEXT_SOURCE, 0.3855, "v6e", 256, _config(_405B, {}, 256, 8192, recompute="full")),
+)
+"""Batches and recomputation are not said there: core attention is assumed, and all layers of 405B, for which 32 GiB a
+chip leave no choice."""
 
 GROWING = (
     *((_config(_8B, {}, 512, 8192, **_SELECTIVE), num) for num in (8, 64, 512)),

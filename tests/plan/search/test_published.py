@@ -10,7 +10,7 @@ from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster
 from tests.paths import DOCS
-from tests.plan.search.published import GROWING, RUNS, Published
+from tests.plan.search.published import GROWING, MAXTEXT, RUNS, V6E, Published
 
 FACTOR = 1.3
 """As docs/planning.md states it."""
@@ -64,3 +64,17 @@ def test_the_documentation_shows_how_runs_grow() -> None:
     assert found == expected
     assert shares[:3] == sorted(shares[:3], reverse=True), "a fixed batch over more GPUs"
     assert shares[3:] == sorted(shares[3:], reverse=True)
+
+
+def test_maxtext_on_trillium_is_predicted_within_the_same_factor() -> None:
+    """Another maker's chips, of which nothing was fitted."""
+    found = re.findall(
+        r"^\| MaxText (.+?) \| ([\d.]+) % \| ([\d.]+) % \|", (DOCS / "planning.md").read_text(), re.MULTILINE
+    )
+    expected = []
+    for run in MAXTEXT:
+        layout = Layout.from_config(run.config, run.num_gpus)
+        ours = step_mfu(run.config, layout, V6E, step_cost(run.config, layout, V6E).time.total)
+        assert run.mfu / FACTOR < ours < run.mfu * FACTOR
+        expected.append((run.name, f"{100 * run.mfu:.1f}", f"{100 * ours:.1f}"))
+    assert found == expected
