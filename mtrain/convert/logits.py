@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.environment import RankEnvironment
-from mtrain.base.errors import MachineError
+from mtrain.base.errors import ConfigError, MachineError
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
@@ -36,12 +36,18 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
             that compute.
 
     Raises:
+        ConfigError: The model has a head.
         DataError: One of them is damaged.
         MachineError: transformers is not installed.
     """
     entry = checkpoint_at(checkpoint).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     model = source_of(entry.path).model
+    if model.num_labels is not None:
+        raise ConfigError(
+            f"--check-logits compares logits of tokens, but {entry.path} has a head (model.num_labels="
+            f"{model.num_labels}); leave it out: every tensor is compared by its bits without it"
+        )
     main = open_source(hf).dtype == torch.float32
     tokens = random_tokens(model.vocab_size)
     try:

@@ -67,6 +67,16 @@ def test_legal_combinations_run_on_two_copies_of_the_model(model: str, layout: s
     assert Layout.from_config(load(model, layout, run), 2 * LAYOUTS[layout]).dp == 2
 
 
+def test_a_reward_model_is_a_head_on_any_model() -> None:
+    found = load("tiny", run="reward_model")
+    assert (found.sequences_per_step, found.model.output_rows, found.model.ties_output) == (128, 1, False)
+    whole = load("tiny", run="preference").model
+    assert (
+        plan.num_parameters(whole) - plan.num_parameters(found.model)
+        == ((0 if whole.tied_embeddings else whole.vocab_size) - 1) * whole.hidden_size
+    )
+
+
 def test_preferences_are_pairs_of_sequences() -> None:
     found = load("tiny", run="preference")
     assert (found.sequences_per_step, found.loss.aggregation) == (128, "seq-mean-token-sum")

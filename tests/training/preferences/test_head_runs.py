@@ -10,9 +10,10 @@ import pytest
 import tokenizers
 import torch
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
+from mtrain.convert.logits import compare_logits
 from mtrain.hf.schema.description import with_architecture
 from mtrain.plan.layout import Layout
 from tests.config.samples import content
@@ -106,6 +107,8 @@ def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and
             assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
             assert ours["diagnostics"] == pytest.approx(theirs["diagnostics"], rel=1e-4, abs=1e-5)
     export_hf(folder / "packed", folder / "rewards", None, None, 1)
+    with pytest.raises(ConfigError, match=r"compares logits of tokens, but .* has a head"):
+        compare_logits(folder / "packed", folder / "rewards")
     described = json.loads((folder / "rewards" / "config.json").read_text())
     assert described["architectures"] == ["LlamaForSequenceClassification"]
     sequences = [[5, 6, 7], [3], [8, 2, 9, 10, 4]]
