@@ -116,7 +116,6 @@ def engine_contender(folder: str, shape: Shape, layout: str, overrides: Sequence
         "optimizer.decay_norms_and_biases=true",
         "optimizer.schedule=constant",
         f"data={{kind: mock, seq_length: {shape.seq}}}",
-        *(["model.experts.balance=none"] if shape.experts else []),
         *overrides,
     ]
     engine = Engine(load_config([], settings))
