@@ -85,7 +85,7 @@ class Optimizer:
 
     def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self.chunks = list(chunks)
-        translated = optimizer_config(config)
+        translated = optimizer_config(config, groups.layout)
         # Empty and not None, for which megatron-core would take its standard overrides: no decay of vectors and biases.
         overrides = {} if config.optimizer.decay_norms_and_biases else get_standard_config_overrides(translated)
         self.inner: MegatronOptimizer = get_megatron_optimizer(

@@ -223,7 +223,7 @@ def _wrap(
 ) -> DistributedDataParallel:
     return DistributedDataParallel(
         config=translated,
-        ddp_config=ddp_config(config),
+        ddp_config=ddp_config(config, groups.layout),
         module=_in_precision(config, translated, chunk),
         disable_bucketing=index > 0,  # as Megatron-LM: only the first chunk's gradients are reduced in buckets
         pg_collection=groups.collection,

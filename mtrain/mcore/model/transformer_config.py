@@ -194,18 +194,25 @@ def _recomputed(train: TrainSection) -> dict[str, Any]:
             assert_never(never)
 
 
-def ddp_config(config: Config) -> DistributedDataParallelConfig:
+def _divides_optimizer(config: Config, layout: Layout) -> bool:
+    """Whether replicas share an optimizer's work; alone it would only copy gradients and weights to themselves."""
+    train = config.train
+    has_replicas = layout.dp * layout.cp > 1 or layout.edp > 1
+    return train.distributed_optimizer and (has_replicas or train.overlap_param_gather)
+
+
+def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
     """Gradient buckets: always summed in float32, never averaged."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # sums over microbatches and ranks would lose bits in half precision
         overlap_grad_reduce=config.train.overlap_grad_reduce,
         overlap_param_gather=config.train.overlap_param_gather,
-        use_distributed_optimizer=config.train.distributed_optimizer,
+        use_distributed_optimizer=_divides_optimizer(config, layout),
         average_in_collective=False,  # a mean over ranks would divide before the one division
     )
 
 
-def optimizer_config(config: Config) -> OptimizerConfig:
+def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     """AdamW with decoupled weight decay; the learning rate is set at every step."""
     section = config.optimizer
     return OptimizerConfig(
@@ -224,7 +231,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         min_loss_scale=SMALLEST_LOSS_SCALE,
         loss_scale_window=1000,
         hysteresis=2,
-        use_distributed_optimizer=config.train.distributed_optimizer,
+        use_distributed_optimizer=_divides_optimizer(config, layout),
         overlap_param_gather=config.train.overlap_param_gather,
         log_num_zeros_in_grad=False,
     )

@@ -46,3 +46,14 @@ def test_adamw_updates_a_group_in_one_pass(pool: Pool) -> None:
     (found,) = pool.run(operations, Layout(), config, three_steps()[0])
     assert found["update"]["_fused_adamw_"] == 2  # with and without weight decay
     assert not {"_foreach_lerp_", "_foreach_addcdiv_", "addcdiv_"} & found["update"].keys()
+
+
+def test_a_rank_without_replicas_copies_neither_gradients_nor_weights_to_itself(pool: Pool) -> None:
+    config = SINGLE.config(model__num_layers=1)
+    assert config.train.distributed_optimizer
+    (found,) = pool.run(operations, Layout(), config, three_steps()[0])
+    exchanges = {
+        name for counts in found.values() for name in counts if "reduce_scatter" in name or "allgather" in name
+    }
+    assert exchanges == set()
+    assert found["update"]["copy_"] == 0
