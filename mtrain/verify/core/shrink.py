@@ -66,11 +66,19 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
         ConfigError: the model has dropout, or something that changes with the layout by definition.
     """
     refuse_incomparable(config)
-    also: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}}
+    also = in_float32(config)
     if config.data.packing is not None:
         # the reference knows which samples a step holds where it counts samples
         also["data"] = {"packing": {"batch": "sequences"}}
     return small(config, trials, seq_length, also)
+
+
+def in_float32(config: Config) -> dict[str, dict[str, Any]]:
+    """Section -> key -> value that make a run compute in float32, which TransformerEngine's layers do not."""
+    changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}}
+    if config.model.backend == "te":
+        changed["model"] = {"backend": "auto"}
+    return changed
 
 
 def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mapping[str, Mapping[str, Any]]) -> Shrunk:

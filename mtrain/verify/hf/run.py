@@ -29,7 +29,7 @@ from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan
-from mtrain.verify.core.shrink import refuse_incomparable
+from mtrain.verify.core.shrink import in_float32, refuse_incomparable
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import denominator_tolerance
 from mtrain.verify.hf.worker import run_from_hf
@@ -107,10 +107,10 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
             "the rest"
         )
     wanted: dict[str, dict[str, Any]] = {
-        "train": {"precision": "fp32"},
-        "model": {"mtp_depths": 0},
+        **in_float32(config),
         "optimizer": {"kind": "adamw"},
     }
+    wanted["model"] = {"mtp_depths": 0} | wanted.get("model", {})
     lines = tuple(
         f"{name}.{key}: {getattr(getattr(config, name), key)} -> {value}"
         for name, values in wanted.items()

@@ -132,10 +132,16 @@ def test_derived_layouts_are_legal_on_every_shipped_model(path: Path, layout: st
     assert len({prepared(trial, small).name for trial in trials}) == len(trials) >= 8
 
 
-def test_what_was_changed_is_told() -> None:
+def test_what_was_changed_is_said() -> None:
     changes = shrink(config(model__hidden_size=512), ONE).changes
     assert "model.hidden_size: 512 -> 32" in changes
     assert all(" -> " in line for line in changes)
+
+
+def test_layers_that_know_no_float32_give_way() -> None:
+    found = shrink(config(train__precision="bf16", model__backend="te"), ONE)
+    assert {"train.precision: bf16 -> fp32", "model.backend: te -> auto"} <= set(found.changes)
+    assert shrink(config(train__precision="bf16", model__backend="torch"), ONE).config.model.backend == "torch"
 
 
 @pytest.mark.parametrize("key", ["attention_dropout", "hidden_dropout"])
