@@ -53,7 +53,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
         gradients_bytes=held.total * FP32_BYTES,
         optimizer_bytes=FP32_BYTES * own_share(config, layout, kept),
         activations_bytes=activation_bytes(config, layout, pp_rank),
-        update_bytes=_update_bytes(config, own_share(config, layout, held), largest),
+        update_bytes=_update_bytes(own_share(config, layout, held), largest),
     )
 
 
@@ -104,7 +104,7 @@ def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParame
     return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
 
 
-def _update_bytes(config: Config, state_elements: int, largest: int) -> int:
-    """What an update makes for a moment: torch's AdamW takes the root of all second moments at once on a GPU, and on a
-    CPU of one parameter after the other, which it then divides."""
-    return FP32_BYTES * (2 * min(largest, state_elements) if config.train.device == "cpu" else state_elements)
+def _update_bytes(state_elements: int, largest: int) -> int:
+    """What an update makes for a moment: clipping multiplies one parameter's gradient after the other. The fused AdamW
+    makes nothing."""
+    return FP32_BYTES * min(largest, state_elements)
