@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
+from mtrain.config.extras import as_configured, column
 from mtrain.data.samples.sample import Sample, shifted
+from mtrain.data.samples.top_k import TOP_K_IDS, TOP_K_LOGPROBS, top_k_fault
 from mtrain.loss.preference.member import GroupMember
 
 
@@ -27,11 +29,12 @@ class Datum:
     comes before it. None: every token counts 1."""
     weight: float = 1.0
     """What the whole sequence counts, at least 0."""
-    extras: Mapping[str, Sequence[float] | float] = field(default_factory=dict)
+    extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | float] = field(default_factory=dict)
     """What a loss function reads beside the weights, by name, such as advantages: finite numbers, float32 precision.
     One for the whole sequence; or one a token, of which the first is not used; or one a predicted token, as
     `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has len(input_ids) of
-    them, one of predicted tokens one less. Names that no loss function needs are checked and left out."""
+    them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's log-probabilities of
+    `topk_distillation`. Names that no loss function needs are checked and left out."""
     member: GroupMember | None = None
     """Its part in a group, for losses that compare whole sequences such as dpo."""
     label: int | None = None
@@ -76,7 +79,9 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
     # position t predicts token t + 1, so the weight of the first token has no position
-    sample = shifted(ids, weights[1:], datum.weight, extras=_extras(datum, len(ids), name, needed))
+    extras = _extras(datum, len(ids), name, needed)
+    _check_top_k(extras, weights[1:] > 0, config.model.vocab_size, name)
+    sample = shifted(ids, weights[1:], datum.weight, extras=extras)
     return replace(sample, member=datum.member)
 
 
@@ -103,35 +108,62 @@ def _judged(datum: Datum, name: str, num_labels: int, length: int) -> Datum:
 
 def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:
     """Of the predicted tokens, or of the whole sequence."""
-    missing = [extra for extra in needed if extra not in datum.extras]
+    found: dict[str, NDArray[np.float32] | float] = {}
+    for extra, values in datum.extras.items():
+        found |= _columns(_checked_extra(values, num_tokens, extra, name), extra)
+    wanted = as_configured(needed)
+    missing = [extra for extra, columns in wanted.items() if not {*columns} <= {*found}]
     if missing:
+        given = ", ".join(as_configured(found))
         raise _fault(
-            f"{name} has {'the extras ' + ', '.join(datum.extras) if datum.extras else 'no extras'}, but the loss "
-            f"functions need {', '.join(needed)}; give {', '.join(missing)} in Datum.extras"
+            f"{name} has {'the extras ' + given if given else 'no extras'}, but the loss "
+            f"functions need {', '.join(wanted)}; give {', '.join(missing)} in Datum.extras"
         )
-    return {extra: _checked_extra(values, num_tokens, extra, name) for extra, values in datum.extras.items()}
+    return found
+
+
+def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArray[np.float32] | float]:
+    """Each [num_tokens - 1], or one number."""
+    if isinstance(values, float) or values.ndim == 1:
+        return {extra: values}
+    return {column(extra, number): values[:, number] for number in range(values.shape[1])}
+
+
+def _check_top_k(
+    extras: Mapping[str, NDArray[np.float32] | float], is_counted: NDArray[np.bool_], vocab_size: int, name: str
+) -> None:
+    of_tokens = {
+        extra: values
+        for extra, values in extras.items()
+        if extra.startswith((f"{TOP_K_IDS}[", f"{TOP_K_LOGPROBS}[")) and not isinstance(values, float)
+    }
+    if of_tokens:
+        fault = top_k_fault(np.stack([*of_tokens.values()], axis=1), [*of_tokens], is_counted, vocab_size)
+        if fault is not None:
+            raise _fault(f"{name} has, at predicted token {fault.row}, {fault.why}")
 
 
 def _checked_extra(
-    given: Sequence[float] | float, num_tokens: int, extra: str, name: str
+    given: Sequence[Sequence[float]] | Sequence[float] | float, num_tokens: int, extra: str, name: str
 ) -> NDArray[np.float32] | float:
-    """[num_tokens - 1], or one number."""
+    """[num_tokens - 1], [num_tokens - 1, k], or one number."""
     try:
         # what float32 cannot hold becomes inf, and is refused as such below
         with np.errstate(over="ignore"):
             values = np.asarray(given, dtype=np.float32)
     except (TypeError, ValueError, OverflowError) as error:
         raise _fault(f"{name} has an extra {extra!r} that is not made of numbers ({error}); give numbers") from error
-    if values.shape not in ((), (num_tokens,), (num_tokens - 1,)):
+    is_row_a_token = values.ndim in (1, 2) and len(values) in (num_tokens, num_tokens - 1)
+    if values.ndim and not is_row_a_token:
         raise _fault(
             f"{name} has {num_tokens} input_ids, but an extra {extra!r} of shape {list(values.shape)}; give one number "
             f"a token ({num_tokens}), one a predicted token ({num_tokens - 1}), or one for the whole sequence"
         )
     if not np.isfinite(values).all():
-        places = np.flatnonzero(~np.isfinite(values))
-        where = f" at place {places[0]}" if values.ndim else ""
+        place = tuple(int(each) for each in np.argwhere(~np.isfinite(values))[0])
+        where = f" at place {', '.join(map(str, place))}" if place else ""
         raise NumericError(
-            f"{name} has an extra {extra!r} that is {values.reshape(-1)[places[0]]}{where}; every number of it must be "
+            f"{name} has an extra {extra!r} that is {values[place]}{where}; every number of it must be "
             "finite in float32, also where the weight is 0: look at what has made it, and write 0 where there is none"
         )
     if not values.ndim:

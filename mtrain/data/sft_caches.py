@@ -17,6 +17,7 @@ from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
 from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.samples.tokenized import SampleEncoder
+from mtrain.data.samples.top_k import top_k_fault
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 _NOT_OF_RECORDS = frozenset(
@@ -81,7 +82,8 @@ class SftCaches:
         )
         cache = token_cache(job, self._fingerprint, options)
         _check_bad(cache, path, section)
-        _check_extras(cache, section.extras)
+        _check_extras(cache, section.extra_columns)
+        _check_top_k(cache, section.extra_columns, self._vocab_size)
         if cache.highest_id >= self._vocab_size:
             raise DataError(
                 f"{path} holds token {cache.highest_id}, but model.vocab_size is {self._vocab_size}; take the model's "
@@ -127,12 +129,29 @@ def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
     if not is_bad.any():
         return
     token, column = (int(each[0]) for each in np.nonzero(is_bad))
-    index = int(np.searchsorted(cache.starts, token, side="right")) - 1
+    place, number = _place_of_token(cache, token)
     raise NumericError(
-        f"{cache.place(index)}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token "
-        f"{token - cache.starts[index]}; every number of it must be finite in float32, also where the mask is 0: look "
-        "at what has made it, and write 0 where there is none"
+        f"{place}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; every "
+        "number of it must be finite in float32, also where the mask is 0: look at what has made it, and write 0 where "
+        "there is none"
     )
+
+
+def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> None:
+    """
+    Raises:
+        DataError: A teacher's cached log-probabilities cannot be those of one.
+    """
+    fault = top_k_fault(cache.extras, names, cache.is_counted, vocab_size) if names else None
+    if fault is not None:
+        place, number = _place_of_token(cache, fault.row)
+        raise DataError(f"{place}: has, at token {number}, {fault.why}")
+
+
+def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
+    """The record that a token stands in, and its number there."""
+    index = int(np.searchsorted(cache.starts, token, side="right")) - 1
+    return cache.place(index), int(token - cache.starts[index])
 
 
 def _shown(cache: TokenCache) -> str:

@@ -264,7 +264,7 @@ class Sources:
                 if (compares := compared(self._config.loss, data)) is not None:
                     return self._open_preferences(data, tokens, part, compares)
                 numbers = _numbers(data, part, len(tokens))
-                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, data.extras, self._is_judged)
+                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, data.extra_columns, self._is_judged)
                 self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
                 return found
             case IndexedSection():

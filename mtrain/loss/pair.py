@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
+from mtrain.config.extras import column
 from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.sequences import PackedSequences, TokenSources, sum_by_sequence, sum_by_source, sum_over_ranks
 
@@ -163,7 +164,8 @@ def needs_extras(*names: str, **by_option: str) -> Callable[[Function], Function
     """Marks a loss function that reads `TermInputs.extras`: data without them are refused before a step.
 
     Args:
-        names: Of those that it always reads.
+        names: Of those that it always reads. One as "topk_ids[k]" has so many numbers a token as the function's option
+            `k` says; `stacked_extra` gives them.
         by_option: Option of the function -> extra that it reads where the option is neither None nor 0 nor False.
     """
 
@@ -172,6 +174,17 @@ def needs_extras(*names: str, **by_option: str) -> Callable[[Function], Function
         return function
 
     return marked
+
+
+def stacked_extra(inputs: TermInputs, name: str, width: int) -> Tensor:
+    """[batch, seq, width] float32: an extra of several numbers a token.
+
+    Args:
+        inputs: The microbatch.
+        name: Of the extra, as in `Datum.extras`.
+        width: Its numbers a token that are used, from the first on.
+    """
+    return torch.stack([inputs.extras[column(name, number)] for number in range(width)], dim=-1)
 
 
 def per_token(function: Function) -> Function:

@@ -13,6 +13,7 @@ from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
+from mtrain.config.extras import as_configured
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective
@@ -157,11 +158,12 @@ def _check_extras(objective: Objective, config: Config) -> None:
     Raises:
         ConfigError: The records do not bring along what the loss functions read.
     """
-    missing = [name for name in objective.extras if name not in config.data.extras]
+    needed = as_configured(objective.extras)
+    missing = [name for name, columns in needed.items() if not {*columns} <= {*config.data.extra_columns}]
     if missing:
         raise ConfigError(
             f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
-            f"{', '.join(objective.extras)} beside each token; set data.extras=[{','.join(objective.extras)}] with "
+            f"{', '.join(needed)} beside each token; set data.extras=[{','.join(needed)}] with "
             "data.kind=sft, and give records these keys"
         )
 

@@ -3,14 +3,24 @@
 import torch
 from torch import Tensor
 
-from mtrain.loss.pair import TermInputs
+from mtrain.loss.pair import Extras, TermInputs
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 
 VOCAB = 11
 
 
-def term_inputs(weights: Tensor, seed: int = 0, denominator_weights: Tensor | None = None) -> TermInputs:
-    """Random float32 logits of a model and a teacher, and labels; both kinds of weights are alike by default."""
+def top_k_extras(teacher: Tensor, k: int) -> Extras:
+    """The likeliest tokens of [seq, batch, vocab] logits, as cached."""
+    found = teacher.log_softmax(-1).topk(k).values, teacher.topk(k).indices.float()
+    names = "topk_logprobs", "topk_ids"
+    return Extras({f"{name}[{j}]": each[..., j].t() for name, each in zip(names, found, strict=True) for j in range(k)})
+
+
+def term_inputs(
+    weights: Tensor, seed: int = 0, denominator_weights: Tensor | None = None, top_k: int = 3
+) -> TermInputs:
+    """Random float32 logits of a model and a teacher, also as its likeliest tokens, and labels; both kinds of weights
+    are alike by default."""
     generator = torch.Generator().manual_seed(seed)
     batch, seq = weights.shape
     logits = torch.randn(seq, batch, VOCAB, generator=generator).requires_grad_()
@@ -23,4 +33,5 @@ def term_inputs(weights: Tensor, seed: int = 0, denominator_weights: Tensor | No
         denominator_weights=(weights if denominator_weights is None else denominator_weights).double(),
         tokens=tokens,
         teacher=VocabParallelLogits(teacher, None, 0, VOCAB),
+        extras=top_k_extras(teacher, top_k),
     )

@@ -19,6 +19,27 @@ def entropy(logits: Tensor) -> Tensor:
     return -(probabilities * probabilities.log()).sum(-1)
 
 
+def top_k_divergence(
+    logits: Tensor, extras: dict[str, Tensor], is_counted: Tensor, k: int, remainder: str = "bucket"
+) -> Tensor:
+    """KL from k given probabilities and, as one more outcome, all the rest: [length, vocab_size] logits -> [length]."""
+    losses = []
+    for place, log_probs in enumerate(logits.log_softmax(-1)):
+        if not is_counted[place]:
+            losses.append(logits.new_zeros(()))
+            continue
+        ids = [int(extras[f"topk_ids[{number}]"][place]) for number in range(k)]
+        teacher = torch.stack([extras[f"topk_logprobs[{number}]"][place] for number in range(k)]).exp()
+        others = [each for each in range(len(log_probs)) if each not in ids]
+        model = log_probs[ids]
+        if remainder == "bucket":
+            teacher = torch.cat([teacher, 1 - teacher.sum()[None]])
+            model = torch.cat([model, log_probs[others].logsumexp(0)[None]])
+        target = torch.distributions.Categorical(probs=teacher).probs
+        losses.append((target * (target.log() - model)).sum())
+    return torch.stack(losses) if losses else logits.sum(-1)
+
+
 def divergence(logits: Tensor, teacher_logits: Tensor, direction: str = "forward", temperature: float = 1.0) -> Tensor:
     """KL(teacher || model), or the reverse: [length, vocab_size] logits each -> [length]."""
     model, teacher = (each / temperature for each in (logits, teacher_logits))

@@ -152,6 +152,8 @@ def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_
             return distributions.entropy(logits)
         case "distillation":
             return distributions.divergence(logits, teacher_logits, **term.options)
+        case "topk_distillation":
+            return distributions.top_k_divergence(logits, sequence.extras, sequence.weights > 0, **term.options)
         case name if name in POLICY_LOSSES:
             return POLICY_LOSSES[name](logits, sequence, **term.options)
         case _:

@@ -44,11 +44,24 @@ def rollouts() -> list[dict[str, Any]]:
     return records
 
 
+def of_teacher() -> list[dict[str, Any]]:
+    """The same texts with the three likeliest tokens of a teacher at each."""
+    rng, records = np.random.default_rng(4), []
+    for each in rollouts():
+        logits = rng.normal(0, 2, (len(each["input_ids"]), VOCAB))
+        best = np.argsort(-logits, axis=1)[:, :3]
+        given = np.take_along_axis(logits, best, axis=1) - np.log(np.exp(logits).sum(1, keepdims=True))
+        kept = {name: each[name] for name in ("input_ids", "loss_mask")}
+        records.append(kept | {"topk_ids": best.tolist(), "topk_logprobs": given.tolist()})
+    return records
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rollouts and a tokenizer."""
     path = tmp_path_factory.mktemp("policy")
     (path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rollouts()))
+    (path / "teacher.jsonl").write_text("".join(json.dumps(each) + "\n" for each in of_teacher()))
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *map(str, range(VOCAB - 3))])}
     model = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -98,6 +111,38 @@ def test_rollouts_of_a_file_are_those_of_a_program(pool: Pool, folder: Path) -> 
         assert record["objective"] == pytest.approx(step.objective, rel=1e-5)
         assert set(step.diagnostics) == {"clip_fraction", "approximate_kl", "ratio", "ratio_max"}
     assert steps[0].loss != steps[1].loss
+
+
+def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path) -> None:
+    """Of a file under tp and cp, packed, as of a program on one rank; where the file has fewer than asked: refused."""
+    given: dict[str, Any] = {
+        "run__dir": str(folder / "distilled"),
+        "data__train": [{"path": str(folder / "teacher.jsonl")}],
+        "data__extras": ["topk_ids:3", "topk_logprobs:3"],
+        "loss__function": "topk_distillation",
+        "loss__options": {"k": 3},
+        "loss__side_terms": {},
+    }
+    cut = small(folder, **given, layout__tp=2, layout__cp=2, data__packing={})
+    pool.run(train_fresh, Layout(tp=2, cp=2), cut, seed=cut.train.seed)
+    lines = map(json.loads, (folder / "distilled" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    names = ("topk_ids", "topk_logprobs")
+    data = [
+        Datum(each["input_ids"], each["loss_mask"], extras={name: each[name] for name in names})
+        for each in of_teacher()
+    ]
+    alone = small(folder, **given)
+    (steps,) = pool.run(steps_of_config, Layout(), alone, data, STEPS, seed=alone.train.seed)
+    assert losses == pytest.approx([step.loss for step in steps], rel=1e-5)
+    assert losses[1] < losses[0]
+    message = r"lacks topk_ids:4, topk_logprobs:4, but .* set data\.extras=\[topk_ids:4,topk_logprobs:4\] with"
+    with pytest.raises(ConfigError, match=message):
+        pool.run(
+            train_fresh,
+            Layout(),
+            small(folder, **given | {"loss__options": {"k": 4}, "run__dir": str(folder / "more")}),
+        )
 
 
 @pytest.mark.fault(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mtrain.config.extras import columns, key_and_width
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
 
@@ -71,7 +72,13 @@ class DataSection(Section):
 
     extras: tuple[str, ...] = ()
     """sft: keys of a record that loss functions read beside the weights, such as [advantages, old_logprobs]
-    (docs/policy-losses.md). Each is one number for the sample, or a list of one number a token."""
+    (docs/policy-losses.md). Each is one number for the sample, or a list of one number a token; `topk_ids:8` is a key
+    `topk_ids` with a list of 8 numbers a token (docs/objective.md)."""
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """The names under which extras travel, one number a token each: `topk_ids:2` is topk_ids[0] and topk_ids[1]."""
+        return tuple(name for extra in self.extras for name in columns(*key_and_width(extra)))
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -82,10 +89,14 @@ class DataSection(Section):
     def extras_are_keys_of_records(self) -> str | None:
         if self.extras and self.kind != "sft":
             return f"extras={list(self.extras)} are keys of records, but kind={self.kind} has none; set kind to sft"
-        twice = next((name for name in self.extras if self.extras.count(name) > 1), None)
+        try:
+            names = [key_and_width(extra)[0] for extra in self.extras]
+        except ValueError as error:
+            return f"extras names {error.args[0]!r}, but behind a colon needs the numbers a token, as in topk_ids:8"
+        twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             return f"extras names {twice!r} twice; name it once"
-        wrong = next((name for name in self.extras if name in _KEYS_OF_SAMPLES or not name.isidentifier()), None)
+        wrong = next((name for name in names if name in _KEYS_OF_SAMPLES or not name.isidentifier()), None)
         if wrong is None:
             return None
         return (

@@ -128,6 +128,13 @@ class TokenCache:
         inside = np.append(is_trained, False)[run]
         return before + np.where(inside, positions - starts, 0)
 
+    @cached_property
+    def is_counted(self) -> NDArray[np.bool_]:
+        """[tokens]: whether predicting each token counts something; what comes first in a sample is not predicted."""
+        found: NDArray[np.bool_] = np.repeat(self._run_weights > 0, self._run_lengths)
+        found[self._offsets[:-1]] = False
+        return found
+
     @property
     def starts(self) -> NDArray[np.int64]:
         """[samples + 1]: where each sample begins when all are laid end to end."""

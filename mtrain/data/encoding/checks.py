@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -61,27 +61,44 @@ def check_weight(weight: object, name: str = "'weight'") -> float:
     return float(weight)
 
 
-def token_extras(record: dict[str, Any], names: Sequence[str], num_tokens: int) -> NDArray[np.float32]:
-    """[num_tokens, names]: one number a token; one of the whole sample stands at each of them.
+def token_extras(record: dict[str, Any], widths: Mapping[str, int | None], num_tokens: int) -> NDArray[np.float32]:
+    """[num_tokens, columns]: one number a token each; one of the whole sample stands at each of them.
 
     Whether they are finite is not asked: a reader that knows the place does.
 
     Args:
         record: Has them under their names.
-        names: At least one.
+        widths: Key -> numbers a token, each a column; None where it is one. At least one key.
         num_tokens: Of the sample. A list has as many numbers, or one less: without the first token, which nothing
             predicts.
 
     Raises:
         DataError: One is missing, is no number or list of numbers, or has another length.
     """
-    return np.stack([_token_extra(record, name, num_tokens) for name in names], axis=1)
+    found = []
+    for name, width in widths.items():
+        if name not in record:
+            raise DataError(f"has no {name!r}, which data.extras names; give one number, or one a token")
+        if width is None:
+            found.append(_token_extra(record[name], name, num_tokens))
+        else:
+            found += [_token_extra(each, name, num_tokens) for each in _columns(record[name], name, width)]
+    return np.stack(found, axis=1)
 
 
-def _token_extra(record: dict[str, Any], name: str, num_tokens: int) -> NDArray[np.float32]:
-    if name not in record:
-        raise DataError(f"has no {name!r}, which data.extras names; give one number, or one a token")
-    given = record[name]
+def _columns(given: object, name: str, width: int) -> list[list[Any]]:
+    """Lists of `width` numbers a token as `width` lists of one number a token."""
+    rows: list[Any] = given if isinstance(given, list) else [None]
+    wrong = next((place for place, row in enumerate(rows) if not isinstance(row, list) or len(row) != width), None)
+    if wrong is not None:
+        raise DataError(
+            f"{name!r} is not made of lists of {width} numbers (at place {wrong}), but data.extras names "
+            f"{name}:{width}; give one list of {width} numbers a token"
+        )
+    return [[row[number] for row in rows] for number in range(width)]
+
+
+def _token_extra(given: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
     numbers = given if isinstance(given, list) else [given]
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
         raise DataError(f"{name!r} is not made of numbers; give one number, or a list of one a token")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
+from mtrain.config.extras import key_and_width
 from mtrain.config.schema.data import SftSection
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
@@ -117,11 +118,11 @@ class RecordEncoder:
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As `SampleEncoder` says."""
-        names = self._section.extras
-        if not names:
+        widths = dict(key_and_width(extra) for extra in self._section.extras)
+        if not widths:
             return self._encode(record)
-        found = self._encode({key: value for key, value in record.items() if key not in names})
-        return replace(found, extras=token_extras(record, names, len(found.ids)))
+        found = self._encode({key: value for key, value in record.items() if key not in widths})
+        return replace(found, extras=token_extras(record, widths, len(found.ids)))
 
     def _encode(self, record: dict[str, Any]) -> TokenizedSample:
         match self._section.format:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from mtrain.base.errors import ConfigError
+from mtrain.config.extras import columns
 from mtrain.config.schema.loss import LOSS_FUNCTIONS
 from mtrain.loss.diagnostics import Reported
 from mtrain.loss.pair import LossFunction
@@ -61,11 +62,16 @@ def extras_of(function: LossFunction) -> tuple[str, ...]:
     """What `mtrain.loss.pair.needs_extras` says that a function, with or without bound options, reads."""
     inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     names, by_option = getattr(inner, "needs_extras", ((), {}))
-    if not by_option:
-        return tuple(names)
     defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
     options = defaults | bound
-    return (*names, *(name for option, name in by_option.items() if options[option]))
+    found = (*names, *(name for option, name in by_option.items() if options[option]))
+    return tuple(column for name in found for column in _columns(name, options))
+
+
+def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
+    """Of "advantages" itself; of "topk_ids[k]" as many as the option k says."""
+    key, bracket, option = name.removesuffix("]").partition("[")
+    return columns(key, options[option] if bracket else None)
 
 
 def reported_by(function: LossFunction) -> Reported:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mtrain.loss.vocab_parallel.cross_entropy import CrossEntropy, Entropy, LogSumExp, TargetLogits
 from mtrain.loss.vocab_parallel.divergence import Divergence, Tempered, divergence_of_sums, local_sums
 from mtrain.loss.vocab_parallel.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
+from mtrain.loss.vocab_parallel.top_k import KnownProbabilities, TopKDivergence
 
 
 class VocabParallelLogits:
@@ -131,6 +132,33 @@ class VocabParallelLogits:
         """KL(self || teacher) at each token: as `kl_divergence`, but the model's own distribution weighs."""
         return self._divergence(teacher, temperature, is_reverse=True)
 
+    def top_k_divergence(self, ids: Tensor, known: Tensor, rest: Tensor) -> Tensor:
+        """KL(target || self) at each token, of a target that gives a few tokens and all others together a probability.
+
+        Two all-reduces (the maximum; the sum of exponentials stacked with two more sums), one where another method
+        already knows the exponentials.
+
+        Args:
+            ids: [batch, seq, k] int64: the tokens, each once.
+            known: [batch, seq, k]: their probabilities.
+            rest: [batch, seq]: that of all other tokens together. Where it is 0 they take no part.
+
+        Returns:
+            [batch, seq] nats.
+        """
+        column, is_local = self._located(ids.transpose(0, 1).contiguous())
+        dtype = self._values().dtype
+        target = KnownProbabilities(column, is_local, known.transpose(0, 1).to(dtype), rest.t().to(dtype))
+        shifted = self.local.detach().gather(-1, column) - self._known_maximum().unsqueeze(-1)
+        mean = torch.where(is_local, target.known * shifted, 0.0).sum(-1)
+        # summed without the known tokens, not as a difference of sums, of which nothing would be left near 1
+        others = torch.cat([target.at(rows).others_of(self._values()[rows]).sum(-1) for rows in row_slices(self.local)])
+        mean, others = self._sums_with_total(mean, others)
+        result: Tensor = TopKDivergence.apply(  # type: ignore[no-untyped-call]
+            self.local, self._known_exponentials(), target, others, mean
+        )
+        return result.t()
+
     def _divergence(self, teacher: VocabParallelLogits, temperature: float, is_reverse: bool) -> Tensor:
         assert teacher.local.shape == self.local.shape, "student and teacher are split in different ways"
         # both at once, before anything asks for one alone: one all-reduce instead of two
@@ -168,7 +196,10 @@ class VocabParallelLogits:
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Each label's local column, 0 where another rank holds it, and whether this rank does; both [seq, batch]."""
         # [seq, batch], as the logits lie
-        index = labels.t().contiguous()
+        return self._located(labels.t().contiguous())
+
+    def _located(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_locate`, of tokens in the logits' order, [seq, batch] or [seq, batch, k]."""
         # else no rank would hold such a label, and its loss would be relative to the token's maximum, not to a logit
         index = torch.where((index >= 0) & (index < self.vocab_size), index, 0) - self.first_index
         is_local = (index >= 0) & (index < self._num_real)
@@ -216,17 +247,23 @@ class VocabParallelLogits:
         return self._exponentials
 
     def _sum_with_total(self, part: Tensor) -> Tensor:
-        """[seq, batch] this rank's numbers added up over the group, in one all-reduce with the exponentials if these
-        are not known yet."""
-        if self._exponentials is not None:
-            all_reduce(part, dist.ReduceOp.SUM, self.group)
-            return part
-        # [2, seq, batch]: latency counts for numbers of one token each, so two sums travel as one
-        stacked = torch.stack([self._values().sum(-1), part])
-        all_reduce(stacked, dist.ReduceOp.SUM, self.group)
-        total, summed = stacked.unbind()
-        self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
+        """As `_sums_with_total`, of one."""
+        (summed,) = self._sums_with_total(part)
         return summed
+
+    def _sums_with_total(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """This rank's numbers, each [seq, batch], added up over the group, in one all-reduce with the exponentials if
+        these are not known yet."""
+        if self._exponentials is not None:
+            stacked = torch.stack(parts)
+            all_reduce(stacked, dist.ReduceOp.SUM, self.group)
+            return stacked.unbind()
+        # [1 + parts, seq, batch]: latency counts for numbers of one token each, so all sums travel as one
+        stacked = torch.stack([self._values().sum(-1), *parts])
+        all_reduce(stacked, dist.ReduceOp.SUM, self.group)
+        total, *summed = stacked.unbind()
+        self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
+        return tuple(summed)
 
     def _tempered(self, temperature: float) -> Tempered:
         return Tempered(self.local.detach(), self._known_maximum(), self._num_real, temperature)

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
+from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
 from tests.fault_table import Notice
 
@@ -22,6 +25,15 @@ TOKENS = GOOD | {"old_logprobs": [9.0, -0.25, -0.5, -0.75]}
 """The first token is predicted by nothing, so its number is not used."""
 PREDICTED = GOOD | {"input_ids": [8, 7, 6], "loss_mask": [0, 1, 1], "old_logprobs": [-1, -2]}
 WORDS = {"prompt": "a", "response": "b c", "advantages": -1, "old_logprobs": 0.5}
+
+TOP_K = ("topk_ids:2", "topk_logprobs:2")
+TEACHER: dict[str, Any] = {
+    "input_ids": [5, 6, 7, 8],
+    "loss_mask": [1, 0, 1, 1],
+    "topk_ids": [[0, 0], [0, 0], [3, 4], [9, 2]],
+    "topk_logprobs": [[0.0, 0.0], [0.0, 0.0], [-0.5, -1.5], [-0.1, -10000.0]],
+}
+"""The first token is not predicted, and the second one does not count."""
 
 
 @pytest.fixture
@@ -97,6 +109,18 @@ def test_a_number_that_is_none_ends_the_run(configured: Callable[..., Config], n
         StepLoader(configured([TOKENS | {"advantages": float("nan")}]), 0, 1)
 
 
+def test_not_a_number_in_parquet_is_named(configured: Callable[..., Config], tmp_path: Path) -> None:
+    """Parquet has a word for it, also in one of several numbers a token."""
+    path = tmp_path / "teacher.parquet"
+    rows = [TEACHER, TEACHER | {"topk_logprobs": [[0, 0], [-1, -2], [-1, float("nan")], [-1, -1]]}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(
+        NumericError, match=r"parquet row 2: has an extra 'topk_logprobs\[1\]' that is nan at token 2;"
+    ) as raised:
+        StepLoader(configured([], TOP_K, train=[{"path": str(path)}]), 0, 1)
+    assert raised.value.exit_code == 4
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -135,3 +159,66 @@ def test_names_that_cannot_be_are_refused(
 def test_extras_need_records(make_config: Callable[..., Config]) -> None:
     with pytest.raises(ValidationError, match="are keys of records, but kind=mock has none; set kind to sft"):
         make_config({"kind": "mock", "extras": ["advantages"]})
+
+
+def test_several_numbers_a_token_are_columns(configured: Callable[..., Config]) -> None:
+    names = ("topk_ids[0]", "topk_ids[1]", "topk_logprobs[0]", "topk_logprobs[1]")
+    predicted = (
+        TEACHER | {"input_ids": [8, 7, 6, 5]} | {name: TEACHER[name][1:] for name in ("topk_ids", "topk_logprobs")}
+    )
+    loader = StepLoader(configured([TEACHER, predicted], TOP_K), 0, 1, extras=names)
+    for slot in range(2):
+        sample = loader.samples(0).sample(slot)
+        assert sample is not None
+        found = [sample.extras[name].tolist() for name in names]
+        assert found[:2] == [[0, 3, 9], [0, 4, 2]]
+        assert found[2:] == [pytest.approx([0, -0.5, -0.1]), pytest.approx([0, -1.5, -10000])]
+
+
+BAD_TEACHERS = [
+    ({"topk_ids": [[0, 0], [0, 0.5], [3, 4], [9, 2]]}, r"has, at token 1, topk_ids that are no token ids: whole num"),
+    (
+        {"topk_ids": [[0, 0], [0, 0], [3, 4], [9, 1000]]},
+        r"has, at token 3, topk_ids that are no token ids: .* 0 to 999",
+    ),
+    ({"topk_ids": [[0, 0], [0, 0], [3, 3], [9, 2]]}, r"has, at token 2, the same token twice in topk_ids; give each"),
+    (
+        {"topk_logprobs": [[0, 0], [0, 0], [-0.5, 3.5], [-1, -1]]},
+        r"has, at token 2, topk_logprobs whose .* more than 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TEACHERS)
+def test_what_no_teacher_says_is_refused(
+    configured: Callable[..., Config], change: dict[str, Any], message: str
+) -> None:
+    """From files and from programs."""
+    config = configured([TEACHER, TEACHER | change], TOP_K)
+    with pytest.raises(DataError, match=rf"jsonl line 2: {message}"):
+        StepLoader(config, 0, 1)
+    record = TEACHER | change
+    extras = {name: record[name] for name in ("topk_ids", "topk_logprobs")}
+    datum = Datum(record["input_ids"], record["loss_mask"], extras=extras)
+    with pytest.raises(DataError, match=r"sample 3 has, at predicted token \d, .*topk_"):
+        sample_of(datum, "sample 3", config)
+
+
+def test_several_numbers_have_to_be_so_many(configured: Callable[..., Config]) -> None:
+    for bad in (1.0, [[0, 0], [-1, -2], [-1], [-1, -1]], [-1, -2, -1, -1]):
+        with pytest.raises(
+            DataError, match=r"line 1: 'topk_logprobs' is not made of lists of 2 numbers .* names topk_l"
+        ):
+            StepLoader(configured([TEACHER | {"topk_logprobs": bad}], TOP_K), 0, 1)
+    with pytest.raises(ValidationError, match=r"extras names 'topk_ids:x', but behind a colon needs the numbers"):
+        configured([TEACHER], ("topk_ids:x",))
+    with pytest.raises(ValidationError, match="extras names 'topk_ids' twice"):
+        configured([TEACHER], ("topk_ids:2", "topk_ids:3"))
+    datum = Datum([5, 6, 7], extras={"topk_logprobs": [[-1.0, -2.0], [-1.0, float("nan")], [-1.0, -1.0]]})
+    with pytest.raises(NumericError, match=r"an extra 'topk_logprobs' that is nan at place 1, 1; every number"):
+        sample_of(datum, "sample 0", configured([TEACHER], TOP_K))
+    lacking = Datum([5, 6], extras={"topk_logprobs": [[-1.0, -2.0]]})
+    with pytest.raises(
+        DataError, match=r"has the extras topk_logprobs:2, but the loss functions need a, topk_logprobs:3; "
+    ):
+        sample_of(lacking, "0", configured([TEACHER], TOP_K), ["a", *(f"topk_logprobs[{each}]" for each in range(3))])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from mtrain.loss.functions.distillation import distillation_loss
 from mtrain.loss.functions.entropy import entropy_loss
 from mtrain.loss.functions.next_token import next_token_loss
+from mtrain.loss.functions.top_k import top_k_distillation_loss
 from mtrain.loss.functions.z_loss import z_loss
 from mtrain.loss.pair import LossPair, TermInputs, weigh
-from tests.loss.microbatches import VOCAB, term_inputs
+from tests.loss.microbatches import VOCAB, term_inputs, top_k_extras
 
 LOSSES = [
     next_token_loss,
@@ -25,7 +27,10 @@ LOSSES = [
     entropy_loss,
     distillation_loss,
     functools.partial(distillation_loss, direction="reverse", temperature=3.0),
+    functools.partial(top_k_distillation_loss, k=3),
+    functools.partial(top_k_distillation_loss, k=2, remainder="drop"),
 ]
+REMAINDERS: tuple[Literal["bucket", "drop"], ...] = ("bucket", "drop")
 WEIGHTS = torch.tensor([[1.0, 0.0, 0.5, 2.0], [0.0, 0.0, 0.25, 0.0]])
 
 
@@ -62,6 +67,26 @@ def test_divergences_are_summed_by_weight() -> None:
         expected = (first.exp() * (first - second)).sum(-1).t() * WEIGHTS
         found = distillation_loss(inputs, direction=direction, temperature=2.0).numerator
         assert found.item() == pytest.approx(expected.sum().item(), rel=1e-6)
+
+
+def test_all_tokens_of_a_teacher_are_its_distribution() -> None:
+    inputs = term_inputs(WEIGHTS, top_k=VOCAB)
+    exact = distillation_loss(inputs).numerator
+    (wanted,) = torch.autograd.grad(exact, inputs.logits.local)
+    for remainder in REMAINDERS:
+        found = top_k_distillation_loss(inputs, k=VOCAB, remainder=remainder).numerator
+        assert found.item() == pytest.approx(exact.item(), rel=1e-5)
+        torch.testing.assert_close(torch.autograd.grad(found, inputs.logits.local)[0], wanted)
+
+
+def test_a_model_that_is_the_teacher_has_nothing_to_learn_unless_the_rest_is_dropped() -> None:
+    inputs = term_inputs(WEIGHTS)
+    inputs = replace(inputs, extras=top_k_extras(inputs.logits.local.detach(), 3))
+    bucket, drop = (top_k_distillation_loss(inputs, k=3, remainder=each).numerator for each in REMAINDERS)
+    assert abs(bucket.item()) < 1e-6
+    assert torch.autograd.grad(bucket, inputs.logits.local)[0].abs().max() < 1e-6
+    assert drop.item() > 0.1
+    assert torch.autograd.grad(drop, inputs.logits.local)[0].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("loss", LOSSES)

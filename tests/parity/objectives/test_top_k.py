@@ -1,0 +1,90 @@
+"""Distillation from a teacher's cached log-probabilities: as written out over the whole vocabulary, on every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.data.samples.sample import Sample
+from tests.parity.batches import VOCAB, GlobalBatch
+from tests.parity.cases import Case, case
+from tests.parity.compare import deviation, initial_parameters, relative, run_oracle
+from tests.parity.ranks import Outcome, Run, train_each
+from tests.pool import Pool
+
+K = 5
+LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
+"""Positions of each sequence: one fills a row, one has no text."""
+PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
+WITH_OTHERS: dict[str, Any] = {
+    "loss__function": "topk_distillation",
+    "loss__options": {"k": K},
+    "loss__aggregation": "seq-mean-token-mean",
+    "loss__side_terms": {
+        "renormalised": {"function": "topk_distillation", "options": {"k": 3, "remainder": "drop"}, "coefficient": 0.6},
+        "text": {"coefficient": 0.3},
+    },
+}
+"""Whole logits, whose exponentials other terms have found before or look for afterwards."""
+IN_CHUNKS: dict[str, Any] = {
+    "loss__function": "topk_distillation",
+    "loss__options": {"k": K},
+    "loss__chunk_tokens": 7,
+}
+LAYOUTS = [
+    (case(2, num_layers=1, dp=2), PACKED),
+    (case(8, num_layers=1, tp=2, sp=True), {}),
+    (case(4, num_layers=1, tp=2), PACKED),
+    (case(4, num_layers=1, cp=2), PACKED),
+    (case(8, num_layers=2, pp=2), {}),
+    (case(8, num_layers=1, tp=2, cp=2), {}),
+]
+
+
+@cache
+def cached() -> GlobalBatch:
+    """Ragged answers, some of one token or none; the cached tokens have most of the probability, or little."""
+    rng = np.random.default_rng(5)
+    return [_sequence(rng, length, slot) for slot, length in enumerate(LENGTHS)]
+
+
+def _sequence(rng: np.random.Generator, length: int, slot: int) -> Sample:
+    ids, mask = rng.integers(1, VOCAB, length + 1), np.zeros(length)
+    if slot == 6:
+        mask[11] = 1.0
+    elif slot % 5 != 4:
+        mask[length // 4 :] = 1.0
+    width = max(1, length)
+    tokens = np.stack([rng.permutation(VOCAB)[:K] for _ in range(width)])
+    logits = rng.normal(0, 2, (width, VOCAB))
+    given = np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[:, :K]
+    # what is masked says nothing, and adds up to more than 1
+    given[:length][mask == 0], tokens[:length][mask == 0] = 0.0, 0
+    columns = {f"topk_ids[{j}]": tokens[:, j] for j in range(K)} | {
+        f"topk_logprobs[{j}]": given[:, j] for j in range(K)
+    }
+    sample = Sample(ids[:-1], ids[1:], mask, (1.0, 0.25, 2.5)[slot % 3])
+    return replace(sample, extras={name: each.astype(np.float32) for name, each in columns.items()})
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS, ids=lambda each: str(each) if isinstance(each, Case) else "")
+def test_the_divergence_is_written_out_over_the_vocabulary(pool: Pool, case: Case, layout: dict[str, Any]) -> None:
+    """Each term, every gradient, and the updated weights; a second step in which no token counts changes nothing."""
+    masked = [replace(each, mask=np.zeros_like(each.mask)) for each in cached()]
+    configs = [case.config(**layout, **changes) for changes in (WITH_OTHERS, IN_CHUNKS)]
+    runs = [Run(configs[0], initial_parameters(configs[0]), [cached()])]
+    runs += [Run(configs[1], initial_parameters(configs[1]), [cached(), masked])]
+    found: list[list[Outcome]] = pool.run(train_each, case.resolved(configs[0]), runs)
+    for run, outcome, changes in zip(runs, found[0], (WITH_OTHERS, IN_CHUNKS), strict=True):
+        plain = case.config(**changes)
+        exact = run_oracle(plain, list(run.batches))
+        deviation(outcome, exact, plain).assert_below()
+        for term, total in outcome.steps[0].terms.items():
+            assert relative(total.mean, exact[0].means[term]) < 1e-5, term
+            assert total.mean > 0.1
+    assert found[0][1].steps[1].loss == 0
+    assert found[0][1].steps[1].grad_norm == 0
