@@ -8,6 +8,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
 from mtrain.config import Config
+from mtrain.config.extras import as_configured
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
@@ -93,8 +94,9 @@ def own_objective(config: Config) -> Objective:
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     if objective.extras:
         raise ConfigError(
-            f"verify draws samples of its own, which have no {', '.join(objective.extras)}, but the loss functions "
-            "read them; verify the rest of the configuration with loss.function=next_token and no such side term"
+            f"verify draws samples of its own, which have no {', '.join(as_configured(objective.extras))}, but the loss "
+            "functions read them; verify the rest of the configuration with loss.function=next_token and no such side "
+            "term, and see docs/same-loss-on-any-layout.md for the reason"
         )
     return objective
 

@@ -1,7 +1,6 @@
 """Buckets of tensors from one process to another, without an engine."""
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain import DataError, receive_hf_tensors
+from mtrain.base.background import started
 from mtrain.hf.io.broadcast import NamedKind, send_tensors
 from mtrain.hf.io.buckets import TensorKind
 from tests.training.engine_parts.hf_ranks import group_pair
@@ -21,17 +21,16 @@ TENSORS = {
     "empty": torch.zeros(0, 4),
     "minus zero": torch.tensor([-0.0, float("nan"), float("inf")]),
 }
+ENOUGH_S = 600.0
 KINDS = [NamedKind(name, TensorKind(each.dtype, tuple(each.shape))) for name, each in TENSORS.items()]
 
 
 def received(send: Callable[[dist.ProcessGroup], Any]) -> list[tuple[str, torch.Tensor]]:
     sender, receiver = group_pair()
-    thread = threading.Thread(target=send, args=(sender,))
-    thread.start()
-    try:
-        return list(receive_hf_tensors(receiver))
-    finally:
-        thread.join()
+    # a daemon: where sending fails, the receiver waits for bytes that never come, and nothing waits for it
+    found = started(lambda: list(receive_hf_tensors(receiver)), "receiver")
+    send(sender)
+    return found.result(ENOUGH_S)
 
 
 @pytest.mark.parametrize("buckets", [[KINDS], [KINDS[:2], KINDS[2:]], [[each] for each in KINDS]], ids=len)
