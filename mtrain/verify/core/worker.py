@@ -93,10 +93,11 @@ def own_objective(config: Config) -> Objective:
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     if objective.extras:
+        names = ", ".join(as_configured(objective.extras))
         raise ConfigError(
-            f"verify draws samples of its own, which have no {', '.join(as_configured(objective.extras))}, but the loss "
-            "functions read them; verify the rest of the configuration with loss.function=next_token and no such side "
-            "term, and see docs/same-loss-on-any-layout.md for the reason"
+            f"verify draws samples of its own, which have no {names}, but the loss functions read them; verify the "
+            "rest of the configuration with loss.function=next_token and no such side term, and see "
+            "docs/same-loss-on-any-layout.md for the reason"
         )
     return objective
 
