@@ -11,6 +11,7 @@ from mtrain.metrics.console import ConsoleSink
 from mtrain.metrics.jsonl import JsonlSink
 from mtrain.metrics.record import Record
 from mtrain.metrics.tensorboard import TensorBoardSink
+from mtrain.metrics.trackers.sink import TrackerSink
 
 __all__ = ["ConsoleSink", "Fence", "JsonlSink", "Sink", "Sinks", "TensorBoardSink"]
 
@@ -69,6 +70,12 @@ class Sinks:
         """Hands the record to every sink."""
         for sink in self._sinks:
             sink.write(record)
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Hands a text to the sinks that have a page of texts."""
+        for sink in self._sinks:
+            if isinstance(sink, TensorBoardSink | TrackerSink):
+                sink.write_text(tag, text, step)
 
     def close(self) -> None:
         """Closes every sink, also where one of them fails.

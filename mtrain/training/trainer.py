@@ -267,7 +267,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0, heartbeat)
     if start == 0:
-        _ask(course, 0)
+        _ask(course, 0, sinks)
     with _batches(run) as batches:
         for step in range(start, last):
             began, waited_before_s = time.perf_counter(), waiting.waited_s()
@@ -290,7 +290,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)
-            _ask(course, done)
+            _ask(course, done, sinks)
             if made.stop_requested:
                 exporter.stop()  # also after the last step; the disk is the checkpoint's now
             is_stopped = made.stop_requested and done < last
@@ -315,12 +315,12 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
     return None
 
 
-def _ask(course: _Course, step: int) -> None:
+def _ask(course: _Course, step: int, sinks: Sinks) -> None:
     """Asks the prompts of `eval` where that is due."""
     if course.samples.is_due(step, course.run.config.train.num_steps):
         course.heartbeat.enter(Phase.VALIDATION, step)
         with named(f"samples after step {step}"):
-            course.samples.take(course.run, step)
+            course.samples.take(course.run, step, sinks)
 
 
 def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, heartbeat: Heartbeat) -> None:

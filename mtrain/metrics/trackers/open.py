@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import os
@@ -139,6 +140,12 @@ class _Wandb:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({**numbers, "step": step})
 
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        import wandb
+
+        # not a table, which a run that goes on would begin anew; escaped, since a model may say tags
+        self._run.log({tag: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False), "step": step})
+
     def finish(self) -> None:
         self._run.finish()
 
@@ -180,6 +187,9 @@ class _MLflow:
             self._run_id, metrics=[Metric(name, float(value), now_ms, step) for name, value in numbers.items()]
         )
 
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        self._client.log_text(self._run_id, text, f"{tag}/step_{step:08d}.txt")
+
     def finish(self) -> None:
         self._client.set_terminated(self._run_id, "FINISHED")
 
@@ -199,6 +209,9 @@ class _Trackio:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        """It shows numbers only."""
 
     def finish(self) -> None:
         self._run.finish()

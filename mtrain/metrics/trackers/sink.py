@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtrain.base.background import started
 from mtrain.metrics.record import Record
@@ -25,8 +25,17 @@ class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Takes the numbers of a step."""
 
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        """Takes a text, to be shown as it is; does nothing where the tracker has no place for one."""
+
     def finish(self) -> None:
         """No more will come from this start of the run, which later ones may take up."""
+
+
+class _Text(NamedTuple):
+    step: int
+    tag: str
+    text: str
 
 
 class TrackerSink:
@@ -44,14 +53,23 @@ class TrackerSink:
             patience_s: Of `close`.
         """
         self._name, self._opened, self._patience_s = name, opened, patience_s
-        self._waiting: queue.Queue[Record] = queue.Queue(most_waiting)
+        self._waiting: queue.Queue[Record | _Text] = queue.Queue(most_waiting)
         self._closing = threading.Event()
         self._num_given = self._num_taken = 0
+        self._has_texts = False
         self._fault: str | None = None
         self._work = started(self._feed, f"tracker {name}")
 
     def write(self, record: Record) -> None:
         """Hands the record over, at once; it is lost to the tracker where that has ended or is too far behind."""
+        self._hand_over(record)
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Hands a text over, as `write` does a record."""
+        self._has_texts = True
+        self._hand_over(_Text(step, tag, text))
+
+    def _hand_over(self, record: Record | _Text) -> None:
         self._num_given += 1
         if self._work.done():
             return
@@ -71,7 +89,8 @@ class TrackerSink:
         if not self._work.done():
             self._tell(f"it has not ended within {self._patience_s:g} s and is left behind")
         if (missing := self._num_given - self._num_taken) > 0:
-            self._tell(f"it lacks {missing} of {self._num_given} records of this start; metrics.jsonl has them")
+            kept = "metrics.jsonl and samples.jsonl have" if self._has_texts else "metrics.jsonl has"
+            self._tell(f"it lacks {missing} of {self._num_given} records of this start; {kept} them")
 
     def _feed(self) -> None:
         try:
@@ -86,9 +105,11 @@ class TrackerSink:
         except Exception as fault:  # whatever a library of others raises, training goes on
             self._tell(f"{_said(fault)}; training goes on without it")
 
-    def _log(self, tracker: Tracker, record: Record) -> None:
+    def _log(self, tracker: Tracker, record: Record | _Text) -> None:
         try:
-            if numbers := scalars(record):
+            if isinstance(record, _Text):
+                tracker.log_text(*record)
+            elif numbers := scalars(record):
                 tracker.log(record.step, numbers)
             self._num_taken += 1
         except Exception as fault:  # as above; the next record may come through

@@ -18,7 +18,7 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.generation import refuse_uncachable
 from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.tensorboard import TensorBoardSink
+from mtrain.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.build import Run
@@ -50,12 +50,11 @@ class PromptSamples:
             DataError: The tokenizer or the file of prompts is missing or damaged, or a prompt has no token.
         """
         self._section, self._valid, self._folder = config.eval, config.valid, folder
-        self._is_first_rank, self._has_tensorboard = is_first_rank, config.metrics.tensorboard
+        self._is_first_rank = is_first_rank
         self._asked: _Asked | None = None
         self._questions: list[Question] = []
         self._files = ExitStack()
         self._lines: AppendedFile | None = None
-        self._board: TensorBoardSink | None = None
         if not self._section.is_on:
             return
         refuse_uncachable(config, chunks)
@@ -72,9 +71,6 @@ class PromptSamples:
         _rewind(self._folder.samples, start_step)
         self._lines = AppendedFile(self._folder.samples)
         self._files.callback(self._lines.close)
-        if self._has_tensorboard:
-            self._board = TensorBoardSink(self._folder.tensorboard, start_step)
-            self._files.callback(self._board.close)
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether the prompts are asked behind this step; 0: before the first one."""
@@ -87,8 +83,13 @@ class PromptSamples:
         every = self._valid.interval_steps
         return (every > 0 and step % every == 0) or (step == last_step and self._valid.at_end)
 
-    def take(self, run: Run, step: int) -> None:
+    def take(self, run: Run, step: int, sinks: Sinks) -> None:
         """Asks the model as it is. Collective over the world.
+
+        Args:
+            run: As it is after `step`.
+            step: Of the answers.
+            sinks: Of this rank; those that show texts get the answers, too.
 
         Raises:
             NumericError: The logits are not finite; on all ranks.
@@ -97,7 +98,7 @@ class PromptSamples:
         ids = [each.ids for each in self._questions]
         completions = generate(run.config, run.groups, run.chunks, ids, self._sampling)
         if self._asked is not None:
-            self._write(self._asked, completions, step)
+            self._write(self._asked, completions, step, sinks)
 
     def close(self) -> None:
         """Closes the files.
@@ -106,7 +107,7 @@ class PromptSamples:
             MachineError: A disk has refused answers to the end.
         """
         self._files.close()
-        self._lines = self._board = None
+        self._lines = None
 
     def _read(self, config: Config) -> list[Question]:
         assert config.data.tokenizer is not None, "rules.prompts"
@@ -115,7 +116,7 @@ class PromptSamples:
         self._asked = _Asked([*section.prompts, *further], tokenizer)
         return questions_of(config, tokenizer, self._asked.prompts, section.chat)
 
-    def _write(self, asked: _Asked, completions: Sequence[Completion], step: int) -> None:
+    def _write(self, asked: _Asked, completions: Sequence[Completion], step: int, sinks: Sinks) -> None:
         assert self._lines is not None, "`begin` goes first"
         stops, lines = self._sampling.stop_token_ids, []
         for number, (prompt, completion) in enumerate(zip(asked.prompts, completions, strict=True)):
@@ -132,8 +133,7 @@ class PromptSamples:
             lines.append(f"> {shown(prompt)}\n{answer}")
             if number < _SHOWN_PROMPTS:
                 say(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
-        if self._board is not None:
-            self._board.write_text("samples", "\n\n".join(lines), step)
+        sinks.write_text("samples", "\n\n".join(lines), step)
 
 
 def _short(text: str) -> str:

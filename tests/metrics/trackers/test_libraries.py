@@ -31,6 +31,7 @@ def start(folder: Path, tracker: TrackerName, steps: range) -> None:
     for step in steps:
         sink.write(step_record(step, loss=2.0 + step))
     sink.write(valid_record(steps[-1]))
+    sink.write_text("samples", f"> after {steps[-1]}\n<b>said", steps[-1])
     sink.close()
 
 
@@ -63,6 +64,8 @@ def test_wandb_has_one_run_for_all_starts(
         b"environment.layout",
     ):
         assert shown in content
+    pages = [path.read_text() for path in tmp_path.rglob("media/html/samples_*.html")]
+    assert all(any(f"after {step}\n&lt;b&gt;said" in page for page in pages) for step in (3, 5))
     assert SECRET.encode() not in content
     assert b"with <redacted> inside" in content
     assert capfd.readouterr().err == ""
@@ -87,6 +90,9 @@ def test_mlflow_has_one_run_for_all_starts(
     assert run.data.params["hub.api_key"] == "<redacted>"
     assert run.data.tags["mlflow.note.content"] == "with <redacted> inside"
     losses = client.get_metric_history(run.info.run_id, "train/loss")
+    texts = [each.path for each in client.list_artifacts(run.info.run_id, "samples")]
+    assert texts == ["samples/step_00000003.txt", "samples/step_00000005.txt"]
+    assert b"> after 5\n<b>said" in everything_below(tmp_path)
     assert sorted((each.step, each.value) for each in losses) == [(step, 2.0 + step) for step in range(1, 6)]
     assert SECRET.encode() not in everything_below(tmp_path)
     assert "warning: tracker" not in capfd.readouterr().err

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from mtrain.metrics.sinks import Sinks
 from mtrain.metrics.trackers.sink import TrackerSink
 from tests.fault_table import Notice
 from tests.metrics.records import step_record
@@ -20,6 +21,7 @@ class Remembers:
 
     def __init__(self, fails_at: int | None = None, hangs: threading.Event | None = None) -> None:
         self.steps: list[int] = []
+        self.texts: list[tuple[int, str, str]] = []
         self.is_finished = False
         self._fails_at, self._hangs = fails_at, hangs
 
@@ -30,6 +32,11 @@ class Remembers:
             raise ConnectionError("no\nroute")
         assert numbers["train/loss"] == 2.5
         self.steps.append(step)
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        if step == self._fails_at:
+            raise ConnectionError("no page")
+        self.texts.append((step, tag, text))
 
     def finish(self) -> None:
         self.is_finished = True
@@ -43,6 +50,20 @@ def test_every_record_arrives_in_order_and_the_tracker_is_finished(capfd: pytest
     sink.close()
     assert (tracker.steps, tracker.is_finished) == ([1, 2, 3, 4, 5], True)
     assert capfd.readouterr().err == ""
+
+
+def test_texts_go_the_same_way(capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = Remembers(fails_at=4)
+    sink = TrackerSink("x", lambda: tracker, patience_s=ENOUGH_S)
+    sink.write(step_record(3))
+    for step in (3, 4):
+        Sinks(sink).write_text("samples", "> a\nb", step)
+    sink.close()
+    assert (tracker.steps, tracker.texts) == ([3], [(3, "samples", "> a\nb")])
+    assert capfd.readouterr().err.splitlines() == [
+        "warning: tracker x: step 4: ConnectionError: no page; training goes on",
+        "warning: tracker x: it lacks 1 of 3 records of this start; metrics.jsonl and samples.jsonl have them",
+    ]
 
 
 def test_a_record_that_is_refused_costs_itself_alone(capfd: pytest.CaptureFixture[str]) -> None:
