@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         needs_extras,
         needs_teacher,
         per_token,
+        stacked_extra,
         weigh,
         weigh_sequences,
     )
@@ -69,6 +70,7 @@ _MODULES = {
         "needs_extras",
         "needs_teacher",
         "per_token",
+        "stacked_extra",
         "weigh",
         "weigh_sequences",
     ),
@@ -111,6 +113,7 @@ __all__ = [
     "preference_loss",
     "read_weights",
     "receive_hf_tensors",
+    "stacked_extra",
     "weigh",
     "weigh_sequences",
 ]

@@ -16,6 +16,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.worker import own_objective
+from mtrain.verify.parity.run import refuse_without_reference
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.pool import Pool
@@ -166,5 +167,9 @@ def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
 
 
 def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"verify draws samples of its own, which have no advantages, old_logprobs"):
-        own_objective(small(folder))
+    """On its ranks, and before `verify parity`, `resume` and `hf` start any, which would report a run that fails."""
+    for refuse in (own_objective, refuse_without_reference):
+        with pytest.raises(
+            ConfigError, match=r"verify draws samples of its own, which have no advantages, old_logprobs"
+        ):
+            refuse(small(folder))

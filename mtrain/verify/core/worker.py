@@ -95,9 +95,9 @@ def own_objective(config: Config) -> Objective:
     if objective.extras:
         names = ", ".join(as_configured(objective.extras))
         raise ConfigError(
-            f"verify draws samples of its own, which have no {names}, but the loss functions read them; verify the "
-            "rest of the configuration with loss.function=next_token and no such side term, and see "
-            "docs/same-loss-on-any-layout.md for the reason"
+            f"verify draws samples of its own, which have no {names}, and compares with a reference that reads none, "
+            "but the loss functions need them; verify the rest of the configuration with loss.function=next_token and "
+            "no such side term, and see docs/same-loss-on-any-layout.md for the reason"
         )
     return objective
 

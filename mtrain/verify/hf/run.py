@@ -33,7 +33,7 @@ from mtrain.verify.core.shrink import in_float32, refuse_incomparable
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import denominator_tolerance
 from mtrain.verify.hf.worker import run_from_hf
-from mtrain.verify.parity.run import Progress, Request, device_for, refuse_preferences
+from mtrain.verify.parity.run import Progress, Request, device_for, refuse_without_reference
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.aggregation import divisor, token_weights
 from mtrain.verify.reference.schedule import published_rate
@@ -61,7 +61,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         DataError: the weights or the data cannot be read.
         MachineError: the device that was asked for is not there.
     """
-    refuse_preferences(config)
+    refuse_without_reference(config)
     device, max_ranks = device_for(config, request.max_ranks)
     exact, changes = comparable(config)
     trials = _trials(exact, request, max_ranks)

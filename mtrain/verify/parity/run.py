@@ -28,7 +28,7 @@ from mtrain.verify.core.shrink import Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import forward_tolerance, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
-from mtrain.verify.core.worker import Job, Outcome, pieces_of, run_layout
+from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
 from mtrain.verify.planted.inject import FAULTS, chosen
 
 PRELOADED = ("mtrain.verify.core.worker", "mtrain.verify.core.exact", "mtrain.verify.planted.faults")
@@ -62,7 +62,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         DataError: the user's data cannot be read.
         MachineError: the device that was asked for is not there.
     """
-    refuse_preferences(config)
+    refuse_without_reference(config)
     device, max_ranks = device_for(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
     plan = _plan(shrunk, config, request, progress)
@@ -87,11 +87,11 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     )
 
 
-def refuse_preferences(config: Config) -> None:
+def refuse_without_reference(config: Config) -> None:
     """Refuses what `mtrain verify` has no second definition of.
 
     Raises:
-        ConfigError: The loss compares whole sequences.
+        ConfigError: The loss compares whole sequences, or reads what only the user's data bring along.
     """
     if config.model.num_labels is not None:
         raise ConfigError(
@@ -105,6 +105,7 @@ def refuse_preferences(config: Config) -> None:
             "sequences; verify the same configuration with loss.function=next_token and data of another format, and "
             "see docs/preference.md for what holds the loss itself"
         )
+    own_objective(config)  # here, since a rank would report it as a run that fails
 
 
 def device_for(config: Config, max_ranks: int) -> tuple[str, int]:

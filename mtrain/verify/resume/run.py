@@ -34,7 +34,7 @@ from mtrain.verify.core.shrink import Shrunk, has_files, in_float32, small
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
-from mtrain.verify.parity.run import Progress, Request, device_for, refuse_preferences
+from mtrain.verify.parity.run import Progress, Request, device_for, refuse_without_reference
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.resume.compare import (
     exact_deviations,
@@ -80,7 +80,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
             f"--at {request.at} must lie between 1 and --steps {request.num_steps} - 1, so that there is something to "
             "save and something to go on with"
         )
-    refuse_preferences(config)
+    refuse_without_reference(config)
     device, max_ranks = device_for(config, request.max_ranks)
     plan = planned(config, request, max_ranks)
     if request.fault is not None:

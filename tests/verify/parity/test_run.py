@@ -25,7 +25,7 @@ from mtrain.verify.core.samples import SamplePlan, hard_texts
 from mtrain.verify.core.shrink import shrink
 from mtrain.verify.core.tolerances import forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
-from mtrain.verify.parity.run import refuse_preferences
+from mtrain.verify.parity.run import refuse_without_reference
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -317,6 +317,6 @@ def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(p
 
 
 def test_a_loss_without_a_reference_is_refused() -> None:
-    refuse_preferences(config())
+    refuse_without_reference(config())
     with pytest.raises(ConfigError, match=r"verify has no reference of its own for loss.function=kto"):
-        refuse_preferences(config(loss__function="kto"))
+        refuse_without_reference(config(loss__function="kto"))
