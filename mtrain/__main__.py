@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from mtrain.base.background import is_anything_running
 from mtrain.base.output import survive_full_disks
@@ -10,6 +11,9 @@ from mtrain.base.signals import hold_stop_signals, ignore_stop_signals
 
 _VERBS_THAT_SAVE = ("train", "launch")
 """Neither a stop signal, while they start, nor a full disk below their log must end these, as it ends any program."""
+
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
@@ -23,16 +27,22 @@ def main() -> None:
 
         app(prog_name="mtrain")
     except KeyboardInterrupt:  # the second Ctrl-C, outside of what a verb does
-        sys.exit(128 + signal.SIGINT)
+        _leave(_INTERRUPTED)
     except SystemExit as ending:
-        if saves and is_anything_running():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(ending.code if isinstance(ending.code, int) else 0)
+        if ending.code == _INTERRUPTED or (saves and is_anything_running()):
+            _leave(ending.code if isinstance(ending.code, int) else 0)
         raise
     finally:
         if saves:
             ignore_stop_signals()
+
+
+def _leave(code: int) -> NoReturn:
+    """At once. Python's own way out would wait for threads; and where Ctrl-C has met a string that `exec` or `eval`
+    ran, such as a data class being made, it would end as if SIGINT had killed it, whatever the exit code is to be."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -152,3 +152,16 @@ def test_a_file_name_that_cannot_be_is_refused(config_path: Path, notice: Notice
     assert done.returncode == notice.exit_code
     assert len(done.stderr.splitlines()) == 1
     assert "File name too long" in done.stderr
+
+
+def test_an_interrupt_inside_a_string_that_is_run_has_its_exit_code(tmp_path: Path) -> None:
+    """As one while data classes are made; Python itself would then end as if SIGINT had killed it, under `-m` alone."""
+    (tmp_path / "interrupted.py").write_text(
+        "import mtrain.cli.main\n"
+        "from mtrain import __main__\n"
+        "mtrain.cli.main.app = lambda **_: exec('raise KeyboardInterrupt')\n"
+        "__main__.main()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "interrupted", "check"]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode == 130

@@ -131,6 +131,9 @@ def _is_nothing_else(found: Sent, axes: set[str]) -> None:
 def _gradients_and_parameters_travel_once(found: Sent, config: Config, layout: Layout, rank: int) -> None:
     """A reduce-scatter and an all-gather of all parameters of the rank, in fp32: the least that a sum takes."""
     size = layout.dp * layout.cp
+    if size == 1:
+        assert of_axis(found, "dp").sent_bytes == 0, "nobody to send to"
+        return
     held = plan.parameters_on_rank(config.model, layout, layout.coordinate(rank).pp).total
     least = held * SIZE * (size - 1) / size
     for kind in ("reduce-scatter", "all-gather"):

@@ -75,9 +75,9 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     Raises:
         DataError: PEFT has no form for a target in this family.
     """
-    rules = {rule.key: rule for rule in family.rules}
     for matrix in tables(model, adapter):
-        name = _part_name(rules[f"{matrix.linear}.weight"], 0)
+        (rule,) = _rules(family, model, f"{matrix.linear}.weight", -1)
+        name = _part_name(rule, 0)
         yield from _pair(matrix, adapter, f"{_ROOT}{name}", matrix.linear)
     for layer in range(model.num_layers):
         for matrix in in_layer(model, adapter, layer):
@@ -85,11 +85,17 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
             if matrix.num_experts:
                 yield from _of_experts(family, matrix, adapter, layer)
                 continue
-            rule = rules.get(f"decoder.layers.*.{matrix.linear}.weight")
-            if rule is None:
+            found = _rules(family, model, f"decoder.layers.*.{matrix.linear}.weight", layer)
+            if not found:
                 raise DataError(f"PEFT has no form for {matrix.linear} of {family.model_type} models")
+            (rule,) = found
             place = _place(matrix, rule)
             yield from _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours)
+
+
+def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
+    """Those of a tensor; several models of a family may have it under other names, one model under one."""
+    return [rule for rule in family.rules if rule.key == key and rule.when(model, layer)]
 
 
 def _place(matrix: AdaptedMatrix, rule: Rule) -> int:

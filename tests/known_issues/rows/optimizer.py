@@ -21,7 +21,7 @@ ROWS = (
         "fixed",
         "The norm is computed at every step, before anything is clipped.",
         ("mtrain/mcore/engine/optimizer.py",),
-        (issue_test("the_norm_is_told_without_clipping"),),
+        (issue_test("the_norm_is_reported_without_clipping"),),
     ),
     KnownIssue(
         "epsilon in clipping",

@@ -75,7 +75,7 @@ class _LeavesOut:
     def __init__(self, loader: StepLoader, step: int) -> None:
         self._loader, self._step = loader, step
 
-    def iterate(self, from_step: int) -> Prefetch[list[Microbatch]]:
+    def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
         """As of the loader."""
         return Prefetch(lambda each: self._loader.batches(each + (each + 1 >= self._step)), from_step, 0)
 
