@@ -28,10 +28,9 @@ from mtrain import Datum, Engine
 from mtrain.config import Config
 from mtrain.data.collate import RowForm, collate
 from mtrain.data.datum import sample_of
+from tools.bench.peers.padding import BATCH_SIZE, batched, padded
 
 HIDDEN, LAYERS, HEADS, GROUPS, FFN, VOCAB = 256, 4, 8, 4, 704, 8192
-BATCH_SIZE = 8
-"""Rows of one forward pass of the contenders that pad."""
 PROMPTS = 0.77
 
 
@@ -92,24 +91,15 @@ def transformers_loop(seq_length: int) -> Callable[[Sequence[Datum]], None]:
 
     def step(batch: Sequence[Datum]) -> None:
         trained = sum(sum(datum.weights or ()) for datum in batch)
-        for part in _batched(batch):
-            longest = max(len(datum.input_ids) for datum in part)
-            ids, labels = (torch.full((len(part), longest), fill) for fill in (0, -100))
-            for row, datum in enumerate(part):
-                given = torch.tensor(datum.input_ids)
-                ids[row, : len(given)] = given
-                labels[row, : len(given)] = torch.where(torch.tensor(datum.weights) > 0, given, -100)
-            mask = torch.arange(longest) < torch.tensor([len(datum.input_ids) for datum in part])[:, None]
+        for part in batched(batch):
+            ids, labels = padded(part)
+            mask = torch.arange(ids.shape[1]) < torch.tensor([len(datum.input_ids) for datum in part])[:, None]
             loss = model(input_ids=ids, attention_mask=mask.long(), labels=labels, num_items_in_batch=trained).loss
             torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
-
-
-def _batched(batch: Sequence[Datum]) -> list[Sequence[Datum]]:
-    return [batch[start : start + BATCH_SIZE] for start in range(0, len(batch), BATCH_SIZE)]
 
 
 def each_alone(engine: Engine) -> Callable[[Sequence[Datum]], None]:

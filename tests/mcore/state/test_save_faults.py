@@ -195,7 +195,7 @@ def _flip(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "flipped bit in a shard": (lambda folder: _flip(folder / "__1_0.distcp"), "BLAKE3"),
-    "flipped bit in the list": (lambda folder: _flip(folder / ".metadata"), "BLAKE3"),
+    "flipped bit in the metadata": (lambda folder: _flip(folder / ".metadata"), "BLAKE3"),
     "truncated shard": (lambda folder: (folder / "__0_0.distcp").write_bytes(b"PK"), "has 2 bytes"),
     "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "is missing"),
 }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 
 from mtrain.base.errors import ConfigError, DataError
@@ -21,7 +20,8 @@ from tests.fault_table import Notice
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.training.preferences.preference_ranks import rewards
-from tests.training.preferences.test_preference_runs import WORDS, records
+from tests.training.preferences.test_preference_runs import records
+from tests.training.preferences.words import TEXTS, WORDS, save_tokenizer
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 16, "num_attention_heads": 4}
 
@@ -43,17 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{name: SIZES[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")},
     )
     LlamaForCausalLM(described).save_pretrained(folder / "tokens")
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
-    texts = [(" ".join(WORDS[: 2 + i % 5]), " ".join(WORDS[i % 7 : i % 7 + 1 + i % 3])) for i in range(8)]
+    save_tokenizer(folder)
     pairs = [
         {"prompt": p, "chosen": f"{a} yes", "rejected": f"no {a} no", "margin": i / 10}
-        for i, (p, a) in enumerate(texts)
+        for i, (p, a) in enumerate(TEXTS)
     ]
-    classes = [{"text": f"{p} {WORDS[i % 3]}", "label": i % 3} for i, (p, _) in enumerate(texts)]
+    classes = [{"text": f"{p} {WORDS[i % 3]}", "label": i % 3} for i, (p, _) in enumerate(TEXTS)]
     for name, lines in (("pairs", pairs), ("classes", classes)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     return folder

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 
 from mtrain import Datum, GroupMember
 from mtrain.base.errors import DataError
@@ -23,8 +22,8 @@ from tests.fault_table import Notice
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.training.preferences.preference_ranks import scores
+from tests.training.preferences.words import TEXTS, WORDS, save_tokenizer
 
-WORDS = ["red", "green", "blue", "cat", "dog", "bird", "one", "two", "three", "yes", "no"]
 OF_THE_MACHINE = ("seconds", "waited_seconds", "tokens_per_second", "memory_bytes", "time_s")
 
 
@@ -32,14 +31,9 @@ OF_THE_MACHINE = ("seconds", "waited_seconds", "tokens_per_second", "memory_byte
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of whole words, pairs of answers and answers."""
     folder = tmp_path_factory.mktemp("preferences")
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
-    texts = [(" ".join(WORDS[: 2 + i % 5]), " ".join(WORDS[i % 7 : i % 7 + 1 + i % 3])) for i in range(8)]
-    pairs = [{"prompt": prompt, "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in texts]
-    answers = [{"prompt": p, "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(texts)]
+    save_tokenizer(folder)
+    pairs = [{"prompt": prompt, "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in TEXTS]
+    answers = [{"prompt": p, "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(TEXTS)]
     for name, records in (("pairs", pairs), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return folder

@@ -9,8 +9,7 @@ import torch
 from mtrain import Datum
 from tools.bench.one_gpu.reference import Llama
 from tools.bench.one_gpu.shapes import Bench, Model
-
-BATCH_SIZE = 8
+from tools.bench.peers.padding import batched, padded
 
 
 def padded_loop(bench: Bench, model: Model, data: Sequence[Datum]) -> Callable[[], None]:
@@ -20,16 +19,9 @@ def padded_loop(bench: Bench, model: Model, data: Sequence[Datum]) -> Callable[[
     supervised = sum(sum(list(datum.weights or ())[1:]) for datum in data)
 
     def step() -> None:
-        for start in range(0, len(data), BATCH_SIZE):
-            part = data[start : start + BATCH_SIZE]
-            longest = max(len(datum.input_ids) for datum in part)
-            # behind the causal mask padding at the end is seen by padding alone
-            ids, labels = (torch.full((len(part), longest), fill) for fill in (0, -100))
-            for row, datum in enumerate(part):
-                given = torch.tensor(datum.input_ids)
-                ids[row, : len(given)] = given
-                labels[row, : len(given)] = torch.where(torch.tensor(datum.weights) > 0, given, -100)
-            ids, labels = ids.to(place), labels.to(place)
+        for part in batched(data):
+            # no mask: behind the causal one, padding at the end is seen by padding alone
+            ids, labels = (each.to(place) for each in padded(part))
             with torch.autocast(bench.device, torch.bfloat16):
                 loss = judge(ids[:, :-1], labels[:, 1:]) / supervised
             torch.autograd.backward(loss)
