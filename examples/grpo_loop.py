@@ -1,13 +1,13 @@
 """GRPO: a model that has seen a few sums learns from rewards alone to add two digits; a minute on two cores:
-`torchrun --nproc-per-node 2 examples/grpo_loop.py layout.tp=2`
-
-The engine that trains also draws the answers: they, the rewards and the curve are the same under any layout."""
+`torchrun --nproc-per-node 2 examples/grpo_loop.py layout.tp=2`. The engine that trains also draws the answers
+(where vLLM is installed, that does): they, the rewards and the curve are the same under any layout."""
 
 import random
 import sys
 from statistics import mean, pstdev
 
 from mtrain import Config, Datum, Engine, SamplingParams, load_config, weigh
+from vllm_rollouts import Draw, drawing
 
 SETTINGS = [
     "run.dir=runs/grpo",
@@ -21,10 +21,10 @@ PLUS, EQUALS, GROUP_SIZE, WARM_UP_STEPS, COUNTS = 10, 11, 8, 15, [0, 0, 0, 0, 1,
 SUMS = [[first, PLUS, second, EQUALS] for first in range(10) for second in range(10)]
 
 
-def rollouts(engine: Engine, step: int) -> tuple[list[Datum], float]:
+def rollouts(draw: Draw, step: int) -> tuple[list[Datum], float]:
     """Groups of answers of two tokens with their advantages, and the mean reward."""
     asked = [each for each in random.Random(step).sample(SUMS, 32) for _ in range(GROUP_SIZE)]
-    answers = engine.generate(asked, SamplingParams(max_new_tokens=2, seed=step), max_sequences=256)
+    answers = draw(asked, SamplingParams(max_new_tokens=2, seed=step))
     said = [10 * answer.token_ids[0] + answer.token_ids[1] for answer in answers]
     rewards = [1 / (1 + abs(number - prompt[0] - prompt[2])) for number, prompt in zip(said, asked, strict=True)]
     data = []
@@ -39,14 +39,14 @@ def rollouts(engine: Engine, step: int) -> tuple[list[Datum], float]:
 def train(config: Config) -> list[float]:
     """The mean reward of each step; a few supervised steps come first, so that answers are worth comparing."""
     found = []
-    with Engine(config) as engine:
+    with Engine(config) as engine, drawing(engine) as draw:
         for step in range(config.train.num_steps):
             if step < WARM_UP_STEPS:
                 shown = random.Random(step).choices(SUMS, k=64)
                 right = [Datum([*each, *divmod(each[0] + each[2], 10)], COUNTS) for each in shown]
                 engine.forward_backward(right, lambda given: weigh(given.logits.cross_entropy(given.labels), given))
             else:
-                data, reward = rollouts(engine, step)
+                data, reward = rollouts(draw, step)
                 engine.forward_backward(data)
                 found.append(reward)
                 if engine.rank == 0:

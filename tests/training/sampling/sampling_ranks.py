@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from mtrain import Datum, Engine
@@ -23,6 +26,7 @@ from mtrain.training.sampling.generate import generate_text
 from mtrain.training.sampling.sampler import Completion, generate
 from tests.paths import ROOT
 from tests.training.engine_ranks import free
+from tests.training.sampling import vllm_stand_in
 
 Prompts = Sequence[Sequence[int]]
 
@@ -85,9 +89,37 @@ def texts(
         return [generate_text(path, prompts, sampling, as_chat) for path in paths]
 
 
+@contextlib.contextmanager
+def example(name: str, *modules: Any) -> Iterator[dict[str, Any]]:
+    """The names of a program of examples/, which finds what lies beside it, and modules that are not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        patch.delitem(sys.modules, "vllm_rollouts", raising=False)
+        for module in modules:
+            patch.setitem(sys.modules, "vllm", module)
+        yield runpy.run_path(str(ROOT / "examples" / name))
+
+
 def grpo_rewards(groups: Groups, overrides: Sequence[str]) -> list[float]:
     """Of the steps of examples/grpo_loop.py."""
-    program = runpy.run_path(str(ROOT / "examples" / "grpo_loop.py"))
-    with free(groups):
+    with example("grpo_loop.py") as program, free(groups):
         rewards: list[float] = program["train"](load_config([], [*program["SETTINGS"], *overrides]))
         return rewards
+
+
+def vllm_rollouts(groups: Groups, overrides: Sequence[str]) -> Any:
+    """Of examples/grpo_loop.py with what stands for vLLM: (its rewards and the updates that the other got); and before
+    and after a step: (answers, what the engine says of them)."""
+    found = []
+    with example("grpo_loop.py", vllm_stand_in) as program, free(groups):
+        config = load_config([], [*program["SETTINGS"], *overrides])
+        rewards = program["train"](config)
+        updates = [each.num_updates for each in vllm_stand_in.made]
+        with Engine(config) as engine, program["drawing"](engine) as draw:
+            for _ in range(2):
+                answers = draw([[1, 10, 2, 11]] * 4, SamplingParams(max_new_tokens=2, seed=3))
+                data = [Datum([1, 10, 2, 11, *each.token_ids]) for each in answers]
+                found.append((answers, [each[-2:].tolist() for each in engine.forward(data).log_probs]))
+                engine.forward_backward([Datum([1, 10, 2, 11, 0, 3])], "next_token")
+                engine.optim_step(lr=0.1)
+    return rewards, updates, found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean
 
+import pytest
+
 from mtrain.plan.layout import Layout
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
@@ -19,3 +21,18 @@ def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path
     assert len(rewards) == 10
     assert all(each == rewards for each in (*over_data, *over_tensors)), "the very answers"
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.05
+
+
+def test_vllm_draws_with_the_weights_of_the_moment_where_it_is_installed(pool: Pool, tmp_path: Path) -> None:
+    """On both ranks the same, and each answer as likely as the trainer says, before and after an update."""
+    given = [f"run.dir={tmp_path}", "train.num_steps=16", "train.device=cpu", "layout.tp=2"]
+    everyone = pool.run(sampling_ranks.vllm_rollouts, Layout(tp=2), given)
+    assert everyone[0] == everyone[1]
+    rewards, updates, drawn = everyone[0]
+    assert 0 < rewards[0] < 1
+    assert (len(rewards), updates) == (1, [1])
+    for answers, expected in drawn:
+        assert [each.log_probs for each in answers] == [pytest.approx(each, abs=2e-6) for each in expected]
+    assert len({tuple(each.token_ids) for each in drawn[0][0]}) > 1, "a prompt that comes twice has two answers"
+    assert [each.log_probs for each in drawn[0][0]] != [each.log_probs for each in drawn[1][0]]
+    assert list(tmp_path.iterdir()) == [], "the folder of the first weights is gone"

@@ -1,0 +1,62 @@
+"""Rollouts for examples/grpo_loop.py: by vLLM where it is installed, else by the engine that trains.
+
+vLLM runs in the trainer's own processes, tensor-parallel over all of them, and is given the weights as tensors before
+it draws. Written for vLLM 0.33: LLM with its generate and collective_rpc("reload_weights"), SamplingParams.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+
+from mtrain import Completion, Engine, SamplingParams
+
+Draw = Callable[[list[list[int]], SamplingParams], list[Completion]]
+
+
+@contextlib.contextmanager
+def drawing(engine: Engine) -> Iterator[Draw]:
+    """What draws answers by the weights of the moment; collective, with the same answers on all ranks."""
+    if importlib.util.find_spec("vllm") is None:
+        yield functools.partial(engine.generate, max_sequences=256)
+        return
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its worker is in this process, so it can be given tensors
+    vllm: Any = importlib.import_module("vllm")
+    Path(engine.config.run.dir).mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=engine.config.run.dir) as folder:
+        folders = [f"{folder}/model"]
+        dist.broadcast_object_list(folders, src=0)
+        engine.export_hf(folders[0])  # for its config.json
+        executor = "external_launcher" if engine.world_size > 1 else "uni"
+        settings = {"tensor_parallel_size": engine.world_size, "distributed_executor_backend": executor}
+        memory = {"gpu_memory_utilization": 0.3, "enforce_eager": True}  # the trainer is on the same GPU
+        llm = vllm.LLM(folders[0], skip_tokenizer_init=True, **settings, **memory)
+
+        def draw(prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": engine.named_hf_tensors()})
+            llm.reset_prefix_cache()  # keys and values by the weights before
+            asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+            asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop_token_ids": [*sampling.stop_token_ids]}
+            asked |= {
+                "logprobs": 0,
+                "ignore_eos": True,
+                "detokenize": False,
+            }  # 0: beside the drawn token's, which is always there
+            seeds = [sampling.seed * len(prompts) + number for number in range(len(prompts))]  # a prompt may come twice
+            each = [vllm.SamplingParams(seed=seed, **asked) for seed in seeds]
+            tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
+            return [_completion(output.outputs[0]) for output in llm.generate(tokens, each, use_tqdm=False)]
+
+        yield draw
+
+
+def _completion(found: Any) -> Completion:
+    log_probs = [place[token].logprob for token, place in zip(found.token_ids, found.logprobs, strict=True)]
+    return Completion([*found.token_ids], log_probs, found.finish_reason)
