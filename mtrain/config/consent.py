@@ -25,6 +25,7 @@ NEUTRAL_KEYS = (
     "train.device",
     "train.recompute",
     "train.recompute_layers",
+    "train.compile",
     "train.recompute_modules",
     "train.distributed_optimizer",
     "train.overlap_grad_reduce",

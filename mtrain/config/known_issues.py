@@ -161,6 +161,8 @@ def beyond_transformer_engine(config: Config) -> Iterator[str]:
             "train.precision=fp32: its products of float32 are made in TF32, and its attention has no float32 under "
             "layout.cp"
         )
+    if config.train.compile != "none":
+        yield f"train.compile={config.train.compile}, which compiles our layers alone"
     groups = model.query_groups // layout.tp
     if layout.cp_comm == "ulysses" and groups % layout.cp:
         yield (

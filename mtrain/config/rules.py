@@ -205,6 +205,21 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
         )
 
 
+def compiled(config: "Config") -> Iterator[str]:
+    """What torch.compile would do otherwise than the layers as they are written."""
+    if config.train.compile == "none":
+        return
+    key = f"train.compile={config.train.compile}"
+    for name in dropout_keys(config):
+        if name != "model.attention_dropout":  # stands outside of the graphs
+            yield f"{key} does not go with {name}, as a compiled layer draws other numbers; turn one of the two off"
+    if config.train.overlap_param_gather:
+        yield (
+            f"{key} does not go with train.overlap_param_gather=true, which waits for parameters inside of a layer; "
+            "turn one of the two off"
+        )
+
+
 def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterator[str]:
     """Each depth is a term beside the main one, and needs a token to predict."""
     if model.mtp_depths == 0:

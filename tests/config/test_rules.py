@@ -85,6 +85,23 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"model__backend": "te", "layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}},
         "model.backend=te is not enough for layout.cp_comm=ulysses: it exchanges whole key/value heads, but 2 of them",
     ),
+    (
+        {"model__backend": "te", "train__compile": "layers"},
+        "model.backend=te is not enough for train.compile=layers, which compiles our layers alone",
+    ),
+    (
+        {"model__hidden_dropout": 0.1, "train__compile": "layers"},
+        "train.compile=layers does not go with model.hidden_dropout, as a compiled layer draws other numbers",
+    ),
+    (
+        {
+            "train__overlap_grad_reduce": True,
+            "train__overlap_param_gather": True,
+            "train__distributed_optimizer": True,
+            "train__compile": "layers",
+        },
+        "train.compile=layers does not go with train.overlap_param_gather=true, which waits for parameters inside of",
+    ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
         {"data": {**INDEXED, "split": [0.9, 0.1, 0], "valid": [{"path": "v"}]}},

@@ -108,6 +108,10 @@ class Config(Section):
         return _lines(rules.recompute(self.train, self.model))
 
     @rule
+    def layers_can_be_compiled(self) -> str | None:
+        return _lines(rules.compiled(self))
+
+    @rule
     def several_tokens_can_be_predicted(self) -> str | None:
         return _lines(rules.multi_token(self.model, self.loss, self.data))
 

@@ -24,6 +24,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.cache import CachedPass, caching
 from mtrain.mcore.model.attention.context_parallel import RowAttention
 from mtrain.mcore.model.build import run_chunk, unwrap
+from mtrain.mcore.model.compiled import as_written
 from mtrain.mcore.model.output_layer import Logits
 
 
@@ -119,7 +120,8 @@ class CachedModel:
             chunk = self._chunks[stage // layout.pp]
             if stage > 0:
                 unwrap(chunk).set_input_tensor(self._received(stage, hidden, batch.tokens.shape[1]))
-            output = run_chunk(chunk, batch)
+            with as_written():
+                output = run_chunk(chunk, batch)
             if isinstance(output, Logits):
                 return output
             hidden = output

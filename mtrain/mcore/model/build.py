@@ -20,6 +20,7 @@ from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
+from mtrain.mcore.model.compiled import compile_layers
 from mtrain.mcore.model.head import ScoreHead, put_head
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
@@ -122,6 +123,8 @@ class LanguageModel(GPTModel):
 def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]:
     """This rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
 
+    Collective over the world where `train.compile` asks for compiled layers.
+
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
     """
@@ -129,7 +132,9 @@ def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]
     for chunk in chunks:
         # Before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those.
         draw_weights(chunk, config, groups)
-    return [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
+    wrapped = [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
+    compile_layers(wrapped, config, groups)
+    return wrapped
 
 
 def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:

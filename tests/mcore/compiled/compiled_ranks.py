@@ -1,0 +1,81 @@
+"""What ranks do in the tests of compiled layers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model import compiled
+from mtrain.mcore.model.build import build_model
+from tests.parity.ranks import Outcome, Run, train
+
+
+class Compiled(NamedTuple):
+    """A run whose layers are compiled."""
+
+    outcome: Outcome
+    num_graphs: int
+    """Compiled on this rank."""
+    printed: str
+
+
+def train_each(groups: Groups, runs: Sequence[Run], backend: str, refused_after: int | None = None) -> list[Compiled]:
+    """Runs of one layout, compiled anew for each.
+
+    Args:
+        groups: The process groups.
+        runs: What is trained.
+        backend: As torch.compile takes it; eager finds graphs and runs them as they are.
+        refused_after: Of the graphs of a run, the backend then fails for all others.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    build = lookup_backend(backend)
+    found = []
+    for run in runs:
+        torch._dynamo.reset()
+        graphs = 0
+
+        def counted(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            nonlocal graphs
+            if refused_after is not None and graphs >= refused_after:
+                raise NotImplementedError("no such operation\nand what a traceback says")
+            graphs += 1
+            return build(graph, inputs)
+
+        compiled.BACKEND = counted
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            outcome = train(groups, *run)
+        found.append(Compiled(outcome, graphs - 1, printed.getvalue()))  # the first one tries the compiler
+    return found
+
+
+def names(groups: Groups, config: Config) -> list[list[str]]:
+    """Of all parameters and of all tensors in checkpoints, as written and compiled."""
+    compiled.BACKEND = "eager"
+    found = []
+    for choice in ("none", "layers"):
+        train_section = config.train.model_copy(update={"compile": choice})
+        (chunk,) = build_model(config.model_copy(update={"train": train_section}), groups)
+        inner: Any = chunk.module
+        keys = [shard.key for shard in inner.sharded_state_dict().values() if hasattr(shard, "key")]
+        found.append([*(name for name, _ in chunk.named_parameters()), *keys])
+    return found
+
+
+def trained_without_a_compiler(groups: Groups, run: Run, caches: Path) -> Compiled:
+    """A run with torch's own backend on a machine where there is no C++ compiler."""
+    os.environ |= {"PATH": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    os.environ.pop("CXX", None)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        outcome = train(groups, *run)
+    return Compiled(outcome, 0, printed.getvalue())
