@@ -42,7 +42,12 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.targets={_given(adapter, 'fc1', 'fc2')}: every layer has experts and none a shared one; name "
             "experts, or remove it"
         )
-    if model.tied_embeddings and "output" in adapter.parts:
+    if model.num_labels is not None and "output" in adapter.parts:
+        yield (
+            f"adapter.targets=output: the head of model.num_labels={model.num_labels} is in the place of the output "
+            "layer, and learns whole; remove it"
+        )
+    elif model.tied_embeddings and "output" in adapter.parts:
         yield (
             "adapter.targets=output: with model.tied_embeddings=true the output layer has no table of its own; remove "
             "it, or name embedding, which leaves the output layer on the frozen table, as in PEFT"

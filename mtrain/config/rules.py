@@ -319,8 +319,6 @@ def heads(config: "Config") -> Iterator[str]:
         yield f"{key} is one class, which every sequence would have; set it to their number"
     if loss.side_terms or loss.teacher is not None:
         yield f"loss.side_terms and loss.teacher are of tokens, which {key} does not predict; remove them"
-    if config.adapter is not None:
-        yield f"adapter freezes all but its own matrices, and with them the head of {key}; remove one of the two"
     if config.eval.is_on:
         yield f"eval.prompts ask for text, which a model with {key} does not write; remove them"
     if isinstance(config.data, SftSection) and config.data.too_long == "split":

@@ -40,7 +40,7 @@ class MergedTensors:
         """
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
-        self._merging = Merging(saved.config, saved.adapter)
+        self._merging, self._whole = Merging(saved.config, saved.adapter), plan.learned_whole(saved.config.model)
         self._base = _opened(saved.config)
         out = torch.float32 if saved.main else DTYPES[saved.config.train.precision]
         self.tensors = {key: GlobalTensorInfo(dtype_outside(key, out), shape) for key, shape in table.shapes.items()}
@@ -55,6 +55,8 @@ class MergedTensors:
     def _matrix(self, key: str, place: tuple[int, ...]) -> Tensor:
         """One layer's or expert's tensor, merged; the last one is kept, as slices of it are read in a row."""
         name = global_name(key, place)
+        if name in self._whole:
+            return self._saved.tensor(name).to(self.tensors[key].dtype)
         if self._last is None or self._last[0] != name:
             self._last = None
             merged = self._merging.merged(name, self._frozen(key, place), self._saved.tensor)
@@ -74,6 +76,8 @@ class MergedTensors:
     def _check(self) -> None:
         total = 0
         for key, facts in self.tensors.items():
+            if key in self._whole:  # the base may have none
+                continue
             for place in stacked_places(key, TensorSlice.whole(facts.shape)):
                 values = self._frozen(key, place)
                 at = TensorSlice.whole(tuple(values.shape))

@@ -221,6 +221,8 @@ class _Rank:
 def _frozen_table(config: Config) -> tuple[int, int]:
     """(gradients, copies) of the output layer's table in a microbatch, of which a pair beside it makes one each."""
     assert config.adapter is not None, "asked only where weights are frozen"
+    if config.model.num_labels is not None:  # a head learns, and is never narrow
+        return 1, 0
     pairs = int("output" in config.adapter.parts)
     return pairs, pairs + int(holds_narrow(config))
 

@@ -11,7 +11,7 @@ from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import padded_vocab_size
+from mtrain.plan.parameters import head_elements, padded_vocab_size
 
 LATENT_LINEARS = {
     "linear_q_proj": "q_proj",
@@ -22,6 +22,8 @@ LATENT_LINEARS = {
 }
 """Module of latent attention -> name of the target."""
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
+HEAD = f"{OUTPUT}.weight"
+"""Of a model that judges sequences."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,27 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
     return [*layers, *tables(model, adapter)]
 
 
+def learned_whole(model: ModelSection) -> frozenset[str]:
+    """Global names of tensors that learn beside adapters as they are: a head, which begins at random."""
+    return frozenset() if model.num_labels is None else frozenset((HEAD,))
+
+
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
-    """Of the whole model, without padding of the vocabulary."""
-    return sum(each.parameters(adapter).total for each in all_matrices(model, adapter))
+    """That learn in the whole model, without padding of the vocabulary; with a head that learns whole."""
+    return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + head_elements(model)
 
 
 def adapter_parameters_on_rank(
     model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
 ) -> RankParameters:
-    """What a rank of pipeline rank `pp_rank` holds, vocabulary padded."""
+    """What a rank of pipeline rank `pp_rank` holds that learns, vocabulary padded; with a head that learns whole."""
     layers = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
+    head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     held = [each for layer in layers for each in in_layer(model, adapter, layer)]
     ends = {EMBEDDING: 0, OUTPUT: layout.pp - 1}
     padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, layout.tp)})
     held += [each for each in tables(padded, adapter) if ends[each.linear] == pp_rank]
-    return sum((each.parameters(adapter) for each in held), start=Parameters()).on_rank(layout)
+    return sum((each.parameters(adapter) for each in held), start=head).on_rank(layout)
 
 
 def holds_narrow(config: Config) -> bool:

@@ -14,6 +14,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import Precision
 from mtrain.plan.adapters import EMBEDDING, OUTPUT, in_layer, tables
 from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.parameters import head_elements
 
 _PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -107,7 +108,10 @@ def flops_of_step(
         for part, layer in parts
     )
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.output_rows
-    adapted = 0 if adapter is None else _adapter_products(model, adapter, work)
+    adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
+    if adapter is not None:  # a head learns beside it
+        learned = work.outputs * head_elements(model)
+        products, adapted = products - learned, adapted + learned
     once = products + attention + adapted if is_scored else 0
     return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted) + once)
 

@@ -12,6 +12,7 @@ from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import (
+    head_elements,
     matrices_on_rank,
     padded_vocab_size,
     parameters_on_rank,
@@ -58,7 +59,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
 
 
 def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
-    """What has gradients on a rank: all of the model, or its adapters."""
+    """What has gradients on a rank: all of the model, or its adapters and a head."""
     if config.adapter is None:
         return parameters_on_rank(config.model, layout, pp_rank)
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
@@ -68,11 +69,12 @@ def _frozen_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     """Of weights that have neither gradient nor state."""
     if config.adapter is None:
         return 0
-    whole, narrow = parameters_on_rank(config.model, layout, pp_rank), 0
+    learned = head_elements(config.model) if pp_rank == layout.pp - 1 else 0
+    whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
     if holds_narrow(config):
         narrow = matrices_on_rank(config.model, layout, pp_rank).total
         narrow += table_elements_on_rank(config.model, layout, pp_rank)
-    return whole.total * element_bytes(config) - narrow * (element_bytes(config) - BF16_BYTES)
+    return whole * element_bytes(config) - narrow * (element_bytes(config) - BF16_BYTES)
 
 
 def _largest_trained(config: Config, layout: Layout) -> int:
@@ -81,7 +83,7 @@ def _largest_trained(config: Config, layout: Layout) -> int:
     if adapter is None:
         return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
     widths = (max(each.rows, each.columns) for each in all_matrices(model, adapter))
-    return adapter.rank * max(widths, default=0)
+    return max(adapter.rank * max(widths, default=0), head_elements(model))
 
 
 def own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:

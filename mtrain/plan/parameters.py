@@ -81,7 +81,7 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     """
     held = _of_layers(model, _own_layers(model, layout, pp_rank))
     if pp_rank == layout.pp - 1:
-        held += Parameters(replicated=norm_elements(model, model.hidden_size) + _head_elements(model))
+        held += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
         held = sum([multi_token_layer(model)] * model.mtp_depths, start=held)
     return (held + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
 
@@ -101,7 +101,7 @@ def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
     return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size
 
 
-def _head_elements(model: ModelSection) -> int:
+def head_elements(model: ModelSection) -> int:
     """Of the head on the last stage, which every rank of TP has whole."""
     return (model.num_labels or 0) * model.hidden_size
 

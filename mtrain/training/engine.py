@@ -139,13 +139,19 @@ class Engine:
         For log-probabilities of the model that a finetuning began from, without a second model in memory.
 
         Raises:
-            ConfigError: The configuration has no `adapter`.
+            ConfigError: The configuration has no `adapter`, or the model has a head, which learns whole.
             RuntimeError: Inside the block `forward_backward` was called, which would have nothing to learn.
         """
         if self.config.adapter is None:
             raise ConfigError(
                 "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
                 "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
+            )
+        if self.config.model.num_labels is not None:
+            raise ConfigError(
+                f"adapters_off gives the model that a finetuning began from, but the head of model.num_labels="
+                f"{self.config.model.num_labels} learns whole, so that it is gone; score with an engine before its "
+                "first optim_step"
             )
         with adapters_off(self._built().chunks):
             self._is_bare = True

@@ -10,6 +10,7 @@ from mtrain import plan
 from mtrain.config import Config
 from mtrain.plan.adapters import adapter_parameters_on_rank, num_adapter_parameters
 from mtrain.plan.layout import Layout
+from mtrain.plan.parameters import padded_vocab_size
 from mtrain.verify.reference.model.adapters import all_shapes
 from tests.config.samples import config
 
@@ -41,6 +42,26 @@ def test_parameters_are_those_of_the_definition_and_lie_somewhere(adapter: dict[
     )
     divided = adapter_parameters_on_rank(user.model, user.adapter, Layout(tp=2), 0).total
     assert total / 2 < divided < total
+
+
+def test_a_head_is_counted_with_what_learns() -> None:
+    """Its gradient, its moments and its third product, and not among the frozen weights."""
+    adapter = {"rank": 1, "targets": ["q_proj"]}
+    user, layout = (
+        adapted(adapter, model__num_labels=3, loss__function="classification", train__precision="fp32"),
+        Layout(),
+    )
+    without = adapted(adapter, train__precision="fp32")
+    head, output = 3 * 64, 64 * user.model.vocab_size
+    found, before = (plan.memory_per_rank(each, layout, 0) for each in (user, without))
+    assert found.gradients_bytes - before.gradients_bytes == 4 * head
+    assert found.optimizer_bytes - before.optimizer_bytes == 2 * 4 * head
+    assert found.weights_bytes - before.weights_bytes == 4 * (head - padded_vocab_size(without.model, 1) * 64)
+    assert plan.run_flops_per_token(user) - plan.run_flops_per_token(without) == 6 * head - 4 * output
+    assert user.adapter is not None
+    on_stages = [adapter_parameters_on_rank(user.model, user.adapter, Layout(pp=2), rank).total for rank in (0, 1)]
+    assert sum(on_stages) == num_adapter_parameters(user.model, user.adapter)
+    assert on_stages[1] - on_stages[0] == head
 
 
 def test_a_frozen_model_has_weights_alone_and_two_thirds_of_the_arithmetic() -> None:

@@ -29,7 +29,7 @@ class PeftFolder:
             DataError: The folder is damaged, or holds another adapter than the run's.
         """
         config = read_json(inside(path, CONFIG_NAME))
-        if faults := differences(config, adapter):
+        if faults := differences(config, model, adapter):
             raise DataError(f"{path / CONFIG_NAME} is another adapter than the run's: {'; '.join(faults)}; change one")
         self._file = SafetensorsFile(inside(path, TENSORS_NAME))
         self._names: dict[str, tuple[PeftTensor, str]] = {}

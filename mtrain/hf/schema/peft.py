@@ -17,13 +17,17 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule
-from mtrain.plan.adapters import AdaptedMatrix, in_layer, tables
+from mtrain.plan.adapters import HEAD, OUTPUT, AdaptedMatrix, in_layer, tables
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 # A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).
 _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_HEAD = "head"
+"""Kind of a head, which PEFT trains and saves whole (`modules_to_save`)."""
+_CLASSIFIERS = frozenset(("score", "classifier"))
+"""PEFT saves modules of both names of every model that judges sequences, and ours have the first."""
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
 """Projection -> what stands before its pair: gate_up_proj is wrapped first, and down_proj around it."""
@@ -63,7 +67,7 @@ class PeftTensor(NamedTuple):
     shape: Sizes
     """PEFT's."""
     kind: str
-    """lora_a, lora_b or magnitude."""
+    """lora_a, lora_b or magnitude; `head` of a module that is saved whole."""
     matrix: AdaptedMatrix
     is_interleaved: bool = False
     """Whether rows of gate and up stand in turn there."""
@@ -75,6 +79,11 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     Raises:
         DataError: PEFT has no form for a target in this family.
     """
+    if model.num_labels is not None:
+        matrix = AdaptedMatrix(OUTPUT, _HEAD, model.num_labels, model.hidden_size, is_replicated=True)
+        (rule,) = _rules(family, model, HEAD, -1)
+        shape = (matrix.rows, matrix.columns)
+        yield PeftTensor(f"{_ROOT}{rule.parts[0].name}", HEAD, shape, _HEAD, matrix)
     for matrix in tables(model, adapter):
         (rule,) = _rules(family, model, f"{matrix.linear}.weight", -1)
         name = _part_name(rule, 0)
@@ -143,11 +152,13 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         base: Where PEFT finds the frozen model; None: nobody knows.
     """
     # experts are parameters there, and named by target_parameters
-    names = [each.name for each in tensors(family, model, adapter) if not each.matrix.num_experts]
+    named = list(tensors(family, model, adapter))
+    names = [each.name for each in named if not each.matrix.num_experts and each.kind != _HEAD]
+    heads = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _HEAD]
     modules = dict.fromkeys(_module_of(name) for name in names)
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
         # declared as an int there; a float is taken as well
@@ -162,7 +173,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": heads or None,
     }
     if "experts" in adapter.parts:
         config["target_parameters"] = list(_PARAMETERS)
@@ -176,7 +187,7 @@ def _module_of(name: str) -> str:
     raise AssertionError(name)
 
 
-def differences(config: Mapping[str, Any], adapter: AdapterSection) -> list[str]:
+def differences(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> list[str]:
     """What a file says otherwise than the run, and what it says that has no form here; a line each."""
     found = []
     if config.get("peft_type") != "LORA":
@@ -193,6 +204,8 @@ def differences(config: Mapping[str, Any], adapter: AdapterSection) -> list[str]
             found.append(f"{key}={config.get(key, False)}, but {ours}")
     for key, value in config.items():
         # a setting that is not known may change what the tensors mean, unless it is off
+        if key == "modules_to_save" and model.num_labels is not None and _CLASSIFIERS.issuperset(value or ()):
+            continue
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
         if key not in _OURS | _UNREAD and not is_plain:
             found.append(f"{key}={value!r}, which has no form here")

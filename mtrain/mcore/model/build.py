@@ -43,6 +43,8 @@ class LanguageModel(GPTModel):
     """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
     has_adapters = False
     """Whether adapters learn and all else is frozen; here or on other stages."""
+    learned_whole: frozenset[str] = frozenset()
+    """Global names of what learns as it is where adapters do; here or on other stages."""
     base_fingerprint: str | None = None
     """Of the frozen weights, once they are loaded (mtrain/mcore/state/base.py)."""
     _ahead: tuple[MtpTargets, ...] = ()

@@ -26,7 +26,7 @@ from mtrain.mcore.model.adapters.adapter import adapters_of
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import base_parameters, is_written_here, shards
+from mtrain.mcore.state.sharded_parameters import frozen_parameters, is_written_here, shards
 
 DRAWN = "drawn from train.seed"
 """Origin of a base that was not loaded."""
@@ -124,6 +124,6 @@ def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size:
 def _own_parts(chunks: Sequence[nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
     """Parts of the frozen tensors; each element on one rank of the world."""
     models: list[Any] = [unwrap(chunk) for chunk in chunks]
-    for place in base_parameters(models, groups):
+    for place in frozen_parameters(models, groups):
         if is_written_here(place):
             yield from shards(place, place.key, place.data)

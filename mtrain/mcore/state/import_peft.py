@@ -20,6 +20,7 @@ from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.state.load import set_weights
+from mtrain.plan import adapters as plan
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def load_peft_adapter(
 
     for chunk in chunks:
         for part in sharded_tensors(unwrap(chunk), groups, in_float32):
-            if is_adapter_key(part.key):
+            if is_adapter_key(part.key) or part.key in plan.learned_whole(config.model):
                 axes = part.prepend_axis_num
                 whole = saved.tensor(global_name(part.key, tuple(part.global_offset[:axes])))
                 # A table has more rows here, which are padding and stay 0.

@@ -23,16 +23,28 @@ ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Of `sharded_parameters`, what a checkpoint holds: of a model with adapters these alone."""
+    """Of `sharded_parameters`, what a checkpoint holds: of a model with adapters these alone, and a head."""
     models = list(modules)
     # By the model and not by what this stage holds: it may have no adapter.
-    adapts = any(has_adapters(model) for model in models)
-    return sharded_parameters(models, groups, lambda key: not adapts or is_adapter_key(key))
+    adapts, whole = any(has_adapters(model) for model in models), _learned_whole(models)
+    return sharded_parameters(models, groups, lambda key: not adapts or is_adapter_key(key) or key in whole)
 
 
 def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
     """Of `sharded_parameters`, those of the model itself, without adapters."""
     return sharded_parameters(modules, groups, lambda key: not is_adapter_key(key))
+
+
+def frozen_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
+    """Of `base_parameters`, those that do not learn where adapters do; of a model without adapters all."""
+    models = list(modules)
+    whole = _learned_whole(models)
+    return sharded_parameters(models, groups, lambda key: not (is_adapter_key(key) or key in whole))
+
+
+def _learned_whole(models: Iterable[MegatronModule]) -> frozenset[str]:
+    # a teacher's or a test's plain model has none
+    return frozenset().union(*(getattr(model, "learned_whole", ()) for model in models))
 
 
 def sharded_parameters(

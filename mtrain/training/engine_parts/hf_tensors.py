@@ -32,6 +32,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.transformer_config import DTYPES
 from mtrain.mcore.state.gather import WholeParameters
+from mtrain.plan.adapters import learned_whole
 
 HfContent: TypeAlias = Literal["merged", "base", "adapter"]
 """Of a model with adapters: one whole model; the frozen model alone; the adapters alone, under PEFT's names. Others are
@@ -130,6 +131,10 @@ class HfTensors:
             filled += unit.size_bytes
         return found
 
+    @property
+    def _is_frozen_alone(self) -> bool:
+        return self._config.adapter is not None and self._content == "base"
+
     def _planned(self) -> Iterator[_Unit]:
         source = source_of_run(self._config)
         family = exported_family(source.model, source.origin)
@@ -137,8 +142,11 @@ class HfTensors:
             case "adapter":
                 yield from self._adapter_units(family)
             case "merged" | "base":
+                # a head that learns is no part of the frozen model
+                left_out = learned_whole(self._config.model) if self._is_frozen_alone else frozenset()
                 for filled in family.table(source.model).slices:
-                    yield self._unit(filled)
+                    if filled.key not in left_out:
+                        yield self._unit(filled)
             case _:
                 assert_never(self._content)
 

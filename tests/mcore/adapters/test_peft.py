@@ -140,6 +140,65 @@ def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(po
     assert_close(back, torch.from_numpy(ours))
 
 
+def judged(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:
+    """What transformers says of each row."""
+    auto, known = transformers.AutoModelForSequenceClassification, {"dtype": torch.float32, "num_labels": 3}
+    model = auto.from_pretrained(folder, **known, attn_implementation="eager")
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    assert isinstance(model, peft.PeftModelForSequenceClassification) == (adapter is not None)
+    with torch.no_grad():
+        return torch.cat([model.eval()(row[None]).logits for row in tokens])
+
+
+@pytest.mark.filterwarnings("ignore:.*were not initialized")
+def test_a_head_beside_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path) -> None:
+    """Of a model of tokens, whose head begins at random, on either side."""
+    hf, adapter, layout = tmp_path / "hf", LORA | {"targets": ["q_proj", "v_proj", "fc1"]}, Layout(tp=2, pp=2)
+    save("llama", hf, torch.float32, **LAYERS)
+
+    def config(run: str, **changes: Any) -> Config:
+        user = run_config(hf, tmp_path / run, adapter | changes)
+        given = user.model_dump()
+        given["model"]["num_labels"], given["loss"]["function"] = 3, "classification"
+        return Config.model_validate(given)
+
+    def last(ranks: list[Any]) -> NDArray[np.float32]:
+        (first, *others) = [rank[:, -1] for rank in ranks if rank is not None]
+        assert all(np.array_equal(first, other) for other in others), "every rank of TP has the whole head"
+        found: NDArray[np.float32] = first
+        return found
+
+    user = config("run")
+    tokens = random_tokens(user.model.vocab_size)
+    ranks = pool.run(peft_ranks.saved, layout, user, tokens.numpy())
+    ours = last([rank.logits for rank in ranks])
+    assert np.abs(ours).max() > 1e-3, "the head is drawn"
+    export_adapter(tmp_path / "run", tmp_path / "adapter", None)
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["task_type"], described["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert_close(ours, judged(hf, tmp_path / "adapter", tokens))
+    export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
+    assert_close(ours, judged(tmp_path / "merged", None, tokens))
+    base = {name: each for name, each in tensors_in(hf).items() if name != "lm_head.weight"}
+    for rank in ranks:
+        assert rank.streamed["adapter"] == bits(tensors_in(tmp_path / "adapter"))
+        assert rank.streamed["merged"] == bits(tensors_in(tmp_path / "merged"))
+        assert rank.streamed["base"] == bits(base)
+
+    again = config("again", path=str(tmp_path / "adapter"))
+    assert_close(last(pool.run(peft_ranks.started, Layout(), again, tokens.numpy())), torch.from_numpy(ours))
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForSequenceClassification.from_pretrained(hf, dtype=torch.float32, num_labels=3),
+        tmp_path / "adapter",
+    )
+    theirs.save_pretrained(tmp_path / "of-peft")
+    there = json.loads((tmp_path / "of-peft" / "adapter_config.json").read_text())["modules_to_save"]
+    assert set(there) == {"classifier", "score"}, "PEFT's own addition"
+    third = config("third", path=str(tmp_path / "of-peft"))
+    assert_close(last(pool.run(peft_ranks.started, Layout(dp=2), third, tokens.numpy())), torch.from_numpy(ours))
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_that_peft_saved_starts_a_run(pool: Pool, tmp_path: Path, kind: str) -> None:
     """With the frozen tables that PEFT saves beside adapters of them."""

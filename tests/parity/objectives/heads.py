@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.data.datum import Datum, sample_of
+from mtrain.hf.schema import peft as peft_schema
 from mtrain.hf.schema.families.dense import LLAMA
 from mtrain.hf.schema.table import read_slice
 from mtrain.loss.preference.member import GroupMember, Role
@@ -117,3 +118,33 @@ def pooled(batch: Sequence[Datum], model: Any) -> Tensor:
 class _Lists(dict[str, list[float]]):
     def __missing__(self, name: str) -> list[float]:
         return self.setdefault(name, [])
+
+
+def adapted(model: Any, config: Config) -> tuple[Any, dict[str, Tensor]]:
+    """The same model in PEFT with drawn pairs, its score trained whole; and all tensors under our names."""
+    import peft
+
+    base = {name: each.detach().clone() for name, each in model.named_parameters()}
+    assert config.adapter is not None
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = {"r": config.adapter.rank, "lora_alpha": config.adapter.alpha, "target_modules": targets}
+    found = peft.get_peft_model(model, peft.LoraConfig(**settings, task_type="SEQ_CLS")).double()
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    names = {
+        name: torch.from_numpy(each)
+        for name, each in by_global_name(base, config).items()
+        if name != "output_layer.weight"
+    }
+    return found, names | learned(dict(found.named_parameters()), config)
+
+
+def learned(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """What learns in `adapted`, or its gradients, as ours."""
+    assert config.adapter is not None
+    theirs = {
+        name.replace(".default", "").replace(".modules_to_save", ""): each.detach() for name, each in tensors.items()
+    }
+    return {each.key: theirs[each.name] for each in peft_schema.tensors(LLAMA, config.model, config.adapter)}

@@ -9,13 +9,15 @@ import torch
 
 from mtrain.config import Config
 from tests.parity.cases import Case, case
-from tests.parity.compare import relative, worst
+from tests.parity.compare import TOLERANCE, relative, worst
 from tests.parity.objectives.heads import (
     CENTER,
     NUM_GROUPS,
+    adapted,
     by_global_name,
     classification_loss,
     data,
+    learned,
     model_of,
     pooled,
     reward_loss,
@@ -106,3 +108,32 @@ def test_losses_and_gradients_are_those_of_transformers_and_trl(
                 expected.diagnostics, rel=1e-5
             ), kind
         assert worst(ranks[0][number].steps[0].gradients, expected.gradients, configs[kind]) < 2e-6, kind
+
+
+@pytest.mark.parametrize(
+    ("one", "changes"),
+    [
+        pytest.param(case(2, num_layers=2, dp=2), {}, id="dp2"),
+        pytest.param(case(3, num_layers=2, tp=2, sp=True), {}, id="tp2 sp"),
+        pytest.param(case(1, num_layers=2, pp=2), PACKED, id="pp2 packed"),
+    ],
+)
+def test_a_head_learns_whole_beside_adapters_as_in_peft(pool: Pool, one: Case, changes: dict[str, Any]) -> None:
+    """Gradients of every pair and of the head, and nothing else has one."""
+    config = config_of("reward_model", one, {**changes, "adapter": {"rank": 3, "alpha": 5.0}})
+    model, parameters = adapted(model_of(config), config)
+    loss = reward_loss(batch := data(1), model)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    gradients = torch.autograd.grad(loss, list(trained.values()))
+    expected = learned(dict(zip(trained, gradients, strict=True)), config)
+    run = Run(config, {name: each.numpy() for name, each in parameters.items()}, [scattered(batch, config)])
+    ranks = pool.run(train_each, one.resolved(config), [run])
+    for rank in ranks:
+        assert relative(rank[0].steps[0].loss, loss.item()) < 1e-6
+    found = ranks[0][0].steps[0].gradients
+    assert found.keys() == expected.keys()
+    assert worst(found, {name: each.numpy() for name, each in expected.items()}, config) < TOLERANCE
+    after = ranks[0][0].parameters
+    rows = {name: torch.from_numpy(after[name])[: len(each)] for name, each in parameters.items()}  # without padding
+    changed = {name for name, each in parameters.items() if not torch.equal(rows[name], each.float())}
+    assert changed == expected.keys()

@@ -89,3 +89,35 @@ def scores(groups: Groups, config: Config, batch: Sequence[Datum]) -> list[float
 def rewards(groups: Groups, config: Config, sequences: Sequence[Sequence[int]]) -> list[float]:
     """Of a reward model as its weights begin."""
     return scores(groups, config, [Datum(ids, member=GroupMember(0, "chosen")) for ids in sequences])
+
+
+def gone_on(groups: Groups, config: Config, batch: Sequence[Datum], folder: str) -> tuple[StepResult, StepResult]:
+    """The second step behind a checkpoint of the first: of the engine that saved it, and of one that loads it."""
+    with free(groups):
+        with Engine(config) as engine:
+            for _ in range(2):
+                engine.forward_backward(batch)
+                straight = engine.optim_step()
+                if engine.step == 1:
+                    engine.save(folder)
+        return straight, loaded_step(config, batch, folder)
+
+
+def loaded_step(config: Config, batch: Sequence[Datum], folder: str) -> StepResult:
+    """The step behind a checkpoint."""
+    with Engine(config) as engine:
+        engine.load(folder)
+        engine.forward_backward(batch)
+        return engine.optim_step()
+
+
+def loaded_elsewhere(groups: Groups, config: Config, batch: Sequence[Datum], folder: str) -> StepResult:
+    """`loaded_step` on the pool's ranks."""
+    with free(groups):
+        return loaded_step(config, batch, folder)
+
+
+def bare(groups: Groups, config: Config) -> None:
+    """Asks for the model without its adapters."""
+    with free(groups), Engine(config) as engine, engine.adapters_off():
+        raise AssertionError("refused")

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain import Datum, GroupMember
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.logits import compare_logits
@@ -19,6 +21,7 @@ from tests.config.samples import content
 from tests.fault_table import Notice
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
+from tests.training.preferences import preference_ranks
 from tests.training.preferences.preference_ranks import rewards
 from tests.training.preferences.test_preference_runs import records
 from tests.training.preferences.words import TEXTS, WORDS, save_tokenizer
@@ -111,6 +114,33 @@ def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and
     assert again.model.num_labels == 1, "read from the folder"
     (found, *_) = pool.run(rewards, Layout(), again, sequences)
     assert found == pytest.approx(rewards_in_transformers(folder / "rewards", sequences), rel=1e-5, abs=1e-7)
+
+
+def test_a_run_with_adapters_and_a_head_goes_on_on_other_ranks(pool: Pool, folder: Path) -> None:
+    """Bit for bit on its own; the checkpoint holds both and no frozen tensor; what would lose the head is refused."""
+    model = {"hf": str(folder / "tokens"), "num_labels": 1}
+    adapter = {"rank": 2, "alpha": 4.0}
+    saving = config(folder, "adapted", "reward_model", model, adapter=adapter, layout__tp=2)
+    batch = [
+        Datum([5, 6, 7, 3], member=GroupMember(0, "chosen", margin=0.5)),
+        Datum([5, 6, 9], member=GroupMember(0, "rejected")),
+        Datum([4, 2, 8], member=GroupMember(1, "chosen")),
+        Datum([4, 2], member=GroupMember(1, "rejected")),
+    ]
+    path = str(folder / "adapted")
+    ((straight, again), *_) = pool.run(preference_ranks.gone_on, Layout(tp=2), saving, batch, path)
+    assert again == straight
+    other = config(folder, "other", "reward_model", model, adapter=adapter)
+    (found, *_) = pool.run(preference_ranks.loaded_elsewhere, Layout(dp=2), other, batch, path)
+    assert found.loss == pytest.approx(straight.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(straight.grad_norm, rel=1e-5)
+    held = CheckpointTensors(folder / "adapted" / "checkpoints" / "step_00000001").tensors
+    weights = {name for name in held if not name.startswith(("optimizer", "rng"))}
+    assert {name for name in weights if "_adapter." not in name} == {"output_layer.weight"}
+    with pytest.raises(ConfigError, match=r"the head of model.num_labels=1 learns whole, so that it is gone"):
+        pool.run(preference_ranks.bare, Layout(), other)
+    with pytest.raises(ValueError, match=r"targets=output: the head of model\.num_labels=1 is in the place"):
+        config(folder, "output", "reward_model", model, adapter={"targets": ["output"]})
 
 
 def test_classes_are_learnt_from_texts(pool: Pool, folder: Path) -> None:

@@ -33,7 +33,7 @@ _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATEN
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
-    """Freezes every parameter and adds the adapters, B zero; before anything lists parameters.
+    """Freezes every parameter but a head and adds the adapters, B zero; before anything lists parameters.
 
     Args:
         model: One stage, a LanguageModel; its layers are torch layers.
@@ -42,7 +42,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
         collection: Process groups.
     """
     model.requires_grad_(False)
-    model.has_adapters = True
+    model.has_adapters, model.learned_whole = True, plan.learned_whole(section)
     builder = _Builder(section, adapter, model.config, collection)
     if model.pre_process:
         # Full recomputation and the pipeline follow what needs a gradient from the input on: with a frozen table they
@@ -52,7 +52,9 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
             builder.beside_table(model.embedding)
     for layer in model.decoder.layers:
         builder.inside(layer)
-    if model.post_process and "output" in adapter.parts:
+    if model.post_process and section.num_labels is not None:
+        model.output_layer.requires_grad_(True)
+    elif model.post_process and "output" in adapter.parts:
         builder.beside_output(model)
 
 
