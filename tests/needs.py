@@ -57,6 +57,7 @@ NEEDS = (
         lambda: not missing(),
     ),
     Need("flaky_disk", "a C compiler (cc)", lambda: shutil.which("cc") is not None),
+    Need("simulated_gpu", "a C++ compiler (c++)", lambda: shutil.which("c++") is not None),
     Need(
         "transformer_engine_wheel",
         f"the wheel of {TRANSFORMER_ENGINE}, which pip could not bring",

@@ -47,13 +47,20 @@ class Stack(nn.Module):
 
         A module's own call is what overlapped gathering of parameters waits in.
         """
-        # grouped products take operands of one precision
-        is_narrow = self.weight.dtype != tokens.dtype
-        return (sequential if is_narrow else product)(tokens, self.weight, counts)
+        return self.product(tokens, product)(tokens, self.weight, counts)
 
-    def biases(self, counts: Tensor) -> Tensor | None:
-        """Each token's bias: [count, rows]; none where there is none."""
-        return None if self.bias is None else self.bias.repeat_interleave(counts.to(self.bias.device), dim=0)
+    def product(self, tokens: Tensor, wanted: Product) -> Product:
+        """The wanted one, where it can be taken."""
+        # grouped products take operands of one precision
+        return wanted if self.weight.dtype == tokens.dtype else sequential
+
+    def biases(self, counts: Tensor, num_tokens: int) -> Tensor | None:
+        """Each token's bias: [num_tokens, rows]; none where there is none."""
+        if self.bias is None:
+            return None
+        # with the size of the output the host need not wait for it
+        counts = counts.to(self.bias.device, non_blocking=True)
+        return self.bias.repeat_interleave(counts, dim=0, output_size=num_tokens)
 
 
 def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
@@ -105,17 +112,19 @@ class Experts(MegatronModule):
         Returns:
             [count, hidden_size] in the dtype of the tokens, and no bias to be added later.
         """
-        # Split sizes are needed on the host; on a GPU this waits, unless the dispatcher has brought them over already.
-        counts = tokens_per_expert.cpu()
         product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
+        stacks = (self.linear_fc1, self.linear_fc2)
+        # Other products need sizes on the host, which waits for them once, where the dispatcher has not done so.
+        on_host = any(stack.product(tokens, product) is sequential for stack in stacks)
+        counts = tokens_per_expert.cpu() if on_host else tokens_per_expert
         weights = weights.unsqueeze(-1)
         hidden = self.linear_fc1(tokens, counts, product)
-        biases = self.linear_fc1.biases(counts)
+        biases = self.linear_fc1.biases(counts, len(tokens))
         # Weighted in front of fc2, which is linear, as in megatron-core's experts; fc2's bias is weighted apart.
         hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
         output = self.linear_fc2(hidden, counts, product)
         # Every rank of etp would add it to its part of the sum: config/rules.py refuses biases beside etp > 1.
-        biases = self.linear_fc2.biases(counts)
+        biases = self.linear_fc2.biases(counts, len(tokens))
         if biases is not None:
             output = output + (biases * weights).to(tokens.dtype)
         return output, None

@@ -18,7 +18,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.mcore.model.widened import widened_linear
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64 on the CPU) -> [count, out]."""
+"""(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64) -> [count, out]."""
 
 _grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # public from 2.10
 _ALIGNMENT_BYTES = 16
@@ -27,14 +27,14 @@ _ALIGNMENT_BYTES = 16
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """One product an expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
-    parts = torch.split(tokens, counts.tolist())  # counts are on the CPU: no wait
+    parts = torch.split(tokens, counts.tolist())  # the host waits where counts are on a GPU
     return torch.cat([widened_linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """All experts in one kernel."""
-    # The kernel takes int32 on the device; the host does not wait.
-    ends = counts.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+    # The kernel takes int32 on the device; the host does not wait: counts are there, or in memory that is pinned.
+    ends = counts.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from megatron.core import tensor_parallel
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from torch import Tensor
+
+from mtrain.mcore.model.moe.local_dispatcher import LocalDispatcher, serves
 
 
 class ExpertsLayer(MoELayer):
@@ -12,6 +16,24 @@ class ExpertsLayer(MoELayer):
 
     megatron-core takes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
     """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Args:
+        config: Of the model.
+        submodules: Router, experts, shared experts.
+        layer_number: Global, from 1.
+        pg_collection: The process groups; None for megatron-core's own.
+        """
+        super().__init__(config, submodules, layer_number, pg_collection)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        if serves(config, groups):
+            self.token_dispatcher = LocalDispatcher(config, groups)
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None

@@ -1,0 +1,165 @@
+"""torch.cuda and NCCL on a machine that has neither: one GPU for each rank, whose work is done at once.
+
+Import before torch: the library registers the device, which torch looks for when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SOURCE = Path(__file__).with_name("gpu.cpp")
+
+
+def compiled(folder: Path) -> Path:
+    """The library, made in the folder; a few seconds."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    torchs, library = Path(spec.origin).parent, folder / "simulated_gpu.so"
+    libraries = [f"-L{torchs / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torchs / 'lib'}"]
+    options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torchs / 'include'}"]
+    subprocess.run(["c++", *options, _SOURCE, "-o", library, "-Wl,--no-as-needed", *libraries], check=True)
+    return library
+
+
+def load(library: Path) -> None:
+    """Before torch is imported."""
+    import sys
+
+    assert "torch" not in sys.modules
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def install() -> None:
+    """After torch and before megatron-core is imported."""
+    import torch
+
+    from tests.simulated_gpu.tensors import DEVICE
+
+    assert torch.device(0) == DEVICE, "the library was not loaded before torch"
+    # so that torch.tensor(..., device=...) shows its copy to the device
+    torch._C._set_only_lift_cpu_tensors(True)
+    _replace_cuda(torch)
+    _replace_communication()
+    # megatron-core compiles small functions when it is imported; here they run as they are
+    torchs: Any = torch
+    torchs.compile = lambda function=None, *given, **options: (lambda inner: inner) if function is None else function
+    _replace_bias()
+    import megatron.core.tensor_parallel.random as rng
+
+    # these go past torch.cuda
+    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+class _Moment:
+    """Stands for a stream or an event: everything has already happened; that the host asks for it is noted."""
+
+    def __init__(self, *given: object, **options: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        from tests.simulated_gpu.transfers import Kind, note
+
+        note(Kind.WAIT, "synchronize")
+
+    def _nothing(self, *given: object) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return self if event is None else event
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+    def __enter__(self) -> _Moment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _replace_cuda(torch: Any) -> None:
+    cuda, now, later = torch.cuda, _Moment(), _Moment
+    constants: dict[str, object] = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": "a simulated GPU",
+        "get_device_capability": (9, 0),
+        "current_stream": now,
+        "default_stream": now,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "mem_get_info": (80 << 30, 80 << 30),
+    }
+    for name in [
+        "_lazy_init",
+        "init",
+        "set_device",
+        "set_stream",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "ipc_collect",
+    ]:
+        constants[name] = None
+    for name, value in constants.items():
+        setattr(cuda, name, _returning(value))
+    cuda.synchronize = lambda *given: now.synchronize()
+    cuda.stream, cuda.Stream, cuda.Event = lambda stream: now, later, later
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.manual_seed_all = cuda.manual_seed
+    # what is drawn is drawn on the CPU
+    cuda.get_rng_state = lambda *given, **options: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *given, **options: torch.set_rng_state(state)
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _returning(None), _returning(None)
+    torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _replace_bias() -> None:
+    """Its tensor holds nothing: it only tells attention what is meant, and is not to become one of the GPU."""
+    import torch.nn.attention.bias as bias
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    biases: Any = bias
+    original = bias.causal_lower_right
+
+    def causal_lower_right(*sizes: int) -> Any:
+        with _disable_current_modes():
+            return original(*sizes)
+
+    biases.causal_lower_right = causal_lower_right
+
+
+def _replace_communication() -> None:
+    """gloo carries what NCCL would; tensors are looked at before they get there."""
+    import torch.distributed as dist
+
+    distributed: Any = dist
+    original = dist.init_process_group
+
+    def init_process_group(backend: str, device_id: object = None, **options: Any) -> None:
+        assert backend == "nccl"
+        original("gloo", **options)
+
+    distributed.init_process_group = init_process_group
+    distributed.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"  # as of NCCL's groups
+
+
+def _returning(value: object) -> Callable[..., Any]:
+    return lambda *given, **options: value

@@ -1,0 +1,96 @@
+"""Runs of the trainer on a simulated GPU, and what the host waited for in each of their steps.
+
+    python -m tests.simulated_gpu.program LIBRARY FOLDER < CASES
+
+CASES is JSON: name -> {"sections": a configuration, "ranks": how many}. Prints JSON: name -> one result for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.simulated_gpu import cuda
+
+if __name__ == "__main__":
+    cuda.load(Path(sys.argv[1]))
+    cuda.install()
+
+import mtrain.mcore  # noqa: F401
+from mtrain.base.errors import MtrainError
+from mtrain.config import Config
+from mtrain.training import trainer
+from mtrain.training.faults.attempt import StepTrial
+from tests.simulated_gpu.probe import probed
+from tests.simulated_gpu.tensors import SimulatedGpu
+from tests.simulated_gpu.transfers import begin_step, found
+
+
+def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One rank of a run."""
+    make = StepTrial.make
+
+    def noted(self: StepTrial, own: Any, lr: float, step: int, *others: Any) -> Any:
+        begin_step(step)
+        return make(self, own, lr, step, *others)
+
+    tried: Any = StepTrial
+    tried.make = noted
+    sections["run"] = {"dir": str(folder)}
+    error = None
+    try:
+        with SimulatedGpu():
+            trainer.train(Config.model_validate(sections))
+    except MtrainError as refused:
+        error = str(refused)
+    except Exception:  # told to who asked for the run
+        error = traceback.format_exc()
+    return {"steps": found(), "error": error}
+
+
+def run(name: str, sections: dict[str, Any], ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """All ranks, each in a process forked from this one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    readers = []
+    for rank in range(ranks):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.close(reader)
+            environment: dict[str, Any] = {
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_RANK": 0,
+                "LOCAL_WORLD_SIZE": ranks,
+            }
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in environment.items()})
+            with os.fdopen(writer, "w") as out:
+                json.dump(train(sections, folder / name), out)
+            os._exit(0)
+        os.close(writer)
+        readers.append(reader)
+    results = []
+    for reader in readers:
+        with os.fdopen(reader) as given:
+            text = given.read()
+        results.append(json.loads(text) if text else {"steps": {}, "error": "the rank has died"})
+        os.wait()
+    return results
+
+
+def main() -> None:
+    """All cases, one after the other."""
+    cases = json.load(sys.stdin)
+    folder = Path(sys.argv[2])
+    results: dict[str, Any] = {name: run(name, case["sections"], case["ranks"], folder) for name, case in cases.items()}
+    print(json.dumps(results | {"probe": probed()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Whole steps as on GPUs: no tensor of the CPU in a collective, and the host asks the device once a step.
+
+The trainer runs on a device that is not there (tensors.py), on one rank and on two. Every value that the host fetches
+and every copy is counted with its line of code; what a step may have of them is written beside each case.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.samples import content
+from tests.parity.expert_models import MIXTRAL
+from tests.parity.families import GEMMA
+from tests.paths import ROOT
+from tests.simulated_gpu import cuda
+from tests.training.test_changed import write_corpus
+from tests.training.test_trainer import records
+from tests.warm import completed, program_environment
+
+pytestmark = pytest.mark.nightly
+
+BASE: dict[str, Any] = {
+    "model__num_layers": 2,
+    "model__hidden_size": 32,
+    "model__ffn_hidden_size": 48,
+    "model__num_attention_heads": 4,
+    "model__num_query_groups": 2,
+    "model__vocab_size": 64,
+    "train__global_batch_size": 4,
+    "train__num_steps": 3,
+    "data__seq_length": 16,
+    "metrics__tensorboard": False,
+    "checkpoint__at_end": False,
+}
+DOCUMENTS: dict[str, Any] = {"data__kind": "indexed", "data__train": [{"path": "CORPUS"}]}
+LAST_STEP = "3"
+"""The one that is looked at: what is made once is there by then."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    reads: int = 1
+    """What the host may fetch in a step, on the rank that fetches most: the totals of the step."""
+    waits: int = 0
+    """For events; those that have long happened when they are asked for count as well."""
+
+
+TP2, PP2 = {"tp": 2, "sp": True}, {"pp": 2, "vpp": 2}
+CASES = {
+    "dense": Case(),
+    "recomputed": Case({"train__recompute": "full"}),
+    "documents": Case(DOCUMENTS),
+    "experts": Case(MIXTRAL),
+    "experts of float32": Case(MIXTRAL | {"train__precision": "fp32"}),
+    "gemma": Case(GEMMA),
+    "data-parallel": Case({"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}, ranks=2),
+    # The rank that receives its rows fetches the starts of documents, and asks for each microbatch's number of tokens.
+    "tensor-parallel, documents": Case(DOCUMENTS | {"layout": TP2}, ranks=2, reads=2, waits=4),
+    "context-parallel, documents": Case(DOCUMENTS | {"layout": {"cp": 2}}, ranks=2),
+    "ulysses": Case({"layout": {"cp": 2, "cp_comm": "ulysses"}}, ranks=2),
+    "pipeline": Case({"model__num_layers": 4, "layout": PP2}, ranks=2),
+    # The plan, the totals, the overflow, the norm and the loss scale.
+    "fp16": Case({"train__precision": "fp16"}, reads=5),
+}
+
+
+@pytest.fixture(scope="module")
+def simulated_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of the device."""
+    return cuda.compiled(tmp_path_factory.mktemp("simulated_gpu"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def sections(changes: dict[str, Any], runs: Path) -> dict[str, Any]:
+    """A configuration."""
+    corpus = str(runs / "corpus")
+    made: dict[str, Any] = json.loads(json.dumps(content(**BASE | changes)).replace("CORPUS", corpus))
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(simulated_gpu: Path, runs: Path) -> dict[str, Any]:
+    """Case -> what each rank says."""
+    write_corpus(runs / "corpus", 0)
+    cases = {name: {"sections": sections(case.changes, runs), "ranks": case.ranks} for name, case in CASES.items()}
+    command = [sys.executable, "-m", "tests.simulated_gpu.program", str(simulated_gpu), str(runs)]
+    given, environment = json.dumps(cases), program_environment()
+    done = subprocess.run(command, cwd=ROOT, env=environment, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_device_notices_what_a_gpu_would(results: dict[str, Any]) -> None:
+    found = results["probe"]
+    assert found["refused"] == [
+        "a tensor of the CPU in a collective",
+        "a strided tensor in a collective",
+        "tensors of two devices in one operation",
+    ]
+    assert dict(found["noted"]) == {"read": 9, "waiting copy": 4, "copy": 3, "wait": 2}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_runs_ahead_of_the_device(results: dict[str, Any], name: str) -> None:
+    ranks, case = results[name], CASES[name]
+    assert [rank["error"] for rank in ranks] == [None] * case.ranks
+    for rank in ranks:
+        noted = rank["steps"][LAST_STEP]
+        of_kind = {
+            kind: [f"{count} x {where}" for each, where, count in noted if each == kind]
+            for kind in ("read", "waiting copy", "wait")
+        }
+        counts = Counter({kind: sum(count for each, _, count in noted if each == kind) for kind in of_kind})
+        assert counts["read"] >= 1, "nobody has seen the loss"
+        assert counts["read"] <= case.reads, of_kind["read"]
+        assert counts["waiting copy"] == 0, of_kind["waiting copy"]
+        assert counts["wait"] <= case.waits, of_kind["wait"]
+
+
+@pytest.mark.parametrize("name", ["experts of float32"])
+def test_it_gives_the_numbers_of_a_cpu(results: dict[str, Any], runs: Path, tmp_path: Path, name: str) -> None:
+    assert results[name][0]["error"] is None
+    (tmp_path / "run.json").write_text(json.dumps(sections(CASES[name].changes, runs)))
+    arguments = [sys.executable, "-m", "mtrain", "train", tmp_path / "run.json", f"run.dir={tmp_path / 'run'}"]
+    done = completed(arguments)
+    assert done.returncode == 0, done.stderr
+    found, expected = (
+        [value for record in records(run) for value in (record["loss"], record["grad_norm"])]
+        for run in (runs / name, tmp_path / "run")
+    )
+    assert len(expected) == 6
+    assert found == pytest.approx(expected, rel=1e-5)
