@@ -160,6 +160,9 @@ class CheckpointInfo(BaseModel):
     """Steps that were left out of the run as train.on_nonfinite and train.on_spike say, ascending."""
     base: BaseInfo | None = None
     """None where the checkpoint holds a whole model."""
+    reference: str | None = None
+    """What `loss.reference` named: the model that answers were compared with, whose scores are part of `dataset`. None
+    where that was the one the run began from, or where nothing was compared."""
 
 
 class Manifest(CheckpointInfo):

@@ -150,6 +150,7 @@ class Saver:
             skipped=history.skipped,
             valid_loss=valid_loss,
             base=base_of(chunks, self._groups, self._config),
+            reference=self._config.loss.reference,
         )
         work = started(lambda: self._write(attempt, parts), f"save-{step}")
         self._flight = PendingSave(attempt, state, facts, work, began, time.monotonic() - began)

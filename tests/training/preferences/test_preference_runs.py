@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mtrain import Datum, GroupMember
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.manifest import read_manifest
 from mtrain.config import Config
+from mtrain.hf.schema.description import with_architecture
 from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.fault_table import Notice
@@ -161,6 +164,48 @@ def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Po
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     pool.run(train_fresh, Layout(), named("damaged"))
     assert records(folder / "damaged")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_a_folder_of_hugging_face_is_compared_with_and_named(pool: Pool, folder: Path) -> None:
+    """The first loss is DPO's by transformers' two models in float64; a folder that is no model is refused by name."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    models = {}
+    for number, name in enumerate(("hf-policy", "hf-reference")):
+        torch.manual_seed(number)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 16}
+        described = LlamaConfig(**sizes, num_attention_heads=4, rms_norm_eps=1e-5, initializer_range=0.3)
+        LlamaForCausalLM(described).save_pretrained(folder / name)
+        models[name] = LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+
+    def named(run: str, reference: Path) -> Config:
+        made = config(folder, run, "dpo", 8).model_dump()
+        made["train"]["num_steps"], made["loss"]["reference"] = 1, str(reference)
+        made["model"] = {"hf": str(folder / "hf-policy")}
+        return Config.model_validate(with_architecture(made))
+
+    batch = _batch_of(folder / "pairs.jsonl")
+    policy, reference = (torch.stack([_log_prob(each, datum) for datum in batch]) for each in models.values())
+    ratios = policy - reference
+    expected = -torch.nn.functional.logsigmoid(0.1 * (ratios[::2] - ratios[1::2])).mean()
+    assert abs(expected - math.log(2)) > 1e-3, "the two models differ"
+    pool.run(train_fresh, Layout(dp=2), named("hf-compared", folder / "hf-reference"))
+    assert records(folder / "hf-compared")[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    manifest = read_manifest(folder / "hf-compared" / "checkpoints" / "step_00000001")
+    assert manifest.reference == str(folder / "hf-reference")
+    assert manifest.dataset is not None
+    assert "(reference scores " in manifest.dataset
+    with pytest.raises(DataError, match=r"^loss\.reference=.*hf-empty"):
+        pool.run(train_fresh, Layout(), named("hf-empty", folder / "hf-empty"))
+
+
+@torch.no_grad()
+def _log_prob(model: Any, datum: Datum) -> torch.Tensor:
+    """Of the answer, by the definition."""
+    ids, weights = torch.tensor(datum.input_ids), torch.tensor(datum.weights)
+    logs = model(ids[None, :-1]).logits[0].log_softmax(-1)
+    found: torch.Tensor = (weights[1:] * logs.gather(-1, ids[1:, None])[:, 0]).sum()
+    return found
 
 
 def _batch_of(path: Path) -> list[Datum]:
