@@ -12,17 +12,26 @@ FEWEST_TOKENS = 1024
 LOGITS_AT_A_TIME = 2**26
 """Of an automatic chunk where that is more tokens: 256 MiB in float32."""
 
+LOGITS_AT_A_TIME_ON_CPU = 2**21
+"""Of an automatic chunk on a CPU, 8 MiB in float32: malloc uses such memory again, while larger is new, and zeroed by
+the kernel, each time."""
+FEWEST_TOKENS_ON_CPU = 256
+"""Where so many logits are fewer tokens, chunks are those of GPUs: each reads and writes the table's whole gradient."""
 
-def chunk_tokens(section: LossSection, vocab_local: int) -> int | None:
+
+def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | None:
     """Most tokens of a chunk; None where logits are to be whole.
 
     Args:
         section: Says which.
         vocab_local: Columns of the padded vocabulary on one rank.
+        on_cpu: Where the run computes.
     """
     match section.chunk_tokens:
         case int(tokens):
             return tokens
+        case "auto" if on_cpu and LOGITS_AT_A_TIME_ON_CPU // vocab_local >= FEWEST_TOKENS_ON_CPU:
+            return LOGITS_AT_A_TIME_ON_CPU // vocab_local
         case "auto":
             return max(FEWEST_TOKENS, LOGITS_AT_A_TIME // vocab_local)
         case "whole":
@@ -39,6 +48,6 @@ def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
         tokens: Of the microbatch on one rank.
         vocab_local: Columns of the padded vocabulary on one rank.
     """
-    chunk = chunk_tokens(config.loss, vocab_local)
+    chunk = chunk_tokens(config.loss, vocab_local, on_cpu=config.train.device == "cpu")
     needs_whole = config.loss.chunk_tokens == "auto" and bool(own_functions(config.loss))
     return tokens if chunk is None or needs_whole else min(tokens, chunk)

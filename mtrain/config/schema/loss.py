@@ -278,7 +278,8 @@ class LossSection(TermSection):
     """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
     tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
     at a time (`mtrain.loss.pair.per_token`), as this package's own do. auto: where functions permit it, chunks of 1024
-    tokens, or of so many as have 2^26 logits on a rank; smaller microbatches whose tokens all count are left whole.
+    tokens, or of so many as have 2^26 logits on a rank (on a CPU 2^21, where that is 256 tokens or more); smaller
+    microbatches whose tokens all count are left whole.
     whole: logits of all tokens at once."""
     allow_layout_dependent: bool = False
     """Permits what changes with the layout by its definition; every report of the run then says so."""

@@ -26,6 +26,9 @@ from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
 """One can be a single bad batch; of two in a row no smaller loss scale will help."""
 
+_BLOCK = 2**16
+"""Elements that are widened at a time: half a MiB, which stays in the cache of a core."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -306,5 +309,18 @@ def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cpu":
+        return _sum_by_blocks(gradients)
     # The third argument is the dtype in which squares are added.
     return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float64)).square().sum()
+
+
+def _sum_by_blocks(gradients: Sequence[Tensor]) -> Tensor:
+    """As `_sum_of_squares`: CPUs would widen each tensor whole, into fresh memory of twice its size."""
+    wide = torch.empty(_BLOCK, dtype=torch.float64)
+    sums = []
+    for gradient in gradients:
+        for part in torch.split(gradient.reshape(-1), _BLOCK):
+            widened = wide[: len(part)].copy_(part)
+            sums.append(torch.dot(widened, widened))
+    return torch.stack(sums).sum()

@@ -76,7 +76,7 @@ class OutputLoss:
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
         counts = None if self._weighed is None else self._weighed.of(batch)
-        chunk = chunk_tokens(self._config.loss, _vocab_local(logits.main))
+        chunk = chunk_tokens(self._config.loss, _vocab_local(logits.main), _is_on_cpu(self._groups))
         if counts is None or chunk is None or _is_whole_as_good(counts, batch.labels.numel(), chunk):
             pairs = self._objective.pairs(term_inputs(logits, batch, self._config, self._groups, teacher))
             return scalar_of(pairs), pairs
@@ -236,7 +236,7 @@ def label_log_probs(
     """
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
-    flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight))
+    flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), _is_on_cpu(groups))
     found = []
     for rows in chunks(len(flat), chunk or len(flat)):
         distribution = vocab_parallel(logits_of_rows(flat[rows], weight), config, groups)
@@ -261,6 +261,10 @@ def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
     """
     # from an eighth on, what is saved is more than the copies of a selection cost
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
+
+
+def _is_on_cpu(groups: Groups) -> bool:
+    return groups.device.type == "cpu"
 
 
 def _vocab_local(logits: DeferredLogits) -> int:

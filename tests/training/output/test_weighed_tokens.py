@@ -66,13 +66,25 @@ def cut(value: str | int, vocab_size: int = 32_000, **changes: object) -> Config
 
 
 @pytest.mark.parametrize(
-    ("value", "vocab_local", "expected"),
-    [("whole", 1000, None), (77, 1000, 77), ("auto", 128_256, 1024), ("auto", 16_384, 4096), ("auto", 1, 2**26)],
+    ("value", "vocab_local", "on_cpu", "expected"),
+    [
+        ("whole", 1000, False, None),
+        ("whole", 1000, True, None),
+        (77, 1000, False, 77),
+        (77, 1000, True, 77),
+        ("auto", 128_256, False, 1024),
+        ("auto", 8192, True, 256),
+        ("auto", 8193, True, 2**26 // 8193),
+        ("auto", 128_256, True, 1024),
+        ("auto", 16_384, False, 4096),
+        ("auto", 4096, True, 512),
+        ("auto", 1, False, 2**26),
+    ],
 )
-def test_automatic_chunks_are_of_1024_tokens_or_of_two_to_the_26_logits(
-    value: str | int, vocab_local: int, expected: int | None
+def test_automatic_chunks_are_of_1024_tokens_or_of_two_to_the_26_logits_and_fewer_on_a_cpu(
+    value: str | int, vocab_local: int, on_cpu: bool, expected: int | None
 ) -> None:
-    assert chunk_tokens(cut(value).loss, vocab_local) == expected
+    assert chunk_tokens(cut(value).loss, vocab_local, on_cpu) == expected
 
 
 def test_functions_of_the_users_own_count_as_needing_whole_logits() -> None:
