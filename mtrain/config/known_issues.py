@@ -171,6 +171,26 @@ def beyond_transformer_engine(config: Config) -> Iterator[str]:
         )
 
 
+def beyond_a_ring(config: Config) -> Iterator[str]:
+    """What kernels that attend to the keys of one hop, without a mask, cannot do; whatever cp is."""
+    model = config.model
+    if config.layout.cp_comm != "ring":
+        return
+    reasons = {
+        "model.sliding_window": (model.sliding_window is not None, "windows that end within a hop"),
+        "model.attention_sinks": (model.attention_sinks, "a sink, which every hop would count"),
+        "model.attention_dropout": (bool(model.attention_dropout), "dropout"),
+        "model.mla": (model.mla is not None, "latents, of which each hop would make keys and values anew"),
+        "data.packing" if config.data.packing else "data.isolate_documents": (
+            config.data.isolate_documents,
+            "documents that end within a hop",
+        ),
+    }
+    for key, (is_there, why) in reasons.items():
+        if is_there:
+            yield f"layout.cp_comm=ring does not know {why} ({key}); set layout.cp_comm to allgather or ulysses"
+
+
 def too_much_for_transformer_engine(config: Config) -> Iterator[str]:
     """A message for each of these where its layers were asked for by name."""
     if config.model.backend == "te":

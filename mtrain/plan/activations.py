@@ -195,7 +195,7 @@ class _Rank:
         if not self.is_on_cpu or cp == 1 or config.data.isolate_documents:
             return 0
         match self.layout.cp_comm:
-            case "ulysses":
+            case "ulysses" | "ring":
                 return 0
             case "allgather":
                 seq = config.row_width

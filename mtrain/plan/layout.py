@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config, rules
-from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.layout import CpComm, LayoutSection
 
 _GROUP_KEY = "microbatch_group_size_per_vp_stage"
 
@@ -47,7 +47,7 @@ class Layout:
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    cp_comm: Literal["allgather", "ulysses"] = "allgather"
+    cp_comm: CpComm = "allgather"
     stage_layers: tuple[int, ...] | None = None
     """Layers of every (virtual) stage in model order; None where they divide evenly."""
 
@@ -147,13 +147,13 @@ class Layout:
         return range(first, first + counts[stage])
 
 
-def _cp_comm_name(cp_comm: Literal["allgather", "ulysses"]) -> str:
+def _cp_comm_name(cp_comm: CpComm) -> str:
     """In the short name of a layout."""
     match cp_comm:
         case "allgather":
             return ""
-        case "ulysses":
-            return "ulysses"
+        case "ulysses" | "ring":
+            return cp_comm
         case _:
             assert_never(cp_comm)
 

@@ -102,6 +102,22 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         },
         "train.compile=layers does not go with train.overlap_param_gather=true, which waits for parameters inside of",
     ),
+    (
+        {"layout": {"cp": 2, "cp_comm": "ring"}, "model__sliding_window": 8},
+        "layout.cp_comm=ring does not know windows that end within a hop (model.sliding_window)",
+    ),
+    (
+        {"layout": {"cp": 2, "cp_comm": "ring"}, "data__isolate_documents": True},
+        "layout.cp_comm=ring does not know documents that end within a hop (data.isolate_documents)",
+    ),
+    (
+        {"layout": {"cp": 2, "cp_comm": "ring"}, "model__attention_sinks": True},
+        "layout.cp_comm=ring does not know a sink, which every hop would count (model.attention_sinks)",
+    ),
+    (
+        {"layout": {"cp": 2, "cp_comm": "ring"}, "model__attention_dropout": 0.1},
+        "layout.cp_comm=ring does not know dropout (model.attention_dropout)",
+    ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
         {"data": {**INDEXED, "split": [0.9, 0.1, 0], "valid": [{"path": "v"}]}},
@@ -286,6 +302,7 @@ def test_a_broken_rule_is_named(tmp_path: Any, changes: dict[str, Any], start: s
 KEPT: list[dict[str, Any]] = [
     {"layout": {"tp": 4, "sp": True, "cp": 8, "pp": 2, "vpp": 2}},
     {"layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}},
+    {"layout": {"tp": 2, "cp": 4, "cp_comm": "ring"}},
     {"layout": {"pp": 2, "stage_layers": [3, 5]}},
     {"layout": {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 5}},
     {"layout": {"pp": 2, "last_stage_layers": 5}},

@@ -66,7 +66,7 @@ def layouts(draw: DrawFn, axis: str, max_ranks: int, kind: Kind) -> dict[str, An
     if degrees["tp"] > 1:
         degrees["sp"] = kind.has_experts or draw(st.booleans())
     if degrees["cp"] > 1:
-        degrees["cp_comm"] = draw(st.sampled_from(["allgather", "ulysses"]))
+        degrees["cp_comm"] = draw(st.sampled_from(["allgather", "ulysses"]))  # a ring knows plain attention alone
     if degrees["pp"] > 1:
         degrees["vpp"] = draw(st.sampled_from([1, 1, 2, 3]))
         stages = degrees["pp"] * degrees["vpp"]

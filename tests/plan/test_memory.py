@@ -69,6 +69,7 @@ def assert_estimated(found: list[Measured], config: Config, layout: Layout) -> N
     [
         (Layout(cp=8), "bf16"),
         pytest.param(Layout(cp=2), "fp32", marks=pytest.mark.nightly),  # a minute
+        pytest.param(Layout(cp=4, cp_comm="ring"), "bf16", marks=pytest.mark.nightly),
         (Layout(tp=2, sp=True), "bf16"),
     ],
     ids=str,
@@ -77,6 +78,7 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
     layout: Layout, precision: str, pool: Pool
 ) -> None:
     keys = [f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}", f"layout.cp={layout.cp}"]
+    keys.append(f"layout.cp_comm={layout.cp_comm}")
     configs = [long_rows(*keys, f"train.precision={precision}", *changes) for changes in RECOMPUTED]
     ranks = pool.run(measured, layout, configs)
     for number, each in enumerate(configs):

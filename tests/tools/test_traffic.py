@@ -68,6 +68,12 @@ def gathers(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
     return {("cp", "all-gather"): (calls, calls * each), ("cp", "reduce-scatter"): (calls, calls * each)}
 
 
+def hops(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
+    """Keys and values to the other rank, of half as many heads; these again, and their gradients there and home."""
+    calls = sizes.microbatches * sizes.layers * (1 + 1 + 2)
+    return {("cp", "send"): (calls, calls * (0.5 + 0.5) * sizes.whole)}
+
+
 def stages(chunks: int) -> Expected:
     """Of two ranks: each edge between stages is passed by every microbatch, forward and backward."""
 
@@ -87,6 +93,7 @@ CASES: list[tuple[Case, Expected]] = [
     (case(8, num_layers=2, tp=2, sp=True), sp),
     (case(8, num_layers=2, cp=2), gathers),
     (case(8, num_layers=2, cp=2, cp_comm="ulysses"), ulysses),
+    (case(8, num_layers=2, cp=2, cp_comm="ring"), hops),
     (case(4, num_layers=2, pp=2), stages(1)),
     (case(4, num_layers=4, pp=2, vpp=2), stages(2)),
     (case(8, num_layers=2, dp=2), nothing),

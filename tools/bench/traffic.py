@@ -75,7 +75,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = KINDS[name]  # a new one has to be named there
         sent = _sent(kind, args, size, group.rank())
         axis = self._axes.get(group.group_name, "world")
-        if kind == "send":  # stages send each other activations, also over the group of all ranks
+        if kind == "send" and axis != "cp":  # stages send each other activations, also over the group of all ranks
             axis = "pp" if args[0][0].ndim > 1 else "world"
         calls = self.calls.setdefault((axis, kind), Calls())
         calls.count += 1

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from mtrain.config.schema.section import Section, rule
 
+CpComm = Literal["allgather", "ulysses", "ring"]
+"""How context-parallel ranks bring queries and keys together."""
 _SPLITS = ("first_stage_layers", "last_stage_layers", "stage_layers")
 
 
@@ -19,9 +21,9 @@ class LayoutSection(Section):
     vpp: int = Field(1, gt=0)
     """Virtual pipeline stages a rank; above 1 the interleaved schedule runs."""
     cp: int = Field(1, gt=0)
-    cp_comm: Literal["allgather", "ulysses"] = "allgather"
-    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, or all-to-all from
-    sequence to heads."""
+    cp_comm: CpComm = "allgather"
+    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all from
+    sequence to heads, or keys and values that go round from rank to rank while each attends to those it has."""
     ep: int = Field(1, gt=0)
     """Expert parallelism: ranks of tp x cp x dp that share the experts of a layer."""
     etp: int = Field(1, gt=0)

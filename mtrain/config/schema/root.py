@@ -108,6 +108,10 @@ class Config(Section):
         return _lines(rules.recompute(self.train, self.model))
 
     @rule
+    def a_ring_takes_plain_attention(self) -> str | None:
+        return _lines(known_issues.beyond_a_ring(self))
+
+    @rule
     def layers_can_be_compiled(self) -> str | None:
         return _lines(rules.compiled(self))
 

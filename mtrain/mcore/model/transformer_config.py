@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import Precision, TrainSection
 from mtrain.mcore.model.attention.softmax_scale import softmax_scale
@@ -44,6 +45,7 @@ _ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
 }
+CP_COMM_TYPES: Mapping[CpComm, str] = {"allgather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 _CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 """GPT-OSS: bounds of both projections, and what is added to the one without a gate."""
@@ -119,7 +121,7 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": _stage_contents(config.model, layout),
         "context_parallel_size": layout.cp,
-        "cp_comm_type": {"allgather": "all_gather", "ulysses": "a2a"}[layout.cp_comm],
+        "cp_comm_type": CP_COMM_TYPES[layout.cp_comm],
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         # With interleaving a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same

@@ -44,8 +44,8 @@ class GroupedQueryAttention(LayerPart):
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Under context parallelism: keys and values of whole rows, and the output once more in pieces.
 
-        They take the place of this rank's own keys and values. On a GPU gathered keys and values are repeated for
-        their query heads, for each of the two runs of a rank's queries.
+        They take the place of this rank's own keys and values, which are all that a ring keeps. On a GPU gathered keys
+        and values are repeated for their query heads, for each of the two runs of a rank's queries.
         """
         heads, groups, cp = model.num_attention_heads, model.query_groups, layout.cp
         if cp == 1:
@@ -57,6 +57,8 @@ class GroupedQueryAttention(LayerPart):
             case "allgather":
                 repeated = heads * (2 * cp + 1) if on_gpu else 0
                 return ((2 * cp - 3) * groups + repeated) * model.head_size // layout.tp
+            case "ring":
+                return 2 * heads // layout.tp  # logarithms of sums, in float32, in the place of rows
             case _:
                 assert_never(layout.cp_comm)
 

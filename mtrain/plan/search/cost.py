@@ -183,10 +183,10 @@ def _add(stage: _Stage, config: Config, layout: Layout, cost: LayerCost, count: 
     stage.attention += count * cost.attention * 3.5  # backward computes the scores once more
     stage.elementwise += count * 3 * (cost.elementwise + slow)
     stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, beside the gradients of weights
-    stage.cp += count * cost.cp.seconds * 2
+    stage.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
     stage.ep += count * cost.ep.seconds * 2
     # where sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
-    transfers = cost.tp * (2.5 if layout.sp else 2) + cost.cp * 2 + cost.ep * 2
+    transfers = cost.tp * (2.5 if layout.sp else 2) + cost.cp + cost.cp_backward + cost.ep * 2
     stage.sent += transfers * count
     forward = cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds
     match config.train.recompute:

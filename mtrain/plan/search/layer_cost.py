@@ -6,7 +6,8 @@ not faster than the memory feeds them; fused attention has an efficiency of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.plan.activations import element_bytes
@@ -38,6 +39,7 @@ class LayerCost:
     """What the host needs to launch it all."""
     tp: Transfer
     cp: Transfer
+    cp_backward: Transfer
     ep: Transfer
 
     @property
@@ -70,13 +72,10 @@ def layer_cost(config: Config, layout: Layout, cluster: Cluster, layer: int) -> 
     attention = 2 * products * pairs / (peak * cluster.gpu.attention_efficiency)
     kept = sum(part.kept_elements(model, layout) for part in parts)
     moved = TOUCHES * tokens * (kept + 4 * hidden_local(model, layout)) * element_bytes(config)
-    return LayerCost(
-        matrices,
-        attention,
-        moved / cluster.gpu.memory_bandwidth,
-        LAUNCHES * LAUNCH_S,
-        *_transfers(config, layout, cluster, layer, tokens),
-    )
+    tp, ep = _transfers(config, layout, cluster, layer, tokens)
+    cp, cp_backward = _context_transfers(config, layout, cluster, tokens, attention)
+    launches = LAUNCHES * LAUNCH_S
+    return LayerCost(matrices, attention, moved / cluster.gpu.memory_bandwidth, launches, tp, cp, cp_backward, ep)
 
 
 def logits_seconds(config: Config, layout: Layout, cluster: Cluster, tokens: float) -> float:
@@ -107,25 +106,51 @@ def _matrix_seconds(config: Config, layout: Layout, cluster: Cluster, part: Laye
 
 def _transfers(
     config: Config, layout: Layout, cluster: Cluster, layer: int, tokens: float
-) -> tuple[Transfer, Transfer, Transfer]:
-    """Of tp, cp and ep, forward."""
+) -> tuple[Transfer, Transfer]:
+    """Of tp and ep, forward."""
     model, size = config.model, element_bytes(config)
     hidden_bytes = tokens * model.hidden_size * size
     has_experts = model.has_experts(layer) and model.experts is not None
     # in front of a part all tokens are gathered, and behind it scattered; experts get theirs otherwise
     num_parts = 1 if has_experts else 2
     tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
-    cp, ep = Transfer(), Transfer()
-    cp_group = Group(layout.cp, layout.tp)
-    heads = model.num_attention_heads * model.head_size * size / layout.tp
-    groups = model.query_groups * model.head_size * size / layout.tp
-    if layout.cp_comm == "ulysses":
-        cp = exchanged(cluster, cp_group, tokens * (2 * heads + 2 * groups)) if layout.cp > 1 else cp
-    else:
-        cp = gathered(cluster, cp_group, tokens * layout.cp * 2 * groups)
+    ep = Transfer()
     if has_experts and model.experts is not None:
         own = tokens / layout.tp * model.experts.top_k * model.hidden_size * size
         # there and back; the ranks of etp gather what each of them got
         ep = exchanged(cluster, Group(layout.ep, layout.etp), own) * 2
         ep += gathered(cluster, Group(layout.etp, 1), own * layout.etp) * 2
-    return tp, cp, ep
+    return tp, ep
+
+
+def _context_transfers(
+    config: Config, layout: Layout, cluster: Cluster, tokens: float, attention: float
+) -> tuple[Transfer, Transfer]:
+    """Of cp, forward and backward; `attention` is the seconds of its products forward."""
+    model, size, cp = config.model, element_bytes(config), layout.cp
+    group = Group(cp, layout.tp)
+    if cp == 1:
+        return Transfer(), Transfer()
+    heads = tokens * model.num_attention_heads * model.head_size / layout.tp
+    groups = tokens * model.query_groups * model.head_size / layout.tp
+    match layout.cp_comm:
+        case "ulysses":
+            exchange = exchanged(cluster, group, (2 * heads + 2 * groups) * size)
+            return exchange, exchange
+        case "allgather":
+            gather = gathered(cluster, group, cp * 2 * groups * size)
+            return gather, gather
+        case "ring":
+            # hops to all others, each behind the products of the hop before
+            hops = gathered(cluster, group, cp * 2 * groups * size)
+            # gradients go all the way home, in float32, beside the keys and values again
+            home = gathered(cluster, group, cp * 2 * groups * 4) * (cp / (cp - 1))
+            hidden = attention * (cp - 1) / cp
+            return _behind(hops, hidden), _behind(hops + home, 2.5 * hidden)
+        case _:
+            assert_never(layout.cp_comm)
+
+
+def _behind(transfer: Transfer, seconds: float) -> Transfer:
+    """With the time that is left where so many seconds of arithmetic run beside it."""
+    return replace(transfer, seconds=max(0.0, transfer.seconds - seconds))

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, assert_never, get_args
 
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.messages import readable
-from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.plan.layout import Layout
 
 MAX_STAGES = 8
@@ -22,7 +22,7 @@ MAX_STAGES = 8
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
-    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<option>sp|ulysses|allgather)|\[(?P<stages>[\d+]+)\]|-"
+    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<option>sp|ulysses|allgather|ring)|\[(?P<stages>[\d+]+)\]|-"
 )
 
 
@@ -35,7 +35,7 @@ class Trial:
     pp: int = 1
     vpp: int = 1
     cp: int = 1
-    cp_comm: Literal["allgather", "ulysses"] = "allgather"
+    cp_comm: CpComm = "allgather"
     dp: int = 1
     ep: int = 1
     etp: int = 1
@@ -127,7 +127,7 @@ def _parts(config: Config, max_ranks: int) -> dict[str, list[Trial]]:
     if pp > 1:
         parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
     if cp > 1:
-        kinds: list[Literal["allgather", "ulysses"]] = ["allgather", "ulysses"]
+        kinds = list(get_args(CpComm))
         kinds.sort(key=lambda kind: kind == section.cp_comm)  # the user's own last
         parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
     if section.ep > 1:
@@ -251,7 +251,7 @@ def _fields(name: str) -> dict[str, Any]:
         if match is None:
             raise ConfigError(
                 f"--layouts {name}: {name[place:]!r} is not known; a layout is made of tp2, sp, pp2, vpp2, [1+2], cp2, "
-                "ulysses, allgather, dp2, ep2, etp2 and mbs2"
+                "ulysses, allgather, ring, dp2, ep2, etp2 and mbs2"
             )
         place = match.end()
         for key, value in _meaning(match):
@@ -345,8 +345,16 @@ def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
         used["sp"] = "on"
     if layout.stage_layers is not None:
         used["stage_layers"] = "+".join(map(str, layout.stage_layers))
-    if layout.cp > 1 and layout.cp_comm == "ulysses":
-        used["cp_comm"] = "ulysses"
+    if layout.cp > 1:
+        match layout.cp_comm:
+            case "allgather":
+                pass
+            case "ulysses":
+                used["cp_comm"] = "ulysses"
+            case "ring":
+                used["ring"] = "on"
+            case _:
+                assert_never(layout.cp_comm)
     if num_microbatches > 1:
         used["microbatches"] = str(num_microbatches)
     return used

@@ -88,7 +88,7 @@ class LayoutResult:
     """Such as `tp2sp-pp1-cp1-dp2-mbs1`."""
     axes: dict[str, str]
     """What it uses beyond one process with one microbatch: axis -> value, such as {"tp": "2", "sp": "on"}. Axes:
-    tp sp pp vpp stage_layers cp cp_comm dp microbatches."""
+    tp sp pp vpp stage_layers cp cp_comm ring dp microbatches."""
     num_ranks: int
     seconds: float
     steps: tuple[StepValues, ...] = ()

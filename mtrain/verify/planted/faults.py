@@ -246,6 +246,21 @@ def _keys_in_rank_order(chunks: Sequence[nn.Module]) -> None:
         become(latent, _LatentInRankOrder)
 
 
+class _WithoutHops(CoreAttention):
+    def forward(self, *given: Any, **options: Any) -> Tensor:
+        cp = self.cp
+        self.cp = ALONE if self.ring else cp
+        try:
+            return super().forward(*given, **options)
+        finally:
+            self.cp = cp
+
+
+def _hops_left_out(chunks: Sequence[nn.Module]) -> None:
+    for attention in modules(chunks, CoreAttention):
+        become(attention, _WithoutHops)
+
+
 class _NormOfRank(FullWidthNorm):
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         tp, self.tp = self.tp, ALONE  # elsewhere the group says where the weights lie
@@ -323,6 +338,7 @@ PLANTS: dict[str, Collaborators] = {
     "labels-shifted-after-slicing": _sliced(_shifted_labels),
     "positions-not-zigzag": _sliced(_consecutive_positions),
     "keys-in-rank-order": Collaborators(change_model=_keys_in_rank_order),
+    "hops-left-out": Collaborators(change_model=_hops_left_out),
     "document-boundary-crossed": Collaborators(step=step_of(slice_rows=_one_row_one_document)),
     "clip-before-normalisation": Collaborators(optimizer=_ClipsTheSum),
     "clamped-denominator": _denominator(lambda value: value.clamp(min=1)),

@@ -72,6 +72,11 @@ LAYOUT_FAULTS = (
     Fault("positions-not-zigzag", "numbers positions as if each rank held one piece of the row", "cp"),
     Fault("keys-in-rank-order", "takes keys in the order of the ranks for keys in the order of the row", "cp"),
     Fault(
+        "hops-left-out",
+        "attends to the keys of a rank's own chunks alone, as a ring without hops does",
+        "ring",
+    ),
+    Fault(
         "document-boundary-crossed",
         "lets attention see the documents packed before",
         None,

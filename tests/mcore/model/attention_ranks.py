@@ -12,7 +12,7 @@ from mtrain.config import Config
 from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
-from mtrain.mcore.model.transformer_config import transformer_config
+from mtrain.mcore.model.transformer_config import CP_COMM_TYPES, transformer_config
 
 
 class Attended(NamedTuple):
@@ -39,7 +39,7 @@ def attend(groups: Groups, config: Config, layer: int, inputs: dict[str, Any], d
         layer_number=layer,
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
-        cp_comm_type={"allgather": "all_gather", "ulysses": "a2a"}[groups.layout.cp_comm],
+        cp_comm_type=CP_COMM_TYPES[groups.layout.cp_comm],
         softmax_scale=None,
         pg_collection=groups.collection,
     )

@@ -76,6 +76,20 @@ def test_attention_is_that_of_whole_rows(
             np.testing.assert_allclose(part, whole[own], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("cp", "groups"), [(2, 2), (4, 1), (4, 8)])
+def test_attention_of_a_ring_is_that_of_whole_rows(pool: Pool, cp: int, groups: int) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"query": HEADS, "key": groups, "value": groups, "grad": HEADS}
+    inputs = {name: rng.standard_normal((SEQ, ROWS, heads, DIM)) for name, heads in sizes.items()}
+    one = case(cp=cp, cp_comm="ring")
+    config = one.config(model__num_query_groups=groups)
+    exact = expected(inputs, visible(None, documents=False))
+    for rank, found in enumerate(pool.run(attend, one.resolved(config), config, 1, inputs, None)):
+        own = zigzag_index(SEQ, cp, rank).numpy()
+        for part, whole in zip(found, exact, strict=True):
+            np.testing.assert_allclose(part, whole[own], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(("layer", "window"), [(1, 6), (2, None), (3, 6), (4, None)])
 def test_every_second_layer_sees_everything(pool: Pool, layer: int, window: int | None) -> None:
     rng = np.random.default_rng(1)

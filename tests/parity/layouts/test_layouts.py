@@ -6,10 +6,12 @@ after two AdamW steps are those of one process that sees the whole batch in floa
 
 from collections.abc import Callable
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from mtrain.config.schema.layout import CpComm
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index
 from tests.parity.batches import BATCH, SEQ, two_steps
@@ -48,7 +50,7 @@ def test_every_kind_of_layout_is_there() -> None:
     }.items():
         assert {getattr(layout, name) for layout in layouts} == degrees
     assert {case.micro_batch_size for case in RUNS} == {1, 2, 4, 8}
-    assert {layout.cp_comm for layout in layouts if layout.cp > 1} == {"allgather", "ulysses"}
+    assert {layout.cp_comm for layout in layouts if layout.cp > 1} == {*get_args(CpComm)}
     assert {layout.sp for layout in layouts if layout.tp > 1} == {True, False}
     assert any(len(set(one.resolved(one.config()).layers_per_stage(one.num_layers))) > 1 for one in RUNS)
     assert max(layout.world_size for layout in layouts) == 8

@@ -30,7 +30,7 @@ def test_one_process_is_compared_over_microbatches_and_data_parallelism() -> Non
 def test_every_degree_is_tried_alone_in_pairs_and_together() -> None:
     found = names(config(layout__tp=2, layout__sp=True, layout__pp=2, layout__vpp=2, layout__cp=2))
     used = [frozenset(axes) - {"microbatches"} for axes in found.values()]
-    for alone in ({"tp"}, {"tp", "sp"}, {"pp"}, {"pp", "vpp"}, {"cp"}, {"cp", "cp_comm"}, {"dp"}):
+    for alone in ({"tp"}, {"tp", "sp"}, {"pp"}, {"pp", "vpp"}, {"cp"}, {"cp", "cp_comm"}, {"cp", "ring"}, {"dp"}):
         assert frozenset(alone) in used
     for together in ({"tp", "sp", "pp", "vpp"}, {"tp", "sp", "cp"}, {"pp", "vpp", "cp"}):
         assert frozenset(together) in used

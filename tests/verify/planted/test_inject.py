@@ -1,5 +1,7 @@
 """Every known fault is found, and the report names the axis and the quantity that betray it."""
 
+from typing import Any
+
 import pytest
 
 from mtrain.base.errors import ConfigError
@@ -29,6 +31,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "labels-shifted-after-slicing": (CP, "cp", "loss", "main", None),
     "positions-not-zigzag": (CP, "cp", "loss", "main", ATTENTION),
     "keys-in-rank-order": (CP, "cp", "loss", "main", ATTENTION),
+    "hops-left-out": (f"{CP},cp2ringmbs16", "ring", "loss", "main", ATTENTION),
     "document-boundary-crossed": (MICRO, "every layout", "loss", "main", ATTENTION),
     "clip-before-normalisation": (MICRO, "every layout", "update", EMBEDDING, None),
     "clamped-denominator": (MICRO, "microbatches", "denominator", "main", None),
@@ -49,6 +52,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "matrices-fused": (MICRO, "every layout", "update", QKV, None),
 }
 FULL_WIDTH = {"model__qk_norm": True, "model__qk_norm_width": "full"}
+ONE_DOCUMENT: dict[str, Any] = {"data__isolate_documents": False, "model__sliding_window": None}
 OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
 """Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
@@ -57,9 +61,8 @@ OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left
 @pytest.mark.parametrize("name", [fault.name for fault in LAYOUT_FAULTS])
 def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     layouts, axis, kind, quantity, module = EXPECTED[name]
-    changes = (
-        {"optimizer__kind": "muon"} if name in OF_MUON else FULL_WIDTH if name == "full-width-norm-by-tp-rank" else {}
-    )
+    alone: dict[str, dict[str, Any]] = {"full-width-norm-by-tp-rank": FULL_WIDTH, "hops-left-out": ONE_DOCUMENT}
+    changes: dict[str, Any] = {"optimizer__kind": "muon"} if name in OF_MUON else alone.get(name, {})
     report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**changes), layouts, name, num_steps=1)
     assert not report.passed
     assert report.injected == name
@@ -89,6 +92,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
     [
         ("dp-mean", {}, ["dp"], "did you mean dp-means?"),
         ("cp-scaled-loss", {}, ["tp", "microbatches"], "a layout that uses cp"),
+        ("hops-left-out", {}, ["cp", "cp_comm"], "a layout that uses ring"),
         ("tied-gradient-missed", {"model__tied_embeddings": False}, ["pp"], "model.tied_embeddings=true"),
         ("document-boundary-crossed", {"data__isolate_documents": False}, [], "data.isolate_documents=true"),
         ("clip-before-normalisation", {"optimizer__clip_grad": 0.0}, [], "optimizer.clip_grad > 0"),

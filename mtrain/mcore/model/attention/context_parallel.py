@@ -1,9 +1,10 @@
 """Core attention of the torch spec: causal attention on scaled_dot_product_attention, exact under context parallelism.
 
 Under context parallelism a rank holds chunks r and 2*cp-1-r of every row (zigzag), so queries come as at most two
-contiguous runs of the row. Keys and values are brought together in one of two ways: `allgather` collects those of the
+contiguous runs of the row. Keys and values are brought together in one of three ways: `allgather` collects those of the
 whole row on every rank; `ulysses` exchanges sequence for heads, so that each rank sees whole rows of a part of the
-heads. Latent attention collects its latents in both, and makes keys and values of them for the heads it attends with.
+heads; under `ring` they go round (`ring.py`), and nothing below applies. Latent attention collects its latents in the
+first two, and makes keys and values of them for the heads it attends with.
 A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents, are cut
 for context parallelism, so packing does not depend on the layout. On GPUs one kernel attends inside all documents of a
 microbatch (`documents.py`); elsewhere, and with what that kernel lacks, there is a call for each.
@@ -36,6 +37,7 @@ from mtrain.mcore.model.attention.documents import (
     pieces_of,
     segments_of,
 )
+from mtrain.mcore.model.attention.ring import ring_attention
 from mtrain.mcore.model.attention.sinks import sink_parameter, with_sink_keys
 from mtrain.mcore.model.attention.window import has_window
 from mtrain.mcore.model.own_parameters import own_places
@@ -59,7 +61,8 @@ class RowAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.cp = pg_collection.cp
-        self.ulysses = cp_comm_type == "a2a"  # megatron-core's name of the exchange of sequence for heads
+        # megatron-core's names of the exchange of sequence for heads, and of keys and values that go round
+        self.ulysses, self.ring = cp_comm_type == "a2a", cp_comm_type == "p2p"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         # Depths of multi-token prediction number their layers on behind the model's.
         layer_number = min(layer_number, config.num_layers)  # layers behind the last one are of its kind
@@ -305,6 +308,9 @@ class CoreAttention(RowAttention):
         assert attention_bias is None
         # megatron-core's packing cuts rows at documents, so what a CP rank holds would depend on cp.
         assert packed_seq_params is None
+        if self.ring and not self._has_whole_rows:
+            assert attention_mask is None, "documents are refused with a ring (config/known_issues.py)"
+            return ring_attention(query, key, value, self.scale, self.cp).flatten(2)
         if self.cache is not None:
             seen = self.cache.extended(torch.cat((key, value), dim=-1))
             key, value = torch.split(seen, [key.shape[-1], value.shape[-1]], dim=-1)

@@ -1,0 +1,150 @@
+"""Ring attention: keys and values go round the ranks of context parallelism while each attends to what it has.
+
+A rank holds chunks r and 2 cp - 1 - r of a row (zigzag). Of the keys of its own chunks it sees those before each query;
+of an earlier rank's the early chunk, with all of its queries; of a later rank's both chunks, with the queries of its
+late chunk alone. So every hop costs as many pairs, and no kernel needs a mask. The hop to come travels during the one
+that is computed. Outputs are put together by the logarithms of their sums of exponentials, in float32 at least.
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; zigzag as in Llama 3 (2024), 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mtrain.mcore.model.attention.kernels import Attended, attend, attend_backward
+
+
+class Visible(NamedTuple):
+    """What a rank's queries see of the keys that one rank holds; both begin at 0 or at the second half."""
+
+    query_start: int
+    key_end: int
+    is_causal: bool
+
+
+def visible(rank: int, holder: int, length: int) -> Visible:
+    """Args:
+    rank: Whose queries.
+    holder: Whose keys.
+    length: Positions of a rank, two chunks.
+    """
+    if rank == holder:
+        return Visible(0, length, is_causal=True)
+    return Visible(0, length // 2, False) if holder < rank else Visible(length // 2, length, False)
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of rows that zigzag over a group.
+
+    cp - 1 hops of keys and values forward; in backward these again, and cp hops of their gradients.
+
+    Args:
+        query: [seq_local, batch, heads, dim].
+        key: [seq_local, batch, groups, dim].
+        value: As key.
+        scale: Of the scores.
+        group: Of context parallelism.
+
+    Returns:
+        [seq_local, batch, heads, dim].
+    """
+    # [batch, heads, seq_local, dim], as kernels want them
+    parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
+    output: Tensor = _RingAttention.apply(*parts, scale, group)  # type: ignore[no-untyped-call]
+    return output.permute(2, 0, 1, 3)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+        rank, length = group.rank(), query.shape[2]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = torch.zeros(query.shape, dtype=wide, device=query.device)
+        exponents = torch.full(query.shape[:3], float("-inf"), dtype=wide, device=query.device)
+        for holder, held in _hops(torch.stack((key, value)), group):
+            start, end, is_causal = visible(rank, holder, length)
+            found = attend(query[:, :, start:], held[0][:, :, :end], held[1][:, :, :end], scale, is_causal)
+            _merge(output[:, :, start:], exponents[:, :, start:], found)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, exponents)
+        ctx.scale, ctx.group = scale, group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, exponents = ctx.saved_tensors
+        rank, length = ctx.group.rank(), query.shape[2]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        of_query = torch.zeros(query.shape, dtype=wide, device=query.device)
+        # Travels behind the keys and values that it belongs to, one hop later, and one further: home.
+        of_held = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
+        arriving = None
+        for holder, held in _hops(torch.stack((key, value)), ctx.group):
+            start, end, is_causal = visible(rank, holder, length)
+            found = Attended(output[:, :, start:], exponents[:, :, start:])
+            of_part = attend_backward(
+                gradient[:, :, start:],
+                query[:, :, start:],
+                held[0][:, :, :end],
+                held[1][:, :, :end],
+                found,
+                ctx.scale,
+                is_causal,
+            )
+            of_query[:, :, start:] += of_part[0]
+            if arriving is not None:
+                of_held = arriving.wait()
+            of_held[0, :, :, :end] += of_part[1]
+            of_held[1, :, :, :end] += of_part[2]
+            arriving = _Hop(of_held, ctx.group)
+        assert arriving is not None
+        of_key, of_value = arriving.wait().to(key.dtype)
+        return of_query.to(query.dtype), of_key, of_value, None, None
+
+
+def _merge(output: Tensor, exponents: Tensor, found: Attended) -> None:
+    """Adds attention to further keys, in place; `exponents` are the logarithms of the sums of exponentials."""
+    together = torch.logaddexp(exponents, found.exponents)
+    output *= (exponents - together).exp().unsqueeze(-1)
+    output += found.output * (found.exponents - together).exp().unsqueeze(-1)
+    exponents.copy_(together)
+
+
+def _hops(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Keys and values of all ranks and who holds them, this one's own first."""
+    rank, size = group.rank(), group.size()
+    held = own
+    for hop in range(size):
+        # begun before the caller computes with what is there
+        arriving = _Hop(held, group) if hop + 1 < size else None
+        yield (rank - hop) % size, held
+        if arriving is not None:
+            held = arriving.wait()
+
+
+class _Hop:
+    """A tensor on its way to the next rank, and that of the previous one on its way here."""
+
+    def __init__(self, leaving: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+        self._leaving = leaving.contiguous()
+        self._arriving = torch.empty_like(self._leaving)
+        sends = dist.P2POp(dist.isend, self._leaving, to, group)
+        receives = dist.P2POp(dist.irecv, self._arriving, source, group)
+        # Together, as NCCL wants them: one by one each rank would wait for the other to receive.
+        self._works = dist.batch_isend_irecv([sends, receives])
+
+    def wait(self) -> Tensor:
+        """What has arrived; on a GPU the stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        return self._arriving
