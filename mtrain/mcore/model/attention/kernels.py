@@ -16,7 +16,7 @@ _FLASH_LARGEST = 256
 Kernel = Literal["cpu", "flash", "efficient"]
 
 
-class Attended(NamedTuple):
+class AttendedPart(NamedTuple):
     """Attention to some keys."""
 
     output: Tensor
@@ -33,7 +33,7 @@ def kernel_of(query: Tensor) -> Kernel:
     return "flash" if is_half and query.shape[-1] <= _FLASH_LARGEST else "efficient"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> AttendedPart:
     """Attention of all queries to all keys, or causal where there are as many.
 
     Args:
@@ -57,11 +57,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: b
         case _:
             assert_never(kernel)
     # the efficient kernel fills up the last axis
-    return Attended(found[0][..., :dim], found[1][..., : query.shape[2]])
+    return AttendedPart(found[0][..., :dim], found[1][..., : query.shape[2]])
 
 
 def attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Attended, scale: float, is_causal: bool
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, found: AttendedPart, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, those of keys and values summed over the heads that share them.
 

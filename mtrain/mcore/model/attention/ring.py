@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain.mcore.model.attention.kernels import Attended, attend, attend_backward
+from mtrain.mcore.model.attention.kernels import AttendedPart, attend, attend_backward
 
 
 class Visible(NamedTuple):
@@ -89,7 +89,7 @@ class _RingAttention(torch.autograd.Function):
         arriving = None
         for holder, held in _hops(torch.stack((key, value)), ctx.group):
             start, end, is_causal = visible(rank, holder, length)
-            found = Attended(output[:, :, start:], exponents[:, :, start:])
+            found = AttendedPart(output[:, :, start:], exponents[:, :, start:])
             of_part = attend_backward(
                 gradient[:, :, start:],
                 query[:, :, start:],
@@ -110,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
         return of_query.to(query.dtype), of_key, of_value, None, None
 
 
-def _merge(output: Tensor, exponents: Tensor, found: Attended) -> None:
+def _merge(output: Tensor, exponents: Tensor, found: AttendedPart) -> None:
     """Adds attention to further keys, in place; `exponents` are the logarithms of the sums of exponentials."""
     together = torch.logaddexp(exponents, found.exponents)
     output *= (exponents - together).exp().unsqueeze(-1)
