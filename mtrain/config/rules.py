@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.config.schema.loss import HEAD_LOSSES, LOSS_FUNCTIONS, PREFERENCE_LOSSES, LossSection
+from mtrain.config.schema.loss import (
+    HEAD_LOSSES,
+    LABEL,
+    LOSS_FUNCTIONS,
+    NUMBER_LOSSES,
+    PREFERENCE_LOSSES,
+    LossSection,
+)
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
@@ -297,12 +304,17 @@ def preferences(config: "Config") -> Iterator[str]:
         )
 
 
+def label_columns(loss: LossSection) -> tuple[str, ...]:
+    """Extras that hold the label of a record, where that is no class."""
+    return (LABEL,) if loss.function in NUMBER_LOSSES else ()
+
+
 def heads(config: "Config") -> Iterator[str]:
     """A head and a loss that reads it go together, and nothing else that asks for tokens."""
     loss, labels, name = config.loss, config.model.num_labels, f"loss.function={config.loss.function}"
     if labels is None:
         if loss.function in HEAD_LOSSES:
-            needed = "1" if loss.function == "reward_model" else "the number of classes"
+            needed = "the number of classes" if loss.function == "classification" else "1"
             yield f"{name} needs a head, but model.num_labels is not set; set it to {needed}"
         return
     key = f"model.num_labels={labels}"
@@ -315,6 +327,8 @@ def heads(config: "Config") -> Iterator[str]:
         yield f"{key}, but {name} compares one number of each answer; set model.num_labels to 1"
     elif compared(loss, config.data) == "answers":
         yield f"{key} judges pairs, but data.format=unpaired_preference has single answers; set it to preference"
+    elif loss.function in NUMBER_LOSSES and labels != 1:
+        yield f"{key}, but {name} compares one number of each sequence; set model.num_labels to 1"
     elif loss.function == "classification" and labels == 1:
         yield f"{key} is one class, which every sequence would have; set it to their number"
     if loss.side_terms or loss.teacher is not None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
 from mtrain.config.extras import as_configured, column
+from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.data.samples.top_k import TOP_K_IDS, TOP_K_LOGPROBS, top_k_fault
 from mtrain.loss.preference.member import GroupMember
@@ -37,9 +38,10 @@ class Datum:
     `topk_distillation`. Names that no loss function needs are checked and left out."""
     member: GroupMember | None = None
     """Its part in a group, for losses that compare whole sequences such as dpo."""
-    label: int | None = None
-    """The class of the sequence, where `model.num_labels` is above 1. A model with a head, also of one label, judges it
-    by its last token: it has at most data.seq_length tokens, and no weights."""
+    label: float | None = None
+    """The class of the sequence, a whole number, where `model.num_labels` is above 1; the number that a regression aims
+    at. A model with a head, also of one label, judges it by its last token: it has at most data.seq_length tokens, and
+    no weights."""
 
 
 def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
@@ -57,7 +59,9 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     """
     length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
     if labels is not None:
-        datum, size = _judged(datum, name, labels, length), max(size, labels)
+        is_number = LABEL in needed or config.loss.function in NUMBER_LOSSES
+        datum = _numbered(datum, name, length) if is_number else _judged(datum, name, labels, length)
+        size = max(size, labels)
     elif datum.label is not None:
         raise _fault(f"{name} has label={datum.label}, but the model has no head; set model.num_labels, or remove it")
     ids = np.asarray(datum.input_ids, dtype=np.int64)
@@ -90,11 +94,24 @@ def _judged(datum: Datum, name: str, num_labels: int, length: int) -> Datum:
     label = datum.label
     if num_labels == 1 and label is not None:
         raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
-    if num_labels > 1 and (label is None or isinstance(label, bool) or not 0 <= label < num_labels):
+    if num_labels > 1 and (isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_labels):
         raise _fault(
             f"{name} has label={label}, but needs the number of a class, 0 to {num_labels - 1} (model.num_labels="
             f"{num_labels}); give Datum.label"
         )
+    return _with_last(datum, int(label or 0), name, length)
+
+
+def _numbered(datum: Datum, name: str, length: int) -> Datum:
+    """The sequence with the number that it has to be given as an extra."""
+    label = datum.label
+    if label is None or isinstance(label, bool):
+        raise _fault(f"{name} has label={label}, but a regression needs a number; give Datum.label")
+    found = _with_last(datum, 0, name, length)
+    return replace(found, extras={**datum.extras, LABEL: float(label)})
+
+
+def _with_last(datum: Datum, last: int, name: str, length: int) -> Datum:
     if datum.weights is not None:
         raise _fault(f"{name} has weights of tokens, but a head judges it whole; remove them, or give Datum.weight")
     if not 1 <= len(datum.input_ids) <= length:
@@ -102,7 +119,7 @@ def _judged(datum: Datum, name: str, num_labels: int, length: int) -> Datum:
             f"{name} has {len(datum.input_ids)} input_ids, but needs 1 to {length} (data.seq_length={length}); cut it, "
             "or raise data.seq_length"
         )
-    ids = [*map(int, datum.input_ids), label or 0]
+    ids = [*map(int, datum.input_ids), last]
     return replace(datum, input_ids=ids, weights=[*[0.0] * (len(ids) - 1), 1.0])
 
 

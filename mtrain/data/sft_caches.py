@@ -40,6 +40,7 @@ class SftCaches:
         vocab_size: int,
         compares: Literal["pairs", "answers"] | None = None,
         num_labels: int | None = None,
+        columns: Sequence[str] | None = None,
     ) -> None:
         """
         Args:
@@ -48,12 +49,14 @@ class SftCaches:
             vocab_size: Of the model.
             compares: What records hold where answers are compared.
             num_labels: Of the head that judges sequences.
+            columns: Of extras, where they are the labels of records; None: those of `section`.
 
         Raises:
             DataError: The chat template cannot be read.
             MachineError: There is no place for the cache.
         """
-        self._section, self._vocab_size, self._of_records = section, vocab_size, (compares, num_labels)
+        self._section, self._vocab_size, self._columns = section, vocab_size, columns or section.extra_columns
+        self._of_records = (compares, num_labels, bool(columns))
         # without extras as before there were any, so that entries of then are found
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *([] if section.extras else ["extras"])})
         self._fingerprint = f"{source_encoder(section, tokenizer, *self._of_records).fingerprint} {records}"
@@ -82,8 +85,8 @@ class SftCaches:
         )
         cache = token_cache(job, self._fingerprint, options)
         _check_bad(cache, path, section)
-        _check_extras(cache, section.extra_columns)
-        _check_top_k(cache, section.extra_columns, self._vocab_size)
+        _check_extras(cache, self._columns)
+        _check_top_k(cache, self._columns, self._vocab_size)
         if cache.highest_id >= self._vocab_size:
             raise DataError(
                 f"{path} holds token {cache.highest_id}, but model.vocab_size is {self._vocab_size}; take the model's "
@@ -100,10 +103,10 @@ class SftCaches:
 
 
 def _new_encoder(
-    section: SftSection, compares: Literal["pairs", "answers"] | None, num_labels: int | None
+    section: SftSection, compares: Literal["pairs", "answers"] | None, num_labels: int | None, is_number: bool
 ) -> SampleEncoder:
     assert section.tokenizer is not None  # a rule of the section
-    return source_encoder(section, load_tokenizer(section.tokenizer), compares, num_labels)
+    return source_encoder(section, load_tokenizer(section.tokenizer), compares, num_labels, is_number)
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.rules import compared
+from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.curriculum import BlendFrom, later_blends, with_later
@@ -186,7 +186,8 @@ class Sources:
         if isinstance(config.data, SftSection):
             assert self.tokenizer is not None  # a rule of the section
             compares = compared(config.loss, config.data)
-            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, compares, labels)
+            given = (compares, labels, label_columns(config.loss))
+            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, *given)
         elif config.sequences_per_sample > 1:
             raise ConfigError(
                 f"loss.function={config.loss.function} compares answers, but data.kind={config.data.kind} has none; "
@@ -264,7 +265,8 @@ class Sources:
                 if (compares := compared(self._config.loss, data)) is not None:
                     return self._open_preferences(data, tokens, part, compares)
                 numbers = _numbers(data, part, len(tokens))
-                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, data.extra_columns, self._is_judged)
+                columns = label_columns(self._config.loss) or data.extra_columns
+                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, columns, self._is_judged)
                 self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
                 return found
             case IndexedSection():

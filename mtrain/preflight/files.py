@@ -10,7 +10,7 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import checkpoint_at, newest_good
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
-from mtrain.config.rules import compared
+from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.hf.schema.files import INDEX_NAME, SINGLE_NAME, inside, places
@@ -91,7 +91,8 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
 
     encoder = None
     with findings.looking():
-        encoder = source_encoder(data, tokenizer, compares, config.model.num_labels)
+        is_number = bool(label_columns(config.loss))
+        encoder = source_encoder(data, tokenizer, compares, config.model.num_labels, is_number)
     if encoder is None:
         return
 

@@ -14,6 +14,7 @@ from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
 from mtrain.config.extras import as_configured
+from mtrain.config.rules import label_columns
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective
@@ -159,7 +160,8 @@ def _check_extras(objective: Objective, config: Config) -> None:
         ConfigError: The records do not bring along what the loss functions read.
     """
     needed = as_configured(objective.extras)
-    missing = [name for name, columns in needed.items() if not {*columns} <= {*config.data.extra_columns}]
+    there = {*config.data.extra_columns, *label_columns(config.loss)}
+    missing = [name for name, columns in needed.items() if not {*columns} <= there]
     if missing:
         raise ConfigError(
             f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "

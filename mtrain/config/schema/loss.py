@@ -104,6 +104,7 @@ LOSS_FUNCTIONS = {
     "kl": "mtrain.loss.functions.kl:kl_loss",
     "dft": "mtrain.loss.functions.dft:dft_loss",
     "classification": "mtrain.loss.functions.classification:classification_loss",
+    "regression": "mtrain.loss.functions.regression:regression_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
 """This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
@@ -111,8 +112,11 @@ so a function may move to another module without becoming another run."""
 
 REFERENCE_LOSSES = frozenset({"dpo", "ipo", "kto"})
 """Those of LOSS_FUNCTIONS that compare with a reference model."""
-HEAD_LOSSES = frozenset({"reward_model", "classification"})
+HEAD_LOSSES = frozenset({"reward_model", "classification", "regression"})
 """Those of LOSS_FUNCTIONS that judge sequences by a head (`model.num_labels`); all others predict tokens."""
+NUMBER_LOSSES = frozenset({"regression"})
+"""Those of HEAD_LOSSES whose labels are any numbers; they travel as the extra LABEL."""
+LABEL = "label"
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

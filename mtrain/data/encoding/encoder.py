@@ -43,6 +43,7 @@ def source_encoder(
     tokenizer: Tokenizer,
     compares: Literal["pairs", "answers"] | None,
     num_labels: int | None = None,
+    is_number: bool = False,
 ) -> SampleEncoder:
     """The encoder of a source's records, as `encoder_of`.
 
@@ -51,6 +52,7 @@ def source_encoder(
         tokenizer: That of `data.tokenizer`.
         compares: What a record holds where answers are compared; None: one sequence.
         num_labels: Of the head that judges sequences; None: there is none.
+        is_number: Whether labels are any numbers, and no classes.
 
     Raises:
         DataError: A chat template is missing or damaged.
@@ -59,7 +61,7 @@ def source_encoder(
     ignored = frozenset(section.ignore_keys)
     if compares is not None:
         return PreferenceEncoder(encoder, compares, ignored, is_judged=num_labels is not None)
-    return encoder if num_labels is None else LabelEncoder(encoder, num_labels, ignored)
+    return encoder if num_labels is None else LabelEncoder(encoder, num_labels, ignored, is_number)
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:

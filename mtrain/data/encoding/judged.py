@@ -48,27 +48,34 @@ def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
 
 
 class LabelEncoder:
-    """Makes a sequence and its class of one record: `label`, beside any form of a single sequence."""
+    """Makes a sequence and its class or number of one record: `label`, beside any form of a single sequence."""
 
-    def __init__(self, encoders: _SequenceEncoders, num_labels: int, ignored: Set[str]) -> None:
+    def __init__(self, encoders: _SequenceEncoders, num_labels: int, ignored: Set[str], is_number: bool) -> None:
         """
         Args:
             encoders: Of single sequences.
             num_labels: Classes.
             ignored: Unknown keys that are dropped on purpose.
+            is_number: Whether a label is any number, and no class: it then is the one extra of every token.
         """
         self._encoders, self._num_labels, self._ignored = encoders, num_labels, ignored
-        self.fingerprint = f"{encoders.fingerprint} {num_labels} labels {_VERSION}"
+        self._is_number = is_number
+        form = "a number" if is_number else f"{num_labels} labels"
+        self.fingerprint = f"{encoders.fingerprint} {form} {_VERSION}"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As `SampleEncoder` says."""
         label = record.get("label")
+        rest = {name: value for name, value in record.items() if name != "label"}
+        if self._is_number:
+            found = judged(self._sequence(rest))
+            return replace(found, extras=np.full((len(found.ids), 1), _number(label), np.float32))
         if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < self._num_labels:
             raise DataError(
                 f"'label' is {label!r:.40}, but must be the number of a class, 0 to {self._num_labels - 1} "
                 f"(model.num_labels={self._num_labels}); change it"
             )
-        return judged(self._sequence({name: value for name, value in record.items() if name != "label"}), label)
+        return judged(self._sequence(rest), label)
 
     def _sequence(self, record: dict[str, Any]) -> TokenizedSample:
         forms = [name for name in ("messages", "text", "input_ids", "prompt") if name in record]
@@ -90,3 +97,15 @@ class LabelEncoder:
             twice = self._encoders.tokens({**record, "input_ids": ids * 2, "loss_mask": [1, 1]})
             return replace(twice, ids=twice.ids[:1], loss_weights=twice.loss_weights[:1])
         return self._encoders.tokens({**record, "loss_mask": [1] * (len(ids) if isinstance(ids, list) else 0)})
+
+
+def _number(label: object) -> float:
+    """What float32 can hold.
+
+    Raises:
+        DataError: It is no such number.
+    """
+    # 1e400 in JSON is inf, and comparisons with nan are false
+    if isinstance(label, int | float) and not isinstance(label, bool) and abs(label) <= np.finfo(np.float32).max:
+        return float(label)
+    raise DataError(f"'label' is {label!r:.40}, but must be a finite number that float32 can hold; change it")

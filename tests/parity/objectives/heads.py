@@ -74,7 +74,8 @@ def data(num_labels: int, seed: int = 5) -> list[Datum]:
 
 def scattered(batch: Sequence[Datum], config: Config) -> GlobalBatch:
     """As samples in the order of slots."""
-    return [sample_of(batch[number], "a sample", config) for number in _ORDER]
+    needed = ("label",) if config.loss.function == "regression" else ()
+    return [sample_of(batch[number], "a sample", config, needed) for number in _ORDER]
 
 
 def _rows(batch: Sequence[Datum]) -> dict[str, Tensor]:
@@ -104,6 +105,24 @@ def reward_loss(batch: Sequence[Datum], model: Any) -> Tensor:
 def classification_loss(batch: Sequence[Datum], model: Any) -> Tensor:
     """transformers' loss of each sequence, and their mean by weight."""
     losses = [model(**_rows([datum]), labels=torch.tensor([datum.label])).loss for datum in batch]
+    weights = torch.tensor([datum.weight for datum in batch], dtype=torch.float64)
+    return torch.stack(losses) @ weights / weights.sum()
+
+
+def with_numbers(batch: Sequence[Datum]) -> list[Datum]:
+    """The sequences, each with a number for a label."""
+    numbers = np.random.default_rng(9).normal(0.0, 2.0, len(batch))
+    return [
+        replace(datum, member=None, label=float(np.float32(number)))
+        for datum, number in zip(batch, numbers, strict=True)
+    ]
+
+
+def regression_loss(batch: Sequence[Datum], model: Any) -> Tensor:
+    """transformers' loss of each sequence, and their mean by weight."""
+    numbers = [torch.tensor([datum.label], dtype=torch.float64) for datum in batch]
+    losses = [model(**_rows([datum]), labels=number).loss for datum, number in zip(batch, numbers, strict=True)]
+    assert model.config.problem_type == "regression"
     weights = torch.tensor([datum.weight for datum in batch], dtype=torch.float64)
     return torch.stack(losses) @ weights / weights.sum()
 

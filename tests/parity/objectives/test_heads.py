@@ -20,8 +20,10 @@ from tests.parity.objectives.heads import (
     learned,
     model_of,
     pooled,
+    regression_loss,
     reward_loss,
     scattered,
+    with_numbers,
 )
 from tests.parity.ranks import Arrays, Run, train_each
 from tests.pool import Pool
@@ -40,6 +42,7 @@ KINDS = {
     "reward_model": (1, NUM_GROUPS, {"center_rewards_coefficient": CENTER}),
     "classification": (3, 2 * NUM_GROUPS, {}),
 }
+SIZES = {"regression": (1, 2 * NUM_GROUPS, {}), **KINDS}
 """Loss -> labels of the head, samples of a step, options."""
 
 
@@ -53,7 +56,7 @@ class Exact(NamedTuple):
 
 
 def config_of(kind: str, one: Case, changes: dict[str, Any]) -> Config:
-    labels, size, options = KINDS[kind]
+    labels, size, options = SIZES[kind]
     return one.config(
         model__num_labels=labels,
         train__global_batch_size=size,
@@ -137,3 +140,27 @@ def test_a_head_learns_whole_beside_adapters_as_in_peft(pool: Pool, one: Case, c
     rows = {name: torch.from_numpy(after[name])[: len(each)] for name, each in parameters.items()}  # without padding
     changed = {name for name, each in parameters.items() if not torch.equal(rows[name], each.float())}
     assert changed == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("one", "changes"),
+    [
+        pytest.param(case(2, num_layers=2, dp=2), {}, id="dp2"),
+        pytest.param(case(3, num_layers=2, pp=2), {}, id="pp2"),
+        pytest.param(case(1, num_layers=2, cp=2, tp=2, sp=True), PACKED, id="cp2 tp2 packed"),
+    ],
+)
+def test_a_regression_is_that_of_transformers(pool: Pool, one: Case, changes: dict[str, Any]) -> None:
+    config = config_of("regression", one, changes)
+    model, batch = model_of(config), with_numbers(data(1))
+    loss = regression_loss(batch, model)
+    gradients = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()]), strict=True))
+    parameters = by_global_name({name: each.detach() for name, each in model.named_parameters()}, config)
+    numbers = torch.tensor([datum.label for datum in batch], dtype=torch.float64)
+    errors = (pooled(batch, model)[:, 0] - numbers).abs()
+    ranks = pool.run(train_each, one.resolved(config), [Run(config, parameters, [scattered(batch, config)])])
+    for rank in ranks:
+        step = rank[0].steps[0]
+        assert relative(step.loss, loss.item()) < 1e-6
+        assert step.diagnostics == pytest.approx({"absolute_error": errors.mean().item()}, rel=1e-6)
+    assert worst(ranks[0][0].steps[0].gradients, by_global_name(gradients, config), config) < 2e-6

@@ -121,3 +121,9 @@ def bare(groups: Groups, config: Config) -> None:
     """Asks for the model without its adapters."""
     with free(groups), Engine(config) as engine, engine.adapters_off():
         raise AssertionError("refused")
+
+
+def evaluated(groups: Groups, config: Config, batch: Sequence[Datum]) -> EvalResult:
+    """Of the model as it begins."""
+    with free(groups), Engine(config) as engine:
+        return engine.evaluate([batch])

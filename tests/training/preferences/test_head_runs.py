@@ -156,6 +156,40 @@ def test_classes_are_learnt_from_texts(pool: Pool, folder: Path) -> None:
     assert valid["diagnostics"]["accuracy"] > steps[0]["diagnostics"]["accuracy"]
 
 
+def test_numbers_are_learned_from_texts_and_by_an_engine(pool: Pool, folder: Path) -> None:
+    """Packed and cut, with the same first loss as from a program; what is no number is refused by its line."""
+    texts = [" ".join(WORDS[i % 5 : i % 5 + 1 + i % 4]) for i in range(8)]
+    numbers = [0.5 * (i % 5) - 1 for i in range(8)]
+    lines = [{"text": text, "label": number} for text, number in zip(texts, numbers, strict=True)]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    def made(run: str, source: str, **changes: Any) -> Config:
+        model = {**SIZES, "num_query_groups": 4, "num_labels": 1}
+        found = config(folder, run, "regression", model, data__seq_length=8, optimizer__min_lr=0.01, **changes)
+        sources = [{"path": str(folder / source)}]
+        given = found.model_dump()
+        given["data"] |= {"train": sources, "valid": sources}
+        given["train"]["num_steps"] = 20
+        return Config.model_validate(given)
+
+    pool.run(train_fresh, Layout(dp=2), made("numbers", "numbers.jsonl", data__packing={}))
+    *steps, valid = records(folder / "numbers")
+    assert steps[0]["denominator"] == 8
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
+    assert valid["diagnostics"]["absolute_error"] < steps[0]["diagnostics"]["absolute_error"]
+    ids = [[*(2 + WORDS.index(word) for word in text.split()), 1] for text in texts]
+    batch = [Datum(each, label=number) for each, number in zip(ids, numbers, strict=True)]
+    (found, *_) = pool.run(preference_ranks.evaluated, Layout(), made("engine", "numbers.jsonl"), batch)
+    assert found.loss == pytest.approx(steps[0]["loss"], rel=1e-6)
+    (folder / "words.jsonl").write_text('{"text": "red", "label": "high"}\n')
+    with pytest.raises(DataError, match=r"words\.jsonl line 1: 'label' is 'high', but must be a finite number"):
+        pool.run(train_fresh, Layout(), made("wrong-numbers", "words.jsonl"))
+    with pytest.raises(DataError, match=r"sample 0 has label=None, but a regression needs a number; give Datum\.label"):
+        pool.run(preference_ranks.evaluated, Layout(), made("engine", "numbers.jsonl"), [Datum(ids[0])])
+    with pytest.raises(ValueError, match=r"model\.num_labels=3, but loss\.function=regression compares one number"):
+        config(folder, "three", "regression", {**SIZES, "num_query_groups": 4, "num_labels": 3})
+
+
 @pytest.mark.fault(
     "input",
     "a class beyond model.num_labels in a record",
