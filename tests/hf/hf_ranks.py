@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
@@ -10,9 +11,11 @@ from mtrain.convert.origin import source_of
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_frozen_model, build_model
+from mtrain.mcore.state import load
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.mcore.state.load import load_frozen_weights
+from mtrain.mcore.state.reader import load_shards
 
 
 def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:
@@ -40,6 +43,23 @@ def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
     optimizer.update(0.0, 0.0)
     optimizer.gather_parameters()
     return gathered(chunks, groups)
+
+
+def shards_beside_parameters(groups: Groups, config: Config) -> int:
+    """How many shards a start from `model.hf` reads into memory that is not their parameter's."""
+    chunks = build_model(config, groups)
+    outside = 0
+
+    def counted(saved: Any, shards: Any, *rest: Any) -> None:
+        nonlocal outside
+        inside = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+        outside += sum(shard.data.untyped_storage().data_ptr() not in inside for shard in shards)
+        load_shards(saved, shards, *rest)
+
+    assert config.model.hf is not None
+    with mock.patch.object(load, "load_shards", counted):
+        load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
+    return outside
 
 
 def gathered(chunks: list[Any], groups: Groups) -> dict[str, Any]:

@@ -67,6 +67,17 @@ def test_a_start_has_the_weights_of_an_import_on_any_layout(
     assert not any(value[57:].any() for key, value in found.items() if value.shape[0] > 57 and "layers" not in key)
 
 
+def test_weights_of_the_parameters_dtype_are_read_where_they_belong(pool: Pool, tmp_path: Path) -> None:
+    """A second copy of a rank's weights would take as long as reading them, and as much memory."""
+    save("llama-tied", tmp_path / "hf")
+    held, rounded = (
+        pool.run(hf_ranks.shards_beside_parameters, Layout(), configured(tmp_path, f"train.precision={precision}"))[0]
+        for precision in ("bf16", "fp32")
+    )
+    assert held == 0
+    assert rounded > 0, "bfloat16 on disk"
+
+
 def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> None:
     """An import of the same folder teaches it, and agrees with it until the first update."""
     save("qwen2", tmp_path / "hf")

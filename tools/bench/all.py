@@ -71,8 +71,15 @@ def output_of(row: Row, is_small: bool, profiled: Path | None = None) -> str:
         environment = os.environ | {"PYTHONPATH": str(BENCH.parents[1])}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise RuntimeError(f"{script} ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise RuntimeError(f"{script} ended with exit code {done.returncode}: {_reason(done.stderr)}")
     return done.stdout
+
+
+def _reason(stderr: str) -> str:
+    """The error that a program or one of its ranks raised; else the end of what it said."""
+    errors = [line for line in stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    # the first: what torchrun says about a rank that failed comes after the rank's own words
+    return errors[0] if errors else stderr.strip()[-300:]
 
 
 def measured(rows: Sequence[Row], is_small: bool) -> list[Result]:

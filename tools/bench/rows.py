@@ -48,11 +48,13 @@ class Row:
 
 _PRETRAIN = ("peers/pretrain.py",)
 _MIXTRAL = ("peers/pretrain.py", "--experts", "8", "--ffn", "352")
-_TINY_PRETRAIN = ("--rounds", "1", "--steps", "1", "--hidden", "128", "--layers", "1", "--seq", "32", "--vocab", "256")
+# 256: four heads in two groups, which two ranks can share
+_TINY_PRETRAIN = ("--rounds", "1", "--steps", "1", "--hidden", "256", "--layers", "1", "--seq", "32", "--vocab", "256")
 _TOKENIZE, _TINY_TOKENIZE = ("input/tokenizing.py",), ("--megabytes", "0.3", "--rounds", "1", "--vocab-size", "400")
 _CONVERT, _TINY_CONVERT = ("convert.py", "{folder}"), ("--layers", "1", "--rounds", "1")
 _SAVE, _TINY_SAVE = ("save.py",), ("--layers", "1", "--hidden", "64")
 _PACKING, _TINY_PACKING = ("packing.py",), ("--count", "20000", "--others", "2000", "--rounds", "1")
+_LOADING, _TINY_LOADING = ("input/loading.py",), ("--documents", "300", "--rows", "4", "--steps", "1", "--rounds", "1")
 _START, _TINY_START = ("startup.py",), ("--rounds", "1")
 
 ROWS = (
@@ -188,6 +190,42 @@ ROWS = (
         rf"^\| [^|]+ \| \d \|(?: {NUMBER[1:-1]} \|){{4}} {NUMBER} \|",
         ("--rounds", "5", "--steps", "1"),
         is_more_better=False,
+    ),
+    Row(
+        "batches of a corpus, one thread: M tokens per cpu-s",
+        "ten times what a rank trains",
+        1.0,
+        3.0,
+        _LOADING,
+        rf"^ours +{NUMBER} ",
+        _TINY_LOADING,
+    ),
+    Row(
+        "batches of packed conversations: M tokens per cpu-s",
+        "ten times what a rank trains",
+        1.0,
+        3.0,
+        _LOADING,
+        rf"^ours, packed +{NUMBER} ",
+        _TINY_LOADING,
+    ),
+    Row(
+        "initial weights, one thread: GB per cpu-s",
+        "GB of float32",
+        1.0,
+        1.0,
+        ("input/initial_weights.py",),
+        rf"^ours, 1 thread +{NUMBER} ",
+        ("--rows", "256", "--columns", "64", "--rounds", "1"),
+    ),
+    Row(
+        "start from `model.hf`, a rank: GB/s",
+        "plain read into float32 memory",
+        0.6,
+        0.9,
+        ("input/hf_start.py", "{folder}"),
+        rf"^\| tp.* {NUMBER} \|$",
+        ("--layers", "2", "--rounds", "1"),
     ),
     Row(
         "import with proof, 2 workers: GB/s",

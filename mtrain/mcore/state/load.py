@@ -213,7 +213,7 @@ def set_weights(weights: Mapping[Tensor, Tensor], optimizer: Optimizer) -> None:
         optimizer: Of the parameters.
     """
     for parameter, values in weights.items():
-        parameter.copy_(values)
+        _fill(parameter, values)
     optimizer_state.set_main_weights(optimizer.inner, weights)
 
 
@@ -236,6 +236,11 @@ def load_frozen_weights(
     on_first_rank(lambda: _refuse_adapters(entry))
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     for parameter, values in _read_weights(entry, places, config, main).items():
+        _fill(parameter, values)
+
+
+def _fill(parameter: Tensor, values: Tensor) -> None:
+    if parameter.data_ptr() != values.data_ptr():  # else they were read into it
         parameter.copy_(values)
 
 
@@ -269,6 +274,8 @@ def read_weights(
 ) -> dict[Tensor, Tensor]:
     """This rank's parameter -> its weights on disk, in the precision that they have there. Collective over the world.
 
+    Those that the parameter can hold as they are lie in the parameter itself.
+
     Args:
         saved: What is on disk.
         places: Of this rank's parameters that are wanted.
@@ -277,7 +284,7 @@ def read_weights(
         may_be_left: As for `load_shards`.
 
     Raises:
-        DataError: As `load_shards`.
+        DataError: As `load_shards`; the model may be half overwritten then.
     """
     weights: dict[Tensor, Tensor] = {}
     shards: list[Shard] = []
@@ -288,7 +295,9 @@ def read_weights(
         key = key_of(place.key)
         # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
-        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
+        # Where dtypes agree they are read where they belong: a copy beside it costs as much time as reading.
+        is_held = place.data.dtype == dtype and place.data.is_contiguous()
+        weights[place.data] = place.data.detach() if is_held else torch.empty(place.data.shape, dtype=dtype)
         # Whole parameters, although a distributed optimizer updates a part: all are needed to compute.
         shards += whole_of(place, key, weights[place.data])
     shards.sort(key=lambda shard: (shard.key, shard.at.offset))  # neighbours on disk are read together

@@ -1,0 +1,123 @@
+"""How fast a run starts from a folder of Hugging Face: `python tools/bench/input/hf_start.py FOLDER`.
+
+A Llama-shaped model with random bfloat16 weights is written into FOLDER and deleted at the end. On one process and on
+two ranks of tp and of pp, in turn in one run: `model.hf` into a built model with its main weights in float32, a plain
+read of as many bytes of the same files into memory that is there, and the same read with a second pass that copies them
+into float32 memory, which main weights need whoever fills them. The files leave the page cache before each. GB/s of a
+rank's own bytes in bfloat16, medians of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from sys import path as import_path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import typer
+
+if __name__ == "__main__":
+    import_path.insert(0, str(Path(__file__).parents[3]))
+
+from mtrain import load_config
+from mtrain.config import Config
+from mtrain.hf.io.safetensors import raw_bytes
+from mtrain.loss.objective import Objective
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.plan.layout import Layout
+from mtrain.training.build import build_parts
+from mtrain.verify.core.ranks import Pool
+from tools.bench.convert import write_model
+
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2)]
+
+
+class Speed(NamedTuple):
+    """On one rank, medians."""
+
+    num_bytes: int
+    """Of its parameters in bfloat16."""
+    start_s: float
+    read_s: float
+    filled_s: float
+
+
+def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Speed:
+    """The three in turn."""
+    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
+    num_bytes = sum(each.numel() for chunk in parts.chunks for each in chunk.parameters()) * 2
+    read = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)
+    whole = torch.zeros(num_bytes // 2)
+
+    def plain() -> None:
+        _read(folder, read)
+
+    def filled() -> None:
+        _read(folder, read)
+        whole.copy_(read)
+
+    actions: list[Callable[[], None]] = [
+        lambda: load_hf_weights(folder, parts.chunks, parts.optimizer, groups, config),
+        plain,
+        filled,
+    ]
+    seconds: list[list[float]] = [[] for _ in actions]
+    for _ in range(num_rounds):
+        for action, found in zip(actions, seconds, strict=True):
+            _forget(folder)
+            dist.barrier()
+            began = time.perf_counter()
+            action()
+            found.append(time.perf_counter() - began)
+    return Speed(num_bytes, *(statistics.median(found) for found in seconds))
+
+
+def _read(folder: Path, memory: torch.Tensor) -> None:
+    left = raw_bytes(memory)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while len(left) and (count := file.readinto(left)):
+                left = left[count:]
+
+
+def _forget(folder: Path) -> None:
+    """Clean pages of the files leave the cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="For the model.")],
+    layers: Annotated[int, typer.Option(min=2, help="Each has 67 million parameters.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+) -> None:
+    """Prints a table in Markdown."""
+    folder.mkdir(parents=True)
+    pool: Any = Pool()
+    try:
+        write_model(folder / "source", layers)
+        settings = [f"model.hf={folder}/source", f"run.dir={folder}/run", "optimizer.lr=0.001"]
+        settings += ["train={global_batch_size: 2, num_steps: 1, precision: bf16, device: cpu}"]
+        config = load_config([], [*settings, "data={kind: mock, seq_length: 64}"])
+        print("| layout | MB a rank | model.hf | plain read | read into float32 | of the read | of the second |")
+        print("|---|---|---|---|---|---|---|")
+        for layout in LAYOUTS:
+            worst = max(pool.run(measure, layout, folder / "source", config, rounds), key=lambda one: one.start_s)
+            rates = [f"{worst.num_bytes / seconds / 1e9:.2f} GB/s" for seconds in worst[1:]]
+            parts = [f"{seconds / worst.start_s:.2f}" for seconds in (worst.read_s, worst.filled_s)]
+            print(f"| {layout} | {worst.num_bytes / 1e6:.0f} | {' | '.join([*rates, *parts])} |")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    typer.run(main)
