@@ -14,6 +14,7 @@ from torch import fx
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.generation import PassTokens, cached_model
 from mtrain.mcore.model import compiled
 from mtrain.mcore.model.build import build_model
 from tests.parity.ranks import Outcome, Run, train
@@ -79,3 +80,20 @@ def trained_without_a_compiler(groups: Groups, run: Run, caches: Path) -> Compil
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         outcome = train(groups, *run)
     return Compiled(outcome, 0, printed.getvalue())
+
+
+def graphs_of_generation(groups: Groups, config: Config) -> int:
+    """Compiled while a prompt of another length than a row is read."""
+    graphs = 0
+
+    def counted(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled.BACKEND = counted
+    chunks = build_model(config, groups)
+    graphs = 0
+    with cached_model(config, groups, chunks, num_sequences=1, length=8) as model:
+        model.next_logits([PassTokens(0, 0, [1, 2, 3])], of_prompts=True)
+    return graphs

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from tests.fault_table import Notice
-from tests.mcore.compiled.compiled_ranks import Compiled, names, train_each, trained_without_a_compiler
+from tests.mcore.compiled.compiled_ranks import (
+    Compiled,
+    graphs_of_generation,
+    names,
+    train_each,
+    trained_without_a_compiler,
+)
 from tests.parity.batches import documents_steps, two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import TOLERANCE, Row, deviation, initial_parameters, run_oracle
@@ -75,6 +81,12 @@ def test_compiled_layers_do_not_break_the_promise(pool: Pool, rows: list[Row]) -
 def test_code_that_torch_writes_gives_the_same_numbers(pool: Pool) -> None:
     (found,) = compiled_rows(pool, [row("plain", COMPILED)], "inductor")
     assert found.num_graphs == 1
+
+
+def test_generation_compiles_nothing(pool: Pool) -> None:
+    one = lean(case())
+    config = one.config(**COMPILED)
+    assert pool.run(graphs_of_generation, one.resolved(config), config) == [0]
 
 
 def test_names_stay_those_of_plain_layers(pool: Pool) -> None:
