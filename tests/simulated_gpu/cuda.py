@@ -10,8 +10,11 @@ import importlib.util
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+_libraries: list[ctypes.CDLL] = []
+"""The one that is loaded."""
 _SOURCE = Path(__file__).with_name("gpu.cpp")
 
 
@@ -32,7 +35,7 @@ def load(library: Path) -> None:
     import sys
 
     assert "torch" not in sys.modules
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    _libraries.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
 
 
 def install() -> None:
@@ -127,8 +130,17 @@ def _replace_cuda(torch: Any) -> None:
     # what is drawn is drawn on the CPU
     cuda.get_rng_state = lambda *given, **options: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *given, **options: torch.set_rng_state(state)
+    cuda.cudart = _returning(SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister))
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _returning(None), _returning(None)
     torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _register(address: int, size: int, flags: int) -> int:
+    return int(_libraries[0].register_pinned(ctypes.c_void_p(address), ctypes.c_size_t(size)))
+
+
+def _unregister(address: int) -> int:
+    return int(_libraries[0].unregister_pinned(ctypes.c_void_p(address)))
 
 
 def _replace_bias() -> None:

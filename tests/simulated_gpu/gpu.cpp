@@ -28,15 +28,21 @@ struct Pinned final : c10::Allocator {
     static auto* found = new std::mutex;
     return *found;
   }
-  static void release(void* data) {
+  static void add(const void* data, size_t size) {
+    const std::lock_guard<std::mutex> held(mutex());
+    blocks()[static_cast<const char*>(data)] = size;
+  }
+  static void remove(const void* data) {
     const std::lock_guard<std::mutex> held(mutex());
     blocks().erase(static_cast<const char*>(data));
+  }
+  static void release(void* data) {
+    remove(data);
     std::free(data);
   }
   c10::DataPtr allocate(size_t size) override {
     void* data = std::aligned_alloc(64, (size / 64 + 1) * 64);
-    const std::lock_guard<std::mutex> held(mutex());
-    blocks()[static_cast<const char*>(data)] = size;
+    add(data, size);
     return {data, data, release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return release; }
@@ -68,6 +74,16 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 
 }  // namespace
+
+// As cudaHostRegister and cudaHostUnregister: memory that somebody else has allocated.
+extern "C" int register_pinned(const void* data, size_t size) {
+  Pinned::add(data, size);
+  return 0;
+}
+extern "C" int unregister_pinned(const void* data) {
+  Pinned::remove(data);
+  return 0;
+}
 
 namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, ::Guard)

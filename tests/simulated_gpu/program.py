@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ if __name__ == "__main__":
 import mtrain.mcore  # noqa: F401
 from mtrain.base.errors import MtrainError
 from mtrain.config import Config
+from mtrain.mcore.state import save
+from mtrain.mcore.state.save import Saver
 from mtrain.training import trainer
 from mtrain.training.faults.attempt import StepTrial
 from tests.simulated_gpu.probe import probed
@@ -41,6 +44,7 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     tried: Any = StepTrial
     tried.make = noted
+    _hold_saves()
     sections["run"] = {"dir": str(folder)}
     error = None
     try:
@@ -51,6 +55,22 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     except Exception:  # told to who asked for the run
         error = traceback.format_exc()
     return {"steps": found(), "error": error}
+
+
+def _hold_saves() -> None:
+    """Until the end of the run: so that one is in flight in every step behind it."""
+    is_over, saver, write, finish = threading.Event(), vars(save)["Saver"], Saver._write, Saver.finish
+
+    def held(self: Saver, *given: Any) -> Any:
+        is_over.wait()
+        return write(self, *given)
+
+    def finished(self: Saver) -> None:
+        begin_step(0)
+        is_over.set()
+        finish(self)
+
+    saver._write, saver.finish = held, finished
 
 
 def run(name: str, sections: dict[str, Any], ranks: int, folder: Path) -> list[dict[str, Any]]:

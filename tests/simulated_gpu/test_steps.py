@@ -41,8 +41,6 @@ BASE: dict[str, Any] = {
     "checkpoint__at_end": False,
 }
 DOCUMENTS: dict[str, Any] = {"data__kind": "indexed", "data__train": [{"path": "CORPUS"}]}
-LAST_STEP = "3"
-"""The one that is looked at: what is made once is there by then."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,8 @@ class Case:
     """What the host may fetch in a step, on the rank that fetches most: the totals of the step."""
     waits: int = 0
     """For events; those that have long happened when they are asked for count as well."""
+    step: int = 3
+    """The one that is looked at, the last one: what is made once is there by then."""
 
 
 TP2, PP2 = {"tp": 2, "sp": True}, {"pp": 2, "vpp": 2}
@@ -71,6 +71,8 @@ CASES = {
     "context-parallel, documents": Case(DOCUMENTS | {"layout": {"cp": 2}}, ranks=2),
     "ulysses": Case({"layout": {"cp": 2, "cp_comm": "ulysses"}}, ranks=2),
     "pipeline": Case({"model__num_layers": 4, "layout": PP2}, ranks=2),
+    # In flight since step 3; whether ranks were ready in step 4 is read in step 5.
+    "a save in flight": Case({"train__num_steps": 5, "checkpoint__interval_steps": 3}, ranks=2, waits=1, step=5),
     # The plan, the totals, the overflow, the norm and the loss scale.
     "fp16": Case({"train__precision": "fp16"}, reads=5),
 }
@@ -123,7 +125,7 @@ def test_the_host_runs_ahead_of_the_device(results: dict[str, Any], name: str) -
     ranks, case = results[name], CASES[name]
     assert [rank["error"] for rank in ranks] == [None] * case.ranks
     for rank in ranks:
-        noted = rank["steps"][LAST_STEP]
+        noted = rank["steps"][str(case.step)]
         of_kind = {
             kind: [f"{count} x {where}" for each, where, count in noted if each == kind]
             for kind in ("read", "waiting copy", "wait")

@@ -58,6 +58,37 @@ class AsyncAllReduce:
         return vector
 
 
+class AsyncVote:
+    """Whether a flag is true on any rank of the world: asked now, and read when other work has been done.
+
+    On a GPU the answer follows by a copy of its own, so the host waits for nothing that is queued after the question.
+    """
+
+    def __init__(self, flag: bool, device: torch.device) -> None:
+        """Asks; collective over the world.
+
+        Args:
+            flag: Of this rank.
+            device: Of this rank.
+        """
+        own = torch.tensor([float(flag)])
+        if device.type == "cpu":
+            self._votes, self._arrived = AsyncAllReduce(own), None
+            return
+        self._votes = AsyncAllReduce(own.pin_memory().to(device, non_blocking=True))
+        self._host = torch.empty(1, pin_memory=True)
+        self._host.copy_(self._votes.get(), non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def read(self) -> bool:
+        """The answer; on all ranks at the same place, since on CPUs it may take a message more."""
+        if self._arrived is None:
+            return self._votes.get().item() > 0
+        self._arrived.synchronize()  # a step later it has long been there
+        return self._host.item() > 0
+
+
 class _Swap:
     """Two ranks send each other a vector."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import torch
 
 from mtrain.base.errors import MachineError, MtrainError, RunFolderError, SpoiledStateError
 from mtrain.checkpoint.format.finite import Finding, described
@@ -13,6 +16,8 @@ from mtrain.checkpoint.format.training_state import TrainingState
 from mtrain.checkpoint.format.writer import Written
 from mtrain.checkpoint.store.directory import StagingDir
 from mtrain.checkpoint.store.manifest import CheckpointInfo
+from mtrain.mcore.distributed.all_reduce import AsyncVote
+from mtrain.mcore.distributed.init import any_rank
 
 
 @dataclass
@@ -29,6 +34,33 @@ class PendingSave:
     """How long training waited for the copy; without checkpoint.async_save it waits for all of the save."""
     has_written: bool = field(default=False)
     """Whether all ranks have; then the first one publishes."""
+    _vote: AsyncVote | None = field(default=None)
+    """Whether a rank was busy when this was asked."""
+
+    def was_ready(self, limit_s: float, device: torch.device) -> bool:
+        """Whether at the last call no rank was busy; asks for the next one. Collective over the world.
+
+        No rank waits for another one, and no host for its device: who was ready stays so, so an answer may be late.
+
+        Args:
+            limit_s: After which a save counts as ended.
+            device: Of this rank.
+        """
+        asked, self._vote = self._vote, None
+        if asked is not None and not asked.read():
+            return True
+        self._vote = AsyncVote(self._is_busy(limit_s), device)
+        return False
+
+    def is_ready(self, limit_s: float, device: torch.device) -> bool:
+        """Whether no rank is busy now; the host waits for all of them. Collective over the world."""
+        if self._vote is not None:
+            self._vote.read()  # every rank has to take part to its end
+            self._vote = None
+        return not any_rank(self._is_busy(limit_s), device)
+
+    def _is_busy(self, limit_s: float) -> bool:
+        return not self.work.done() and time.monotonic() - self.began_s < limit_s
 
 
 Outcome: TypeAlias = Written | Finding | MtrainError

@@ -44,7 +44,7 @@ from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import any_rank, on_first_rank
+from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.state.base import base_of
@@ -93,6 +93,7 @@ class Saver:
         self._folder, self._groups, self._config = folder, groups, config
         self._origin, self._check, self._on_saved = origin, check, on_saved
         section = config.checkpoint
+        self._timeout_s = section.save_timeout_s
         keep = Keep(section.keep_last, section.keep_every_steps, section.keep_best)
         self._retention = Retention(folder, keep, check, start_step)
         self._config_hash, self._versions = config_hash(config), program_versions()
@@ -160,18 +161,20 @@ class Saver:
     def poll(self) -> None:
         """To be called at every step boundary; ends or advances a save in flight when all ranks are ready.
 
-        Collectives: one all-reduce of one number while a save is in flight; twice in a save, short objects.
+        Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary,
+        so that the step waits for none; twice in a save, short objects.
 
         Raises:
             MtrainError: As `save` does.
         """
         if self._groups.rank == 0:
             self._retention.poll()  # deletes old checkpoints when they are no longer needed; only the first rank does
-        if self._flight is None or any_rank(self._is_busy(self._flight), self._groups.device):
-            return
-        fault = self._advanced(self._flight)
-        if fault is not None:
-            self._fail(self._flight, fault)
+        if self._flight is not None and self._flight.was_ready(self._timeout_s, self._groups.device):
+            self._go_on(self._flight)
+
+    def _go_on(self, flight: PendingSave) -> None:
+        if (fault := self._advanced(flight)) is not None:
+            self._fail(flight, fault)
 
     def confirm(self, step: int) -> None:
         """To be called when the weights after so many updates have given a finite loss; the same on all ranks.
@@ -215,7 +218,7 @@ class Saver:
     def _settle(self) -> None:
         flight = self._flight
         if flight is not None and flight.facts.step > self._retention.confirmed and not flight.has_written:
-            while any_rank(self._is_busy(flight), self._groups.device):
+            while not flight.is_ready(self._timeout_s, self._groups.device):
                 concurrent.futures.wait([flight.work], _POLL_S)
             with contextlib.suppress(NumericError):
                 self._fail(flight, NumericError("no finite loss followed"))
@@ -234,9 +237,10 @@ class Saver:
         Raises:
             MtrainError: As `save` does.
         """
-        while self._flight is not None:
-            concurrent.futures.wait([self._flight.work], _POLL_S)  # at most: other ranks may wait for this one's poll
-            self.poll()
+        while (flight := self._flight) is not None:
+            concurrent.futures.wait([flight.work], _POLL_S)  # at most: other ranks may wait for this one
+            if flight.is_ready(self._timeout_s, self._groups.device):
+                self._go_on(flight)
 
     def finish(self) -> None:
         """Waits; what was saved last must be there.
@@ -246,7 +250,7 @@ class Saver:
         """
         self.wait()
         if self._groups.rank == 0:
-            self._retention.finish(self._config.checkpoint.save_timeout_s)
+            self._retention.finish(self._timeout_s)
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         if self._fault is not None:
@@ -340,8 +344,7 @@ class Saver:
         if not flight.work.done():
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
-            limit = self._config.checkpoint.save_timeout_s
-            return MachineError(f"not finished within checkpoint.save_timeout_s={limit}")
+            return MachineError(f"not finished within checkpoint.save_timeout_s={self._timeout_s}")
         fault = flight.work.exception()
         if fault is None:
             return flight.work.result()
@@ -377,10 +380,6 @@ class Saver:
             raise fault
         if self._groups.rank == 0:
             _tell(f"warning: {fault}; training goes on")
-
-    def _is_busy(self, flight: PendingSave) -> bool:
-        limit = self._config.checkpoint.save_timeout_s
-        return not flight.work.done() and time.monotonic() - flight.began_s < limit
 
     def _is_stuck(self) -> bool:
         self._stuck = [work for work in self._stuck if not work.done()]

@@ -7,8 +7,12 @@ import io
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
@@ -18,10 +22,14 @@ from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.load import load_checkpoint
+from mtrain.mcore.state.pending_save import PendingSave
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 from tests.mcore.state.checkpoint_ranks import Parts, build
+
+_LIMIT_S = 3600.0
+"""Of a save."""
 
 
 class Ending(NamedTuple):
@@ -124,3 +132,34 @@ def _ending(work: Callable[[Callable[[], None]], Any]) -> Ending:
         except MtrainError as fault:
             error = (type(fault).__name__, str(fault))
     return Ending(steps, error, time.monotonic() - began, reported.getvalue().splitlines())
+
+
+def answers(groups: Groups, busy_polls: list[int]) -> tuple[list[bool], list[bool]]:
+    """Of a save that keeps rank r busy for so many polls: what each poll says, and what asking and waiting says then.
+
+    Every rank polls only when the one before it has gone on from its own poll.
+
+    Args:
+        groups: The process groups.
+        busy_polls: Of each rank.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), groups.rank
+    work: Future[Any] = Future()
+    facts: Any = None
+    flight = PendingSave(facts, facts, facts, work, time.monotonic())
+    found = []
+    for poll in range(max(busy_polls) + 3):
+        if poll == busy_polls[rank]:
+            work.set_result(None)
+        if rank > 0:
+            store.wait([f"pending/{poll}/{rank - 1}"], timedelta(minutes=5))
+        found.append(flight.was_ready(_LIMIT_S, groups.device))
+        store.set(f"pending/{poll}/{rank}", "passed")
+    late = PendingSave(facts, facts, facts, Future(), time.monotonic())
+    now = [late.was_ready(_LIMIT_S, groups.device), late.is_ready(_LIMIT_S, groups.device)]
+    if rank == 0:
+        late.work.set_result(None)
+    now.append(late.is_ready(_LIMIT_S, groups.device))
+    if rank > 0:
+        late.work.set_result(None)
+    return found, [*now, late.is_ready(_LIMIT_S, groups.device)]
