@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A hook of its own, since that of this file runs after `-m` has chosen."""
-    config.pluginmanager.register(Nightly())
+    config.pluginmanager.register(Nightly(), "nightly")
 
 
 @pytest.hookimpl(trylast=True)  # what -k and -m deselect is not missing

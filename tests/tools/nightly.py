@@ -1,57 +1,123 @@
 """Which tests run at night: `make test-nightly`.
 
 The mark `nightly` is for what repeats, at a high price, something that a cheaper test of the suite shows. One rule
-gives it: rows of eight ranks, where the same test has rows of fewer, and rows of four, where it has four rows of fewer.
-Those have every axis of what the test is about; the promise itself (ALWAYS) is tested on every layout, all axes
-together among them, day and night. The rest is marked by hand.
+gives it to rows of tests that start ranks: by day a test runs rows in which every axis of a layout and every value of
+its other parameters occurs that occurs in any of its rows, in as few rows as it takes, of four ranks where that is
+enough. The night runs the others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault
+of docs/faults.md keeps a row. The rest is marked by hand, beside the test that shows the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
+from typing import Any
 
 import pytest
 
 from mtrain.plan.layout import Layout
 from tests.parity.cases import Case
 
-ALWAYS = ("tests/parity/layouts/test_layouts.py", "tests/mcore/distributed/")
-LIMITS = ((8, 1), (4, 4))
-"""So many ranks or more wait for the night where the test has so many rows of fewer ranks."""
+ALWAYS = "tests/mcore/distributed/"
+PAIRS = "tests/parity/layouts/test_layouts.py"
+FEW_RANKS = 4
+
+
+def layouts_of(value: object) -> Iterator[Mapping[str, Any]]:
+    """In a parameter of a test, each as the keys of the section `layout`, and `dp`."""
+    match value:
+        case Layout():
+            yield dataclasses.asdict(value)
+        case Case():
+            yield value.layout
+        case tuple() if hasattr(value, "case"):  # a row of tests/parity/compare.py, which takes torch to import
+            yield value.case.layout
+        case list() | tuple():
+            for each in value:
+                yield from layouts_of(each)
+        case _:
+            return
 
 
 def num_ranks(value: object) -> int:
     """Of the largest layout in a parameter of a test."""
-    match value:
-        case Layout():
-            return value.world_size
-        case Case():
-            return math.prod(value.layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
-        case tuple() if hasattr(value, "case"):  # a row of tests/parity/compare.py, which takes torch to import
-            return num_ranks(value.case)
-        case list() | tuple():
-            return max(map(num_ranks, value), default=1)
-        case _:
-            return 1
+    degrees = [[layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp")] for layout in layouts_of(value)]
+    return max((math.prod(each) for each in degrees), default=1)
+
+
+def axes_of(layout: Mapping[str, Any]) -> set[str]:
+    """What there is to a layout; the two kinds of context parallelism are two axes."""
+    axes = {axis for axis in ("tp", "pp", "vpp", "dp", "ep", "etp") if layout.get(axis, 1) != 1}
+    axes |= {"sp"} if layout.get("sp") else set()
+    axes |= {f"cp {layout.get('cp_comm', 'allgather')}"} if layout.get("cp", 1) != 1 else set()
+    return axes | ({"uneven stages"} if any(layout.get(key) for key in layout if key.endswith("_layers")) else set())
+
+
+def features(item: pytest.Function) -> frozenset[str]:
+    """Of a row of a test: the fault that it injects, axes of its layouts, its changes, values of other parameters."""
+    fault = item.get_closest_marker("fault")
+    found = set() if fault is None else {f"fault {fault.args}"}
+    for name, value in item.callspec.params.items():
+        layouts = list(layouts_of(value))
+        found.update(*map(axes_of, layouts))
+        for row in value if isinstance(value, list) else [value]:
+            if hasattr(row, "changes"):
+                found.add(f"row {row.name}")
+        match value:
+            case Mapping():
+                found |= {f"{name}.{key}={one!r}" for key, one in value.items()}
+            case _ if not layouts:
+                found.add(f"{name}={value!r}")
+    return frozenset(found)
+
+
+def covering(rows: Collection[tuple[frozenset[str], int]], together: int = 1) -> set[int]:
+    """Indices of rows that have every feature of all rows, few ranks first.
+
+    Args:
+        rows: Features and number of ranks of each.
+        together: So many features at once that occur in one row occur in one of the chosen rows.
+    """
+    wanted = [{each for size in range(1, together + 1) for each in combinations(sorted(has), size)} for has, _ in rows]
+    ranks = [count for _, count in rows]
+    missing = set().union(*wanted)
+    chosen: set[int] = set()
+    while missing or not chosen:
+        best = min(
+            (index for index in range(len(wanted)) if wanted[index] & missing or not missing),
+            key=lambda index: (ranks[index] > FEW_RANKS, -len(wanted[index] & missing), ranks[index], index),
+        )
+        chosen.add(best)
+        missing -= wanted[best]
+    return chosen
 
 
 class Nightly:
     """Marks tests before `-m` chooses among them."""
 
+    def __init__(self) -> None:
+        self.rows: dict[str, list[tuple[frozenset[str], bool]]] = {}
+        """Of each test to which the rule applies: what there is to each row, and whether it waits for the night."""
+
+    def has(self, file: str) -> bool:
+        """Whether the tests of a file were collected."""
+        return any(test.startswith(f"{file}::") for test in self.rows)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Adds the mark."""
-        rows: dict[str, list[tuple[pytest.Item, int]]] = defaultdict(list)
+        rows: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
-            if item.nodeid.startswith(ALWAYS):
+            if item.nodeid.startswith(ALWAYS) or item.get_closest_marker("nightly") is not None:
                 continue
             if isinstance(item, pytest.Function) and "pool" in item.fixturenames and hasattr(item, "callspec"):
-                ranks = num_ranks(list(item.callspec.params.values()))
-                rows[item.nodeid.partition("[")[0]].append((item, ranks))
-        for of_one_test in rows.values():
-            for many, enough in LIMITS:
-                large = [item for item, ranks in of_one_test if ranks >= many]
-                if len(of_one_test) - len(large) >= enough:
-                    for item in large:
-                        item.add_marker(pytest.mark.nightly)
+                rows[item.nodeid.partition("[")[0]].append(item)
+        for test, of_one_test in rows.items():
+            known = [(features(item), num_ranks(list(item.callspec.params.values()))) for item in of_one_test]
+            by_day = covering(known, 2 if test.startswith(PAIRS) else 1)
+            for index in set(range(len(of_one_test))) - by_day:
+                of_one_test[index].add_marker(pytest.mark.nightly)
+            self.rows[test] = [(has, index not in by_day) for index, (has, _) in enumerate(known)]

@@ -34,14 +34,27 @@ from tests.verify.parity.checks import check, expert_config, rich_config
 from tests.warm import completed
 
 
-def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
-    layouts = "mbs2,dp4mbs2,tp2spmbs4,pp2vpp2mbs2,cp2ulyssesmbs8,tp2sppp2cp2mbs2"
-    report = check(pool, rich_config(train__recompute="full"), layouts)
+@pytest.mark.parametrize(
+    ("layouts", "ranks", "num_steps"),
+    [
+        ("mbs4,tp2spcp2ulyssesmbs8,pp2vpp2mbs4", [1, 1, 4, 2], 2),
+        pytest.param(  # every axis alone, and all together
+            "mbs2,dp4mbs2,tp2spmbs4,pp2vpp2mbs2,cp2ulyssesmbs8,tp2sppp2cp2mbs2",
+            [1, 1, 4, 2, 2, 2, 8],
+            3,
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_sound_layouts_pass_and_everything_is_compared(
+    pool: Pool, layouts: str, ranks: list[int], num_steps: int
+) -> None:
+    report = check(pool, rich_config(train__recompute="full"), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert report.diagnosis is None
-    assert [layout.num_ranks for layout in report.layouts] == [1, 1, 4, 2, 2, 2, 8]
+    assert [layout.num_ranks for layout in report.layouts] == ranks
     for layout in report.layouts:
-        for step in (1, 2, 3):
+        for step in range(1, num_steps + 1):
             here = [each for each in layout.deviations if each.step == step]
             assert [each.name for each in here if each.kind == "update"] == list(report.tensors)
             assert [each.name for each in here if each.kind == "gradient"] == list(report.tensors)[::-1]
@@ -55,9 +68,13 @@ def test_sound_layouts_pass_and_everything_is_compared(pool: Pool) -> None:
     assert [each.kind for each in report.tolerances] == list(KINDS)
 
 
-def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    ["tp2spdp2ep2etp2", pytest.param("dp4ep4mbs2,pp2cp2dp2ep4", marks=pytest.mark.nightly)],  # without etp
+)
+def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool, layouts: str) -> None:
     user = expert_config()
-    report = check(pool, user, "dp4ep4mbs2,tp2spdp2ep2etp2,pp2cp2dp2ep4", num_steps=2)
+    report = check(pool, user, layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     terms = ["main", "z", "mtp_1", "router_z", "router_sequence_balance"]
     for layout in report.layouts:
@@ -139,8 +156,12 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
         "latent attention",
     ],
 )
-def test_other_structures_pass(pool: Pool, changes: dict[str, Any]) -> None:
-    report = check(pool, rich_config(**changes), "tp2sppp2dp2mbs4,cp2dp2mbs4", num_steps=2)
+@pytest.mark.parametrize(
+    "layouts",
+    ["tp2spcp2mbs8", pytest.param("tp2sppp2dp2mbs4,cp2dp2mbs4", marks=pytest.mark.nightly)],  # pp and dp: other tests
+)
+def test_other_structures_pass(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
+    report = check(pool, rich_config(**changes), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
@@ -193,9 +214,18 @@ def test_a_damaged_corpus_is_a_data_error(pool: Pool, corpus: str) -> None:
         check(pool, rich_config(**sections), "tp2")
 
 
-@pytest.mark.parametrize("packing", [{"batch": "sequences"}, {"batch": "rows", "window": 64}], ids=str)
+@pytest.mark.parametrize(
+    ("packing", "layouts"),
+    [
+        ({"batch": "sequences"}, "cp2"),
+        ({"batch": "rows", "window": 64}, "tp2sp"),
+        pytest.param({"batch": "sequences"}, "tp2sp-cp2", marks=pytest.mark.nightly),
+        pytest.param({"batch": "rows", "window": 64}, "tp2sp-cp2", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_packed_conversations_of_a_file_are_samples_alone(
-    pool: Pool, word_tokenizer: Path, tmp_path: Path, packing: dict[str, Any]
+    pool: Pool, word_tokenizer: Path, tmp_path: Path, packing: dict[str, Any], layouts: str
 ) -> None:
     """Rows of the trainer's packing against what the reference reads of the file, on each layout."""
     path = tmp_path / "samples.jsonl"
@@ -208,7 +238,7 @@ def test_packed_conversations_of_a_file_are_samples_alone(
         "data__packing": packing,
         "loss__aggregation": "seq-mean-token-mean",
     }
-    report = check(pool, config(**sections), "tp2sp-cp2", num_steps=2)
+    report = check(pool, config(**sections), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert report.num_steps == 5
 
@@ -291,9 +321,10 @@ def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
 JUDGED: dict[str, Any] = {"loss__options": {"slope": 0.03}, "loss__aggregation": "seq-mean-token-sum"}
 
 
-def test_a_loss_of_whole_sequences_passes(pool: Pool) -> None:
+@pytest.mark.parametrize("layouts", ["cp2mbs4", pytest.param("tp2sppp2cp2mbs2", marks=pytest.mark.nightly)])
+def test_a_loss_of_whole_sequences_passes(pool: Pool, layouts: str) -> None:
     user = rich_config(loss__function="tests.parity.losses:preference", **JUDGED)
-    report = check(pool, user, "cp2mbs2,tp2sppp2cp2mbs2", num_steps=2)
+    report = check(pool, user, layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 

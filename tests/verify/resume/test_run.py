@@ -58,10 +58,10 @@ def lively_config(**changes: Any) -> Config:
     return config(**(defaults | changes))
 
 
-def resumed(pool: Pool, user: Config, layouts: str | None) -> ResumeReport:
+def resumed(pool: Pool, user: Config, layouts: str | None, max_ranks: int) -> ResumeReport:
     """The report on four steps, the run stopped after two."""
     reported: list[str] = []
-    request = ResumeRequest(layouts, 4, 4, None, "mtrain verify resume", 2)
+    request = ResumeRequest(layouts, 4, max_ranks, None, "mtrain verify resume", 2)
     report = verify_resume(user, request, reported.append, pool)
     assert sorted(line.split(":")[0] for line in reported) == sorted(case.name for case in report.layouts)
     return report
@@ -94,11 +94,20 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
     assert [fault.axis for fault in RESUME_FAULTS if fault.axis] == [CRASH]
 
 
-def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(pool: Pool, tmp_path: Path) -> None:
-    report = resumed(pool, lively_config(), "mbs16,tp4dp1,pp2")
+@pytest.mark.parametrize(
+    ("layouts", "ranks"),
+    [
+        ("pp2", [2, 2, 2]),
+        pytest.param("mbs16,tp4dp1,pp2", [4, 4, 1, 4, 2], marks=pytest.mark.nightly),  # saved on tp2 x dp2
+    ],
+)
+def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(
+    pool: Pool, tmp_path: Path, layouts: str, ranks: list[int]
+) -> None:
+    report = resumed(pool, lively_config(), layouts, ranks[0])
     assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
     alike, crashed, *others = report.layouts
-    assert [case.num_ranks for case in report.layouts] == [4, 4, 1, 4, 2]
+    assert [case.num_ranks for case in report.layouts] == ranks
     for case in (alike, crashed):
         assert {each.kind for each in case.deviations} == set(TITLES) - {"gradient", "update", "files"}
         assert all(each.value == 0 for each in case.deviations)
@@ -115,12 +124,15 @@ def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(pool
     page = read_html((tmp_path / "resume.html").read_text())
     assert_is_self_contained(page)
     assert_is_accessible(page)
-    assert page.all("h1")[0].text.startswith("✓ PASS All 5 resumed runs are the run that never stopped.")
+    assert page.all("h1")[0].text.startswith(f"✓ PASS All {len(ranks)} resumed runs are the run that never stopped.")
 
 
-def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "max_ranks"), [("pp2", 2), pytest.param("tp4dp1,pp2", 4, marks=pytest.mark.nightly)]
+)
+def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool, layouts: str, max_ranks: int) -> None:
     """Bit for bit where they were saved, and after a crash; elsewhere the bits of the files, then exact steps."""
-    report = resumed(pool, lively_config(optimizer__kind="muon"), "tp4dp1,pp2")
+    report = resumed(pool, lively_config(optimizer__kind="muon"), layouts, max_ranks)
     assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
     matrices = {name for name in report.tensors if "norm" not in name and ".layers." in name}
     for case in report.layouts:
