@@ -45,10 +45,15 @@ def test_an_example_is_short(path: Path) -> None:
     assert imported == ["mtrain"], "nothing deeper"
 
 
-def test_a_loop_of_ones_own_learns_the_same_on_any_layout(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
     alone = losses(run(tmp_path, example("own_training_loop.py")))
     assert len(alone) == 7
     assert alone[5] < alone[0] - 1
+
+
+@pytest.mark.nightly  # two new interpreters; tests/training/test_engine.py has such loops on every layout
+def test_a_loop_of_ones_own_learns_the_same_on_any_layout(tmp_path: Path) -> None:
+    alone = losses(run(tmp_path, example("own_training_loop.py")))
     # one layout: others are those of tests/training/test_engine.py, without a launch
     assert losses(run_on_two_ranks(tmp_path, example("own_training_loop.py"), "layout.pp=2")) == pytest.approx(
         alone, rel=1e-5

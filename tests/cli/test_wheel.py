@@ -129,6 +129,7 @@ def test_the_program_is_the_one_of_the_wheel(installed: Installed) -> None:
     assert all(Path(name).is_relative_to(installed.environment) for name in done.stdout.split())
 
 
+@pytest.mark.nightly  # the programs themselves: tests of their packages
 def test_it_takes_text_to_a_trained_model(installed: Installed) -> None:
     installed.mtrain("train-tokenizer a.txt --output words.model --vocab-size 300")
     assert "1 documents" in installed.mtrain("tokenize a.txt --tokenizer words.model --output-prefix corpus")
@@ -140,11 +141,13 @@ def test_it_takes_text_to_a_trained_model(installed: Installed) -> None:
     assert "> the" in installed.mtrain("generate runs/first --max-new-tokens 2 --prompt the")
 
 
+@pytest.mark.nightly  # likewise: tests/verify/parity
 def test_it_verifies_a_layout_and_writes_the_page(installed: Installed) -> None:
     installed.mtrain("verify parity run.yaml mock.yaml --layouts tp2 --steps 1 --max-ranks 2 --output report")
     assert "</html>" in (installed.project / "report" / "parity.html").read_text()
 
 
+@pytest.mark.nightly  # likewise: tests/convert
 def test_it_converts_both_ways(installed: Installed) -> None:
     save("llama", installed.project / "hf")
     imported = installed.mtrain("convert import --hf hf --out ckpt")

@@ -63,9 +63,8 @@ def features(item: pytest.Function) -> frozenset[str]:
     for name, value in item.callspec.params.items():
         layouts = list(layouts_of(value))
         found.update(*map(axes_of, layouts))
-        for row in value if isinstance(value, list) else [value]:
-            if hasattr(row, "changes"):
-                found.add(f"row {row.name}")
+        several: list[Any] = value if isinstance(value, list) else [value]
+        found |= {f"row {row.name}" for row in several if hasattr(row, "changes")}
         match value:
             case Mapping():
                 found |= {f"{name}.{key}={one!r}" for key, one in value.items()}

@@ -154,7 +154,7 @@ def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> Non
     packed = {"data__isolate_documents": True, "data__packing": {}}
     batches = data_of([[cut(sample, 1 + 5 * slot % SEQ) for slot, sample in enumerate(b)] for b in weighted_steps()])
     batches[1][3] = Datum([5])  # nothing to read
-    alone = pool.run(engine_ranks.train, Layout(), SINGLE.config(), batches, 16)[0]
+    alone = pool.run(engine_ranks.train, Layout(), SINGLE.config(train__micro_batch_size=8), batches, 16)[0]
     config = case.config(**packed)
     for found in pool.run(engine_ranks.train, case.resolved(config), config, batches, 16):
         for done, wanted in zip(found.steps, alone.steps, strict=True):

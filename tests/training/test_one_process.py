@@ -32,7 +32,12 @@ RUNS: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 
 def small(folder: Path, changes: dict[str, Any]) -> Config:
-    shared = {"model__num_layers": 2, "train__num_steps": 3, "metrics__tensorboard": False}
+    shared = {
+        "model__num_layers": 2,
+        "train__num_steps": 3,
+        "train__global_batch_size": 4,
+        "metrics__tensorboard": False,
+    }
     return config(run__dir=str(folder), **(shared | changes))
 
 

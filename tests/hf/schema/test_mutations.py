@@ -116,7 +116,13 @@ def ours(config: dict[str, Any]) -> ModelSection | None:
         return None
 
 
-@pytest.mark.parametrize("name", NAMES)
+LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "qwen3-moe-unnormalised", "olmo2", "olmo2-grouped")
+"""Nearly all of whose fields are read as those of llama, qwen3, qwen3-moe and olmo3 are."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in LIKE_OTHERS else []) for name in NAMES]
+)
 def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     config = base(name)
     torch.manual_seed(1)

@@ -76,7 +76,7 @@ def test_what_a_save_would_hold_is_compared_first(pool: Pool, tmp_path: Path) ->
 
 def test_what_has_replicas_is_known_from_names_and_places(pool: Pool) -> None:
     """Under tp 2 x pp 2 with tied embeddings: what is compared, and a bit in each of it is found."""
-    config = configured(**{"model.tied_embeddings": True, "train.precision": "bf16"})
+    config = configured(**{"model.tied_embeddings": True, "train.precision": "bf16", "model.num_layers": 2})
     for found in pool.run(replica_ranks.flipped_one_by_one, Layout(tp=2, pp=2), config):
         assert found.equal == []
         assert found.flipped == found.compared

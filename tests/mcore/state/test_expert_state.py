@@ -39,6 +39,7 @@ EVERYWHERE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40}
 """Layers are alike and stacked in the checkpoint."""
 LATE: dict[str, Any] = {"model.experts": DENSE_FIRST | {"first_dense_layers": 2}}
 ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, ep=2, etp=2)
+SAVED = Layout(tp=2, sp=True, dp=2, ep=2, etp=2)
 
 
 def with_experts(experts: dict[str, Any], **changes: Any) -> Config:
@@ -90,7 +91,7 @@ def saved(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.T
     """A float32 run that saved after two steps and went on: (its experts, its folder, rank 0)."""
     folder = tmp_path_factory.mktemp("saved")
     config = with_experts(request.param)
-    return request.param, folder, pool.run(checkpoint_ranks.train, ALL_AXES, config, folder, None, 4, 2, ["save"])[0]
+    return request.param, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 4, 2, ["save"])[0]
 
 
 def _named(value: Any) -> str:

@@ -16,7 +16,7 @@ from tests.mcore.state.test_save_and_load import BF16, assert_same_bits, assert_
 from tests.pool import Pool
 
 SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
-SAVED = Layout(tp=2, sp=True, pp=2, dp=2)
+SAVED = Layout(tp=2, sp=True, dp=2)
 KEYS = {
     "input_layernorm.weight",
     "self_attention.linear_q_down_proj.weight",
@@ -41,7 +41,7 @@ def latent(q_lora_rank: int | None, **changes: Any) -> Config:
 
 @pytest.fixture(scope="module", params=[{}, BF16], ids=["fp32", "bf16"])
 def straight(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run on tp2sp-pp2-dp2 that saved after two steps and went on: (configuration, its folder, rank 0)."""
+    """A run on tp2sp-dp2 that saved after two steps and went on: (configuration, its folder, rank 0)."""
     config, folder = latent(8, **request.param), tmp_path_factory.mktemp("latent")
     return config, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 4, 2, ["begin", "save"])[0]
 

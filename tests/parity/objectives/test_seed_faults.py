@@ -62,9 +62,9 @@ def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool) -> Non
     (exact,) = run_oracle(cases[0].config(), [RAGGED])
     assert min(distance(gradients, oracle_gradients(exact)) for gradients in found) > 0.01
     assert min(distance(found[0], found[1]), distance(found[1], found[2]), distance(found[0], found[2])) > 0.01
-    for one in cases:
-        assert naive_distance(pool, one, EVEN, "mean_of_micro_steps") < 1e-5
-        assert_ours_is_exact(pool, one, RAGGED)
+    both = cases[1]
+    assert naive_distance(pool, both, EVEN, "mean_of_micro_steps") < 1e-5
+    assert_ours_is_exact(pool, both, RAGGED)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_sequence_mean_that_counts_a_cut_sequence_on_every_rank(pool: Pool, case
     assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
 
 
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: Pool, sp: int) -> None:
     """DeepSpeed issue 5248: even where every token has a loss the gradient is sp times too large."""
     one = case(4, num_layers=2, cp=sp, cp_comm="ulysses", dp=4 // sp)

@@ -12,6 +12,7 @@ from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 
 
+@pytest.mark.nightly  # tests/test_examples.py has rewards that rise, test_sampler.py the same answers on any layout
 def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path) -> None:
     """Ten steps of rewards behind the supervised ones."""
     given = [f"run.dir={tmp_path}", "train.num_steps=25", "train.device=cpu"]
