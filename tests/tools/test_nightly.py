@@ -114,7 +114,7 @@ def test_few_rows_of_few_ranks_are_chosen() -> None:
     assert covering([(frozenset(), 1), (frozenset(), 1)]) == {0}, "one stays of rows that have nothing"
 
 
-AXES = {"tp", "sp", "pp", "vpp", "cp allgather", "cp ulysses", "dp", "uneven stages"}
+AXES = {"tp", "sp", "pp", "vpp", "cp allgather", "cp ulysses", "cp ring", "dp", "uneven stages"}
 
 
 def test_the_promise_has_every_pair_of_axes_by_day() -> None:
