@@ -6,9 +6,12 @@ megatron-core's own wrapper around the torch norms refuses sequence parallelism 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
@@ -53,4 +56,37 @@ class Norm(nn.Module):
     def _normalised(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_layer_norm:
             return functional.layer_norm(hidden, self.size, weight, bias, self.epsilon)
+        if hidden.device.type == "cpu" and hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4:
+            normalised: Tensor = RmsNormOnCpu.apply(hidden, weight, self.epsilon)  # type: ignore[no-untyped-call]
+            return normalised
         return functional.rms_norm(hidden, self.size, weight, self.epsilon)
+
+
+class RmsNormOnCpu(torch.autograd.Function):
+    """(hidden [..., size], weight [size], epsilon) -> [..., size], in float32 or float64.
+
+    Torch has no kernel of one piece for it on CPUs: autograd of the formula makes twice the passes over the tokens and
+    keeps the normalised ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        size = hidden.shape[-1]
+        # [..., 1]
+        inverse = torch.linalg.vecdot(hidden, hidden).div_(size).add_(epsilon).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(hidden, weight, inverse)
+        return (hidden * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        size = hidden.shape[-1]
+        normalised = hidden * inverse
+        products = (gradient * normalised).reshape(-1, size)
+        of_weight = products.sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, None
+        # inverse x (g w - y mean(g w y)), where y is the normalised token
+        mean = torch.mv(products, weight).div_(-size).view(inverse.shape)
+        return normalised.mul_(mean).addcmul_(gradient, weight).mul_(inverse), of_weight, None
