@@ -167,7 +167,7 @@ def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
 
 
 def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
-    """On its ranks, and before `verify parity`, `resume` and `hf` start any, which would report a run that fails."""
+    """On its ranks, and before `verify resume` and `hf` start any, which would report a run that fails."""
     for refuse in (own_objective, refuse_without_reference):
         with pytest.raises(
             ConfigError, match=r"verify draws samples of its own, which have no advantages, old_logprobs"

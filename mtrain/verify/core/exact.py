@@ -137,6 +137,7 @@ class _Evaluator:
             scene.tokens,
             None if scene.teacher is None else self._distribution(scene.teacher),
             aggregation=section.aggregation,
+            extras={name: each.float() for name, each in scene.extras.items()},
         )
         pair = load_loss_function(section.function, section.options)(inputs)
         if not isinstance(pair, LossPair):

@@ -23,7 +23,7 @@ from mtrain.verify.reference.aggregation import token_weights
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.reference.text import Rows, Text, rows_of
 
-_IDS = "sequence ids"
+_IDS, _EXTRA = "sequence ids", "extra "
 
 Fields = dict[str, NDArray[Any]]
 """Name -> [rows, ...]."""
@@ -47,6 +47,7 @@ def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
         "documents": torch.where(rows.is_text, places - rows.positions, 0),
         "padding": ~rows.is_text,
         **{f"weights of {name}": weights for name, weights in _weights(rows, config).items()},
+        **{f"{_EXTRA}{name}": each for name, each in rows.extras.items()},
     }
     return {name: field.numpy() for name, field in fields.items()}
 
@@ -89,6 +90,7 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
             "documents": starts[row].numpy(),
             **padding,
             **{f"weights of {term}": weights[row].numpy() for term, weights in batch.weights.items()},
+            **{f"{_EXTRA}{name}": each[row].numpy() for name, each in batch.extras.items()},
             **({} if batch.sequence_ids is None else {_IDS: batch.sequence_ids[row].numpy()}),
         }
 
@@ -131,7 +133,7 @@ def _is_alike(name: str, row: Fields, exact: NDArray[Any], expected: Fields, slo
     own, is_text = row[name], ~expected["padding"][slot]
     if name.startswith("weights of "):
         return bool(np.all(np.abs(own - exact) <= 2 * UNIT_ROUNDOFF * np.abs(exact)))
-    if name == "labels":
+    if name == "labels" or name.startswith(_EXTRA):
         counts = expected["weights of main"][slot] > 0
         return bool(np.array_equal(own[counts], exact[counts]))
     return bool(np.array_equal(own, exact) if name == "padding" else np.array_equal(own[is_text], exact[is_text]))

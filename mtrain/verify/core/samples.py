@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.order import key_of
 from mtrain.data.samples.sample import Sample, shifted
+from mtrain.loss.functions.load import extras_of, load_loss_function
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
+from mtrain.verify.reference.policy import EXTRAS
 from mtrain.verify.reference.text import Text
 
 NUM_HARD_KINDS = 3
@@ -83,7 +86,8 @@ class Batches:
         Raises:
             DataError: a file is damaged, too small, or does not fit the model.
         """
-        self._config, self._plan, self._rows = config, plan, RowsOfRank(config, dp_rank, dp_size, made_of.collate)
+        self._config, self._plan = config, plan
+        self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, drawn_extras(config))
         ranks = (dp_rank, dp_size)
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
 
@@ -131,7 +135,9 @@ def _sample(text: Text, config: Config) -> Sample:
         starts[edges] = edges
         starts = np.maximum.accumulate(starts)
         mask[edges - 1] = 0.0  # no token is predicted across an edge
-    return shifted(text.ids, mask, text.weight, starts)
+    # float32 holds these numbers as they are
+    extras = {name: each[1:].astype(np.float32) for name, each in text.extras.items()}
+    return shifted(text.ids, mask, text.weight, starts, extras)
 
 
 def hard_texts(config: Config, number: int) -> list[Text]:
@@ -169,7 +175,27 @@ def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], k
     if config.data.isolate_documents:
         count = min(_NUM_EDGES, size - 1)
         edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
-    return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges)
+    return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, _extras(config, kind, slot, size + 1))
+
+
+def drawn_extras(config: Config) -> tuple[str, ...]:
+    """What the loss functions read beside the weights, of what can be drawn."""
+    terms = (config.loss, *config.loss.side_terms.values())
+    read = {name for term in terms for name in extras_of(load_loss_function(term.function, term.options))}
+    return tuple(name for name in EXTRAS if name in read)
+
+
+def _extras(config: Config, kind: int, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
+    """Of a sample's tokens: advantages of both signs; log-probabilities near those that a drawn model gives, so that
+    some ratios are beyond every bound and some within."""
+    rng = np.random.default_rng([config.train.seed, kind, slot])
+    usual = -math.log(config.model.vocab_size)
+
+    def drawn(name: str) -> NDArray[np.float64]:
+        values = rng.normal(0.7, 1.0, size) if name == "advantages" else usual + rng.normal(0.0, 0.3, size)
+        return values.astype(np.float32).astype(np.float64)
+
+    return {name: drawn(name) for name in drawn_extras(config)}
 
 
 def _size(slot: int, config: Config) -> int:

@@ -90,7 +90,8 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
         seq_length: As for `shrink`.
         also: Section -> key -> value, of what else is changed.
     """
-    reads_files = has_files(config.data)
+    # extras of the user's samples are numbers of the large model, which say nothing of the small one
+    reads_files = has_files(config.data) and not config.data.extras
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
     content = config.model_dump()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from mtrain.verify.core.samples import Batches, SamplePlan
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.reference.policy import EXTRAS
 from mtrain.verify.reference.schedule import telling_steps
 
 
@@ -85,15 +86,19 @@ def run_layout(groups: Groups, job: Job) -> Outcome:
     return _Runner(groups, job, SOUND if job.fault is None else PLANTS[job.fault]).run()
 
 
-def own_objective(config: Config) -> Objective:
+def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
     """That of the run.
+
+    Args:
+        config: Of the run.
+        drawn_extras: What is drawn for the samples of a check.
 
     Raises:
         ConfigError: It reads what only the user's data have.
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
-    if objective.extras:
-        names = ", ".join(as_configured(objective.extras))
+    if missing := [name for name in objective.extras if name not in drawn_extras]:
+        names = ", ".join(as_configured(missing))
         raise ConfigError(
             f"verify draws samples of its own, which have no {names}, and compares with a reference that reads none, "
             "but the loss functions need them; verify the rest of the configuration with loss.function=next_token and "
@@ -116,7 +121,7 @@ class _Runner:
         made_of.change_model(self._chunks)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = made_of.optimizer(config, self._chunks, groups)
-        objective = own_objective(config)
+        objective = own_objective(config, EXTRAS)
         teacher = small_teacher(config, groups)
         parts = made_of.step(groups)
         self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher, parts)

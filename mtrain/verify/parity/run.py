@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from mtrain.verify.core.tolerances import forward_tolerance, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
 from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
 from mtrain.verify.planted.inject import FAULTS, chosen
+from mtrain.verify.reference.policy import EXTRAS
 
 PRELOADED = ("mtrain.verify.core.worker", "mtrain.verify.core.exact", "mtrain.verify.planted.faults")
 
@@ -62,7 +63,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         DataError: the user's data cannot be read.
         MachineError: the device that was asked for is not there.
     """
-    refuse_without_reference(config)
+    refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks)
     plan = _plan(shrunk, config, request, progress)
@@ -87,8 +88,12 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     )
 
 
-def refuse_without_reference(config: Config) -> None:
+def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ()) -> None:
     """Refuses what `mtrain verify` has no second definition of.
+
+    Args:
+        config: The user's.
+        drawn_extras: What is drawn for the samples of the check.
 
     Raises:
         ConfigError: The loss compares whole sequences, or reads what only the user's data bring along.
@@ -105,7 +110,7 @@ def refuse_without_reference(config: Config) -> None:
             "sequences; verify the same configuration with loss.function=next_token and data of another format, and "
             "see docs/preference.md for what holds the loss itself"
         )
-    own_objective(config)  # here, since a rank would report it as a run that fails
+    own_objective(config, drawn_extras)  # here, since a rank would report it as a run that fails
 
 
 def device_for(config: Config, max_ranks: int) -> tuple[str, int]:

@@ -68,6 +68,10 @@ def _without_last_tokens(sample: Sample) -> Sample:
     return replace(sample, mask=mask)
 
 
+def _extras_not_shifted(sample: Sample) -> Sample:
+    return replace(sample, extras={name: np.roll(each, 1) for name, each in sample.extras.items()})
+
+
 def _padding_counted(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
     batch = collate(rows, replace(form, with_padding=True), first_of_step)
     assert batch.is_padding is not None, "it was asked for"
@@ -308,6 +312,7 @@ SHARED_PLANTS: dict[str, Collaborators] = {
     "sample-weights-ignored": _samples(lambda sample: replace(sample, weight=1.0)),
     "padding-counted": Collaborators(collate=_padding_counted),
     "labels-shifted-twice": _batches(lambda batch: {"labels": batch.labels.roll(-1, dims=1)}),
+    "extras-not-shifted": _samples(_extras_not_shifted),
     "sample-read-twice": Collaborators(loader=_ReadsTwice),
     "positions-not-restarted": _batches(_positions_of_rows),
     "row-counted-as-sequence": Collaborators(collate=_rows_as_sequences),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from mtrain.config import Config
 from mtrain.config.schema.loss import NORM_AGGREGATIONS
 from mtrain.verify.planted.fault import Fault, isolates_documents, packs, packs_sequences, side_terms_differ
+from mtrain.verify.reference.policy import POLICY_LOSSES
 
 
 def _aggregates(*names: str) -> Callable[[Config], bool]:
@@ -28,6 +29,10 @@ def _has_window(config: Config) -> bool:
 
 def _reads_samples(config: Config) -> bool:
     return config.data.kind != "mock"
+
+
+def _reads_extras(config: Config) -> bool:
+    return any(term.function in POLICY_LOSSES for term in (config.loss, *config.loss.side_terms.values()))
 
 
 def _has_warmup(config: Config) -> bool:
@@ -71,6 +76,13 @@ SHARED_FAULTS = (
     Fault("sample-weights-ignored", "lets every sample count the same", None, shown_by=2),
     Fault("padding-counted", "counts padding as loss tokens", None),
     Fault("labels-shifted-twice", "predicts the token behind the next one", None),
+    Fault(
+        "extras-not-shifted",
+        "gives each token the advantage and the log-probabilities of the one before the predicted",
+        None,
+        _reads_extras,
+        "a loss that reads extras, such as ppo",
+    ),
     Fault(
         "sample-read-twice",
         "reads every second sample twice and the one after it never",

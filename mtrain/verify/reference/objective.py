@@ -17,6 +17,7 @@ from mtrain.verify.reference.model.adapters import is_trained, merged
 from mtrain.verify.reference.model.experts import coefficients, moved_bias, router_numerator, router_shares
 from mtrain.verify.reference.model.shapes import EXPERT_BIAS
 from mtrain.verify.reference.model.transformer import Forward, Transformer
+from mtrain.verify.reference.policy import policy_losses
 from mtrain.verify.reference.text import Rows
 
 
@@ -33,6 +34,7 @@ class Scene:
     token_shares: Tensor
     """Each token's share of the divisor; a sequence's stands at its first token."""
     teacher: Tensor | None
+    extras: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,12 @@ def _term(
     token_losses = known_losses(section.function, section.options)
     if token_losses is not None:
         return _planned(weighted(token_losses(forward.logits, rows.labels, taught), weights), planned)
+    of_policy = policy_losses(section.function, section.options)
+    if of_policy is not None:
+        log_probs = -cross_entropy(forward.logits, rows.labels)
+        return _planned(weighted(of_policy(log_probs, weights != 0, rows.extras), weights), planned)
     shares = token_shares(rows, section)
-    scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught)
+    scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught, rows.extras)
     numerator, measured = user_term(section, scene)
     if config.loss.denominator == "measured":
         return Term(numerator, measured, adds_exactly=False)  # of what it is a sum, the function alone knows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ class Text:
     """v_i of the sample."""
     edges: tuple[int, ...] = ()
     """Ascending places in `ids`, never 0, where an isolated document begins."""
+    extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Name -> [n]: numbers that a loss reads of each token; the first is not used."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Rows:
     """Inside the document."""
     sample_weights: Tensor
     """[batch] v_i, float64."""
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> of the token that is predicted, float64."""
 
     @property
     def is_text(self) -> Tensor:
@@ -92,7 +96,15 @@ def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: tor
         documents=stacked("documents"),
         positions=stacked("positions"),
         sample_weights=weights,
+        extras={name: _extra(texts, name, seq_length).to(device) for name in texts[0].extras},
     )
+
+
+def _extra(texts: Sequence[Text], name: str, seq_length: int) -> Tensor:
+    rows = torch.zeros(len(texts), seq_length, dtype=torch.float64)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text.ids) - 1] = torch.from_numpy(text.extras[name][1:])
+    return rows
 
 
 def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]]:

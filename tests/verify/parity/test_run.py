@@ -347,6 +347,36 @@ def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(p
     assert ParityReport.from_json(report.to_json()) == report
 
 
+def test_losses_of_policies_are_those_of_their_papers(pool: Pool) -> None:
+    """All at once, on advantages and log-probabilities that are drawn; no layout may hide a share of the tokens."""
+    means, sums = {"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}
+    sides = {
+        "sequence": {"function": "gspo", "options": {"clip_low": 0.1, "clip_high": 0.2}, **means},
+        "constant": {"function": "cispo", "options": {"clip_low": 0.3, "rollout_cap": 1.1}, **sums},
+        "first": {"function": "gspo", "options": {"old_logprobs": False}, **sums},
+        "near": {"function": "kl", "coefficient": 0.1, **means},
+        "squares": {"function": "kl", "options": {"estimator": "k2"}, "coefficient": 0.1, **sums},
+    }
+    options = {"dual_clip": 1.2, "rollout_cap": 1.2, "clip_high": 0.28}
+    user = rich_config(
+        loss__function="ppo", loss__options=options, loss__side_terms=sides, data__packing={}, model__vocab_size=64
+    )
+    report = check(pool, user, "mbs2,dp2mbs2,tp2pp2mbs2,cp2mbs2", num_steps=3)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    first = [each for each in report.layouts[1].deviations if each.step == 1]
+    assert [each.name for each in first if each.kind == "loss"] == ["main", *sides]
+    compared = {each.name for each in first if each.kind == "samples"}
+    assert {f"extra {name}" for name in ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")} <= compared
+    assert max(each.value for each in first if each.kind == "gradient") > 0, "some ratios are within their bounds"
+
+
+def test_a_fault_in_a_loss_of_policies_is_found(pool: Pool) -> None:
+    user = rich_config(loss__function="ppo", loss__side_terms={}, model__vocab_size=64)
+    report = check(pool, user, "mbs2", "microbatch-means", num_steps=2)
+    assert report.diagnosis is not None
+    assert report.diagnosis.axis == "microbatches"
+
+
 def test_a_loss_without_a_reference_is_refused() -> None:
     refuse_without_reference(config())
     with pytest.raises(ConfigError, match=r"verify has no reference of its own for loss.function=kto"):

@@ -47,6 +47,7 @@ CASES = {
     "sample-weights-ignored": Case("samples", MAIN_WEIGHTS),
     "padding-counted": Case("samples", MAIN_WEIGHTS),
     "labels-shifted-twice": Case("samples", "labels"),
+    "extras-not-shifted": Case("samples", "extra advantages", changes={"loss__function": "ppo"}),
     "sample-read-twice": Case("samples", "tokens"),
     "positions-not-restarted": Case("samples", "positions"),
     "row-counted-as-sequence": Case("samples", Z_WEIGHTS, changes=PACKED),
