@@ -56,7 +56,9 @@ class Norm(nn.Module):
     def _normalised(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_layer_norm:
             return functional.layer_norm(hidden, self.size, weight, bias, self.epsilon)
-        if hidden.device.type == "cpu" and hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4:
+        is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
+        # a compiler fuses torch's own formula by itself
+        if hidden.device.type == "cpu" and is_wide and not torch.compiler.is_compiling():
             normalised: Tensor = RmsNormOnCpu.apply(hidden, weight, self.epsilon)  # type: ignore[no-untyped-call]
             return normalised
         return functional.rms_norm(hidden, self.size, weight, self.epsilon)
