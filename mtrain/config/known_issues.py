@@ -67,7 +67,7 @@ UNREAD = Refusal(
 LOW_PRECISION = Refusal(
     ("fp4", "fp8"),
     "is passed over without a word where TransformerEngine is absent, and its scales depend on the layout",
-    "remove it and choose train.precision",
+    "remove it and choose train.precision or train.fp8",
 )
 RESIDUAL = Refusal(
     ("fp32_residual_connection",),
@@ -210,6 +210,11 @@ DROPOUT = Note(
     lambda config: bool(dropout_keys(config)),
     "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
 )
+FP8 = Note(
+    lambda config: config.train.fp8 is not None,
+    "train.fp8 rounds the operands of products to 3 or 2 bits behind the leading one (2^-4 or 2^-3 of an element), by "
+    "scales that follow from how the layout cuts tensors: other layouts and micro-batch sizes agree to that alone",
+)
 CLIPPING = Note(
     lambda config: 0 < config.optimizer.clip_grad < _SMALL_CLIP,
     f"optimizer.clip_grad is so small that clipping, by clip_grad / (norm + {CLIP_EPSILON}), takes more than 0.1 % off "
@@ -236,7 +241,7 @@ OWN_LOSS = Note(
     "in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows whether "
     "it is the same on every layout",
 )
-NOTES = (DROPOUT, CLIPPING, TORCH_LAYERS, ADAPTER_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
+NOTES = (DROPOUT, FP8, CLIPPING, TORCH_LAYERS, ADAPTER_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
 
 
 def notes(config: Config) -> list[str]:

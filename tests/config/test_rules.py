@@ -118,6 +118,32 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"layout": {"cp": 2, "cp_comm": "ring"}, "model__attention_dropout": 0.1},
         "layout.cp_comm=ring does not know dropout (model.attention_dropout)",
     ),
+    ({"train__fp8_recipe": "mxfp8"}, "train.fp8_recipe=mxfp8 scales products in fp8, but train.fp8 is not set"),
+    (
+        {"train__fp8": "hybrid", "train__fp8_recipe": "delayed"},
+        "train.fp8_recipe=delayed scales by the largest elements of earlier steps, which checkpoints do not hold",
+    ),
+    ({"train__fp8": "hybrid", "train__device": "cpu"}, "train.fp8=hybrid needs a GPU, but train.device=cpu"),
+    (
+        {"train__fp8": "hybrid", "model__backend": "torch"},
+        "train.fp8=hybrid needs TransformerEngine's layers, but model.backend=torch",
+    ),
+    (
+        {"train__fp8": "e4m3", "train__precision": "fp16"},
+        "train.fp8=e4m3 keeps everything but products in bf16, but train.precision=fp16",
+    ),
+    (
+        {"train__fp8": "e4m3", "train__compile": "layers"},
+        "train.fp8=e4m3 needs TransformerEngine's layers, which train.compile=layers leaves out",
+    ),
+    (
+        {"train__fp8": "e4m3", "model__ffn_hidden_size": 72},
+        "train.fp8=e4m3 needs model.ffn_hidden_size / layout.tp=72 to",
+    ),
+    (
+        {"train__fp8": "e4m3", "train__fp8_recipe": "blockwise", "data__seq_length": 64},
+        "train.fp8=e4m3 needs a multiple of 128 tokens in a rank's microbatch",
+    ),
     ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
     (
         {"data": {**INDEXED, "split": [0.9, 0.1, 0], "valid": [{"path": "v"}]}},

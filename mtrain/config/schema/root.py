@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mtrain.config import adapters, consent, known_issues, rules
+from mtrain.config import adapters, consent, fp8, known_issues, rules
 from mtrain.config.schema.adapter import AnyAdapter
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.eval import EvalSection
@@ -34,9 +34,10 @@ class Config(Section):
 
     @property
     def is_layout_dependent(self) -> bool:
-        """Whether the run is that of its layout and micro-batch size only: by definition of something in use, or by the
-        draws of dropout."""
-        return bool(rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self))
+        """Whether the run is that of its layout and micro-batch size only: by definition of something in use, by the
+        draws of dropout, or by the scales of fp8."""
+        keys = rules.layout_dependent_keys(self.model, self.loss) or rules.dropout_keys(self)
+        return bool(keys) or self.train.fp8 is not None
 
     @property
     def row_width(self) -> int:
@@ -110,6 +111,10 @@ class Config(Section):
     @rule
     def a_ring_takes_plain_attention(self) -> str | None:
         return _lines(known_issues.beyond_a_ring(self))
+
+    @rule
+    def products_in_8_bits_can_be_made(self) -> str | None:
+        return _lines(fp8.broken_rules(self))
 
     @rule
     def layers_can_be_compiled(self) -> str | None:

@@ -11,6 +11,10 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto: this rank's GPU where there is one, else the CPU."""
 Precision = Literal["fp32", "bf16", "fp16"]
 """What weights and activations are held in; gradients are summed in fp32."""
+Fp8Format = Literal["hybrid", "e4m3"]
+"""hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+"""What shares a scale: a tensor (by its elements now, or by those of earlier steps), or blocks of it."""
 BadStepAction = Literal["stop", "skip", "rollback"]
 """What becomes of a step whose gradient must not be applied."""
 
@@ -55,6 +59,11 @@ class TrainSection(Section):
     device: Device = "auto"
     precision: Precision = "bf16"
     """bf16 and fp16 keep fp32 main weights."""
+    fp8: Fp8Format | None = None
+    """Products of TransformerEngine's layers in 8 bits, on GPUs that have them; layouts then agree to the rounding of
+    fp8 alone."""
+    fp8_recipe: Fp8Recipe | None = None
+    """tensorwise where it is not given; delayed is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in backward: none, those of recompute_modules, or whole layers."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None

@@ -57,7 +57,7 @@ def chosen_backend(config: Config, device: torch.device) -> Backend:
     fuses norms into the projections behind them, whose inputs an adapter has to read.
 
     Raises:
-        ConfigError: te was asked for where it cannot run.
+        ConfigError: te, or fp8, was asked for where it cannot run.
     """
     model = config.model
     fault = faulty_gpu_packages().get("transformer_engine")
@@ -79,6 +79,11 @@ def chosen_backend(config: Config, device: torch.device) -> Backend:
                 raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
             return "te"
         case "auto":
+            if unmet and config.train.fp8 is not None:
+                raise ConfigError(
+                    f"train.fp8={config.train.fp8} needs TransformerEngine's layers, which cannot be used: "
+                    f"{'; '.join(unmet)}; remove train.fp8"
+                )
             return "torch" if unmet else "te"
         case _:
             assert_never(model.backend)

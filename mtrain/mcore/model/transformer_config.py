@@ -150,6 +150,7 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
     on_cpu = device.type == "cpu"
     return {
         **_half_precision(config.train.precision),
+        **_in_8_bits(config.train),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
         "use_cpu_initialization": on_cpu,
@@ -164,6 +165,11 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "deallocate_pipeline_outputs": not on_cpu,
         **_recomputed(config.train),
     }
+
+
+def _in_8_bits(train: TrainSection) -> dict[str, str]:
+    """Products alone: parameters, attention and what travels stay in bfloat16."""
+    return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
 
 
 def _half_precision(precision: Precision) -> dict[str, bool]:

@@ -75,7 +75,7 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
 
 def in_float32(config: Config) -> dict[str, dict[str, Any]]:
     """Section -> key -> value that make a run compute in float32, which TransformerEngine's layers do not."""
-    changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32"}}
+    changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32", "fp8": None, "fp8_recipe": None}}
     if config.model.backend == "te":
         changed["model"] = {"backend": "auto"}
     return changed

@@ -12,6 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.config.samples import config
 
 FLUSH = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}
+WIDE = {"model__hidden_size": 256, "model__ffn_hidden_size": 256, "train__micro_batch_size": 1, "data__seq_length": 128}
 BATCHED = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
 
 
@@ -34,6 +35,20 @@ def test_fields_of_transfers_belong_to_a_layout(
     """(overlap, overlap in warm-up and flush, batched) of a reference, a teacher or a generator of the run."""
     found = transformer_config(config(layout=run, model__megatron=fields), other, torch.device("cpu"))
     assert (found.overlap_p2p_comm, found.overlap_p2p_comm_warmup_flush, found.batch_p2p_comm) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (None, "delayed")),  # megatron-core's default, which nothing reads
+        ({"train__fp8": "hybrid"}, ("hybrid", "tensorwise")),
+        ({"train__fp8": "e4m3", "train__fp8_recipe": "mxfp8"}, ("e4m3", "mxfp8")),
+    ],
+    ids=str,
+)
+def test_products_in_8_bits_are_asked_for(changes: dict[str, Any], expected: tuple[str | None, str]) -> None:
+    found = transformer_config(config(**WIDE, **changes), Layout(), torch.device("cpu"))
+    assert (found.fp8, found.fp8_recipe) == expected
 
 
 def test_other_fields_are_passed_on_under_every_layout() -> None:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.fp8_utils import get_fp8_recipe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mtrain.base.errors import ConfigError
@@ -36,6 +37,7 @@ from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.model import build
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import canonical_name, chosen_backend
+from mtrain.mcore.model.transformer_config import transformer_config
 from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 from mtrain.plan.layout import Layout
 
@@ -73,7 +75,7 @@ def is_refused(config: Config) -> bool:
     return True
 
 
-def small(path: Path, layout: dict[str, Any]) -> Config:
+def small(path: Path, layout: dict[str, Any], *further: str) -> Config:
     """The model in little: what is left is names, and how sizes are divided."""
     sizes: dict[str, Any] = {
         "num_layers": 2,
@@ -84,7 +86,7 @@ def small(path: Path, layout: dict[str, Any]) -> Config:
     }
     keys = {f"model.{key}": value for key, value in sizes.items()}
     keys |= {f"layout.{key}": str(value).lower() for key, value in layout.items()}
-    return configured(path, [f"{key}={value}" for key, value in keys.items()])
+    return configured(path, [*(f"{key}={value}" for key, value in keys.items()), *further])
 
 
 def built(config: Config, groups: Groups, backend: Backend) -> Any:
@@ -128,9 +130,9 @@ def described(chunk: Any, groups: Groups) -> dict[str, Any]:
     return found
 
 
-def compare(path: Path, layout: dict[str, Any]) -> list[str]:
+def compare(path: Path, layout: dict[str, Any], *further: str) -> list[str]:
     """What differs."""
-    config = small(path, layout)
+    config = small(path, layout, *further)
     with opened_groups(Layout.from_config(config, WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
         ours, theirs = (described(built(config, groups, backend), groups) for backend in BACKENDS)
     assert {name.partition(" ")[0] for name in ours} >= {"parameter", "weights", "place"}
@@ -139,6 +141,17 @@ def compare(path: Path, layout: dict[str, Any]) -> list[str]:
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def recipes(path: Path) -> dict[str, str]:
+    """train.fp8_recipe -> what TransformerEngine makes of it."""
+    found = {}
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        keys = ["train.fp8=hybrid", f"train.fp8_recipe={recipe}", "model.ffn_hidden_size=128", "model.hidden_size=128"]
+        config = small(path, {}, *keys, "data.seq_length=128", "train.micro_batch_size=1")
+        made = get_fp8_recipe(transformer_config(config, Layout(), torch.device("cpu")))
+        found[recipe] = f"{type(made).__name__} {made.fp8_format.name}"
+    return found
 
 
 def main() -> None:
@@ -150,8 +163,9 @@ def main() -> None:
     refused = [path for path in paths if is_refused(configured(path))]
     compared = [path for path in paths if path not in refused]
     differences = [line for path in compared for layout in LAYOUTS for line in compare(path, layout)]
+    differences += compare(compared[0], {}, "train.fp8=hybrid")
     names = {kind: [path.stem for path in found] for kind, found in (("compared", compared), ("refused", refused))}
-    print(json.dumps({**names, "differences": differences}))
+    print(json.dumps({**names, "differences": differences, "recipes": recipes(compared[0])}))
 
 
 if __name__ == "__main__":

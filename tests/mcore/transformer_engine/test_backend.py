@@ -11,6 +11,7 @@ from mtrain.mcore.model.layer_spec import chosen_backend
 from tests.config.samples import config
 
 CUDA = torch.device("cuda")
+IN_8_BITS: dict[str, Any] = {"train__fp8": "hybrid"}
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "te"),
         ({"model__backend": "torch"}, "torch"),
         ({"train__precision": "fp16"}, "te"),
+        (IN_8_BITS, "te"),
         ({"train__precision": "fp32"}, "torch"),
         ({"layout": {"tp": 2, "cp": 2, "cp_comm": "ulysses"}}, "te"),
         ({"layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}}, "torch"),  # two key/value heads on a rank
@@ -35,6 +37,11 @@ def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_auto_takes_what_can_do_the_work(changes: dict[str, Any], expected: str) -> None:
     assert chosen_backend(config(**changes), CUDA) == expected
+
+
+def test_fp8_is_refused_where_its_layers_cannot_be_used() -> None:
+    with pytest.raises(ConfigError, match=r"train.fp8=hybrid needs .*: there is no GPU; transformer_engine cannot"):
+        chosen_backend(config(**IN_8_BITS), torch.device("cpu"))
 
 
 def test_without_transformer_engine_auto_takes_torch_and_te_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,4 +33,9 @@ def test_layers_of_transformer_engine_have_the_parameters_of_ours(transformer_en
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["differences"] == []
+    assert found["recipes"] == {
+        "tensorwise": "Float8CurrentScaling HYBRID",
+        "blockwise": "Float8BlockScaling HYBRID",
+        "mxfp8": "MXFP8BlockScaling HYBRID",
+    }
     assert (found["compared"], found["refused"]) == (ALLOWED, REFUSED)

@@ -141,6 +141,8 @@ def test_what_was_changed_is_said() -> None:
 def test_layers_that_know_no_float32_give_way() -> None:
     found = shrink(config(train__precision="bf16", model__backend="te"), ONE)
     assert {"train.precision: bf16 -> fp32", "model.backend: te -> auto"} <= set(found.changes)
+    in_8_bits = shrink(config(train__precision="bf16", train__fp8="hybrid", train__fp8_recipe="tensorwise"), ONE)
+    assert "train.fp8: hybrid -> None" in in_8_bits.changes
     assert shrink(config(train__precision="bf16", model__backend="torch"), ONE).config.model.backend == "torch"
 
 
