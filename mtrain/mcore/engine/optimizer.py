@@ -101,6 +101,7 @@ class Optimizer:
         )
         fuse(self.inner)
         self._device, self._collection = groups.device, groups.collection
+        self._known_scale: tuple[Tensor | None, float] = (None, 1.0)
         self._is_fp16 = config.train.precision == "fp16"
         self._skips = Skips(config.train.max_skipped_steps)
         self._clip_grad = config.optimizer.clip_grad
@@ -126,8 +127,12 @@ class Optimizer:
         return self.inner.scale_loss(loss)
 
     def loss_scale(self) -> float:
-        """The current fp16 loss scale. Synchronises with the device."""
-        return float(self.inner.get_loss_scale().item())
+        """The current fp16 loss scale. Synchronises with the device where it has moved since the last call."""
+        scale = self.inner.get_loss_scale()
+        # the scaler makes a new tensor whenever it moves the scale
+        if scale is not self._known_scale[0]:
+            self._known_scale = (scale, float(scale.item()))
+        return self._known_scale[1]
 
     def zero_grad(self) -> None:
         """Clears gradients before a step."""
@@ -187,7 +192,7 @@ class Optimizer:
 
     @torch.no_grad()
     def unscale_and_update(self, lr: float, judge: Callable[[float], None] = lambda grad_norm: None) -> Update:
-        """One step in fp16, unless a gradient overflowed. Two host synchronisations; one more where it did.
+        """One step in fp16, unless a gradient overflowed. One host synchronisation; one more where it did.
 
         Args:
             lr: The learning rate.
@@ -197,19 +202,21 @@ class Optimizer:
         Raises:
             NumericError: As `update` and `Skips.count`.
         """
-        if self._overflows():
+        overflowed, grad_norm = self._unscaled()
+        if overflowed:
             # The same scale on all ranks, so a run that gives up does so everywhere.
             self._skips.count(self.loss_scale())
             return Update(math.nan, overflowed=True)
-        # A collective of its own: when the losses were summed, the gradients still carried the loss scale.
-        grad_norm = math.sqrt(AsyncAllReduce(self._sum_of_squares().view(1)).get().item())
         judge(grad_norm)
         update = self.update(lr, grad_norm)
         self._skips.clear()
         return update
 
-    def _overflows(self) -> bool:
-        """Divides all gradients by the loss scale and moves it; whether one was not finite, on all ranks alike.
+    def _unscaled(self) -> tuple[bool, float]:
+        """Divides all gradients by the loss scale and moves it.
+
+        Returns:
+            Whether one was not finite, on all ranks alike; and their norm, which says nothing where one was not.
 
         megatron-core does so for dense parameters and for experts apart, with a scale each, which part when one of them
         overflows.
@@ -222,11 +229,13 @@ class Optimizer:
                 gradients = part._collect_main_grad_data_for_unscaling()
                 # One pass over the gradients both divides them by the scale and sets the flag.
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale)
-        overflowed = AsyncAllReduce(found).get().item() > 0
+        # A collective of its own: when the losses were summed, the gradients still carried the loss scale.
+        num_found, sum_of_squares = AsyncAllReduce(torch.cat([found, self._sum_of_squares().view(1)])).get().tolist()
+        overflowed = num_found > 0
         for part in self._optimizers():
             # On stubs too: every scaler of every rank counts the same successes and overflows.
             part.grad_scaler.update(overflowed)
-        return overflowed
+        return overflowed, math.nan if overflowed else math.sqrt(sum_of_squares)
 
     def _sum_of_squares(self) -> Tensor:
         """Every element counts on one rank: to be summed over the world."""

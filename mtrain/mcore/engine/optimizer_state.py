@@ -146,7 +146,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
 def loss_scaler(optimizer: MegatronOptimizer) -> LossScaler | None:
     """The loss scale and its counters; None in precisions that have none."""
-    first = optimizer.chained_optimizers[0]  # any will do: `Optimizer._overflows` moves all scales together
+    first = optimizer.chained_optimizers[0]  # any will do: `Optimizer._unscaled` moves all scales together
     if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
         return None
     state = first.grad_scaler.state_dict()
