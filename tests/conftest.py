@@ -24,7 +24,8 @@ os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # its list 
 os.environ.setdefault(wheels.FOLDER, str(_OF_USER / "mtrain-tests"))  # likewise, and from an index
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
-settings.register_profile("mtrain", deadline=None, derandomize=True)  # a busy machine is no failure
+# a busy machine is no failure; always the same examples, of which more than these show nothing more
+settings.register_profile("mtrain", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mtrain")
 
 

@@ -59,7 +59,10 @@ def test_the_coarser_precision_of_a_pair_decides_unless_a_tolerance_is_given(tmp
 
 @pytest.mark.parametrize(
     ("precision", "reported"),
-    [("fp32", "1e-05, for fp32"), ("bf16", "4e-03 (losses) and 4e-02 (gradient norms), by the")],
+    [
+        pytest.param("fp32", "1e-05, for fp32", marks=pytest.mark.nightly),
+        ("bf16", "4e-03 (losses) and 4e-02 (gradient norms), by the"),
+    ],
 )
 def test_the_command_says_which_tolerance_it_takes(tmp_path: Path, precision: str, reported: str) -> None:
     config = CONFIG.replace("PRECISION", precision)

@@ -148,7 +148,11 @@ def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
     assert relative(spread.evaluation.loss, alone.evaluation.loss) < 1e-5
 
 
-@pytest.mark.parametrize("case", [case(2, tp=2, sp=True, dp=2), case(2, pp=2, vpp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(  # other axes: tests/parity/layouts/test_packing.py
+    "case",
+    [case(4, num_layers=4, tp=2, sp=True, dp=2), pytest.param(case(2, pp=2, vpp=2, cp=2), marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> None:
     """Losses, log-probabilities of each sample, and an evaluation in other batches."""
     packed = {"data__isolate_documents": True, "data__packing": {}}

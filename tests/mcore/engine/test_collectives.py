@@ -80,7 +80,11 @@ def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: P
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[3], CASES[6]], ids=str)
+@pytest.mark.parametrize(  # with cp and tp: the row of each, and of both pp and tp
+    "case",
+    [*(pytest.param(each, marks=pytest.mark.nightly) for each in (CASES[1], CASES[3])), CASES[2], CASES[6]],
+    ids=str,
+)
 def test_packed_rows_add_two_numbers_where_ranks_do_not_read(pool: Pool, case: Case) -> None:
     """One broadcast over TP and one read of it, and nothing where every rank reads; rows of one sample each here."""
     alone, packed = (steps_of_all_ranks(pool, case, **each) for each in (PACKED | {"data__packing": None}, PACKED))
@@ -107,7 +111,11 @@ EXPERTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "case",
-    [case(4, num_layers=2, tp=2, sp=True), case(4, num_layers=2, cp=2), case(4, num_layers=2, pp=2, dp=2)],
+    [
+        pytest.param(case(4, num_layers=2, tp=2, sp=True), marks=pytest.mark.nightly),  # shares rows as cp does
+        case(4, num_layers=2, cp=2),
+        case(4, num_layers=2, pp=2, dp=2),
+    ],
     ids=str,
 )
 def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(pool: Pool, case: Case) -> None:

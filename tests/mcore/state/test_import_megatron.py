@@ -51,7 +51,10 @@ def loss(pool: Pool, folder: Path, num_ranks: int, **changes: Any) -> float:
     [
         (LLAMA, {"layout__tp": 2}, "", True, {"layout__pp": 2}),
         (TIED_QWEN3, {}, "model.", False, {"layout__tp": 2, "layout__sp": True}),
-        (MIXTRAL, {"layout__ep": 2}, "", False, {"layout__tp": 2, "layout__sp": True}),
+        # experts: the row below, and layers one by one: the row above
+        pytest.param(
+            MIXTRAL, {"layout__ep": 2}, "", False, {"layout__tp": 2, "layout__sp": True}, marks=pytest.mark.nightly
+        ),
         (QWEN_MOE, {}, "model0.module.", True, {"layout__ep": 2}),
     ],
     ids=["llama", "qwen3", "mixtral", "qwen3-moe"],

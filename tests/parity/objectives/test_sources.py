@@ -40,7 +40,7 @@ RUNS[4]["loss__options"] = {"factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    "layout", [case(2, num_layers=2, tp=2, sp=True, cp=2), case(2, num_layers=2, pp=2, dp=2)], ids=str
+    "layout", [case(4, num_layers=2, tp=2, sp=True, cp=2), case(4, num_layers=2, pp=2, dp=2)], ids=str
 )
 def test_each_source_has_the_loss_of_its_own_samples(pool: Pool, layout: Case) -> None:
     batch = [replace(sample, source=source) for sample, source in zip(steps()[0], SOURCES, strict=True)]
