@@ -24,7 +24,7 @@ from tests.parity.search import TieError, Trial, judge
 from tests.paths import ROOT
 from tests.pool import Pool
 
-NUM_EXAMPLES, NUM_RANKS = 1, 4
+NUM_EXAMPLES, NUM_RANKS = 2, 4
 """Along each axis, in the suite."""
 NUM_AT_A_TIME = 10
 """Later examples of one search would be variants of earlier ones."""
@@ -75,7 +75,7 @@ def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
     planted |= {"loss__norm_length": None, "loss__length_power": None, "loss__side_terms": {}}
     deviations = []
 
-    @settings(_FIXED, max_examples=2)
+    @settings(_FIXED, max_examples=NUM_EXAMPLES)
     @given(trials("cp", max_ranks=2, kinds=PLAIN))
     def observe(trial: Trial) -> None:
         rows = tuple(tuple(replace(row, weight=1.0, is_fractional=False) for row in step) for step in trial.steps)
