@@ -22,6 +22,7 @@ from mtrain.base.files import disk_faults, remove, replacing
 from mtrain.data.curriculum import fingerprint_until
 from mtrain.data.order import SamplePosition
 from mtrain.data.samples.sample import Sample
+from mtrain.data.steps import known_until
 from mtrain.plan.phases import DataPhase
 
 _DIGESTS = 1 << 64
@@ -329,11 +330,16 @@ class Ledger:
         return [self._totals(starts[key[0]], key, found, parts.keys()) for key, found in parts.items()]
 
     def _began(self) -> dict[int, int]:
-        """Start -> the first one with its data; two may differ in blends that neither of them had come to."""
+        """Start -> the first one with its data; two may differ in blends or windows that neither of them had come
+        to."""
         found: dict[int, int] = {}
+
+        def until(start: int, one: int) -> str:
+            return known_until(fingerprint_until(self.starts[one].fingerprint, start), start)
+
         for start in sorted(self.starts):
-            own = fingerprint_until(self.starts[start].fingerprint, start)
-            same = [one for one in found if fingerprint_until(self.starts[one].fingerprint, start) == own]
+            own = until(start, start)
+            same = [one for one in found if until(start, one) == own]
             found[start] = found[same[-1]] if same else start
         return found
 

@@ -48,7 +48,8 @@ def steps_of(config: Config, widths: Widths) -> Steps:
     packing, size = config.data.packing, config.sequences_per_step
     if packing is None or not config.steps_count_rows:
         return StepsOfSequences(size)
-    return StepsOfRows(widths, WindowShape(packing.window, config.row_width, size, config.train.seed))
+    later = tuple((each.from_step, each.window) for each in packing.later)
+    return StepsOfRows(widths, WindowShape(packing.window, config.row_width, size, config.train.seed, later))
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,39 @@ class Windows(NamedTuple):
     row_width: int
     window: int
     """Samples that are packed together."""
+    later: tuple[tuple[int, int], ...]
+    """(updates completed, window), where others begin."""
+
+    def until(self, step: int) -> "Windows":
+        """What has decided the steps up to so many updates."""
+        return self._replace(later=tuple(each for each in self.later if each[0] < step))
 
 
-_WINDOWS = re.compile(r" \((\d+) rows of (\d+) a step, from windows of (\d+)\)$")
+_WINDOWS = re.compile(
+    r" \((\d+) rows of (\d+) a step, from windows of (\d+)((?:, of \d+ from \d+ updates on)*)\)$", re.ASCII
+)
+_LATER = re.compile(r"of (\d+) from (\d+) updates on", re.ASCII)
 
 
 def windows_in(fingerprint: str) -> Windows | None:
     """Those of a run's data; None where its steps count sequences."""
     found = _WINDOWS.search(fingerprint)
-    return None if found is None else Windows(*map(int, found.groups()))
+    if found is None:
+        return None
+    later = tuple((int(step), int(window)) for window, step in _LATER.findall(found[4]))
+    return Windows(int(found[1]), int(found[2]), int(found[3]), later)
+
+
+def known_until(fingerprint: str, step: int) -> str:
+    """What has decided the samples of the steps up to so many updates: without windows that begin behind them."""
+    windows = windows_in(fingerprint)
+    return fingerprint if windows is None else _WINDOWS.sub("", fingerprint) + shown(windows.until(step))
+
+
+def shown(windows: Windows) -> str:
+    """In words: a message has them where a run goes on with another window."""
+    later = "".join(f", of {window} from {step} updates on" for step, window in windows.later)
+    return f" ({windows.num_rows} rows of {windows.row_width} a step, from windows of {windows.window}{later})"
 
 
 class StepsOfRows:
@@ -87,8 +112,7 @@ class StepsOfRows:
 
     def __init__(self, widths: Widths, shape: WindowShape) -> None:
         self._windows = WindowedRows(widths, shape)
-        # in words: a message shows it where a run goes on with another window
-        self.fingerprint = f" ({shape.num_rows} rows of {shape.row_width} a step, from windows of {shape.window})"
+        self.fingerprint = shown(Windows(shape.num_rows, shape.row_width, shape.window, shape.later))
 
     def samples(self, step: int) -> StepSamples:
         """As of `Steps`."""

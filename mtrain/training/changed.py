@@ -16,7 +16,7 @@ from mtrain.config.consent import is_permitted
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.loader import StepLoader
-from mtrain.data.steps import windows_in
+from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.metrics.record import ChangeRecord
 from mtrain.runs.changes import Change
 from mtrain.runs.continuation import allowed_changes
@@ -73,6 +73,9 @@ def change_of_data(
     known = (loader.fingerprint, *loader.earlier_fingerprints)
     if saved is None or any(same_fingerprint(saved, each) for each in known):
         return None
+    past = known_until(saved, entry.step)
+    if any(same_fingerprint(past, known_until(each, entry.step)) for each in known):
+        return None  # data.packing may change without consent, and no sample so far was another
     if has_phases(saved) or has_phases(loader.fingerprint):
         return _change_of_curriculum(entry, saved, known, config, found)
     is_explained = any(each.key.startswith("data.") for each in found)
@@ -94,14 +97,23 @@ def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
         return
     old = (
         f"data.packing.window={before.window}, train.global_batch_size={before.num_rows} and rows of {before.row_width}"
+        f"{_later(before)}"
     )
-    new = f"{after.window}, {after.num_rows} and {after.row_width}"
+    new = f"{after.window}, {after.num_rows} and {after.row_width}{_later(after)}"
+    wanted = f"data.packing.later=[{{from_step: {entry.step}, window: {after.window}}}]"
+    is_window = before._replace(window=after.window) == after
     raise DataError(
         f"{entry.path} has packed rows from windows ({old}), but this start gives {new}: the rows of a window that was "
         "begun would be packed anew, so samples would be repeated or left out; set the former values back (rows are as "
         "wide as train.tokens_per_micro_batch, else data.seq_length), start a new run from these weights with another "
         f"run.dir and checkpoint.initialize_from={entry.path}, or accept that by checkpoint.allow_changed=[{DATA}]"
+        + (f"; or, for windows to come alone, leave data.packing.window and add {wanted}" if is_window else "")
     )
+
+
+def _later(windows: Windows) -> str:
+    found = ", ".join(f"{window} from {step} updates on" for step, window in windows.later)
+    return f", data.packing.later: {found}" if found else ""
 
 
 def _change_of_curriculum(

@@ -10,6 +10,7 @@ import pytest
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.sources import Sources
+from mtrain.data.steps import known_until, windows_in
 from tests.data.step_contents import contents
 
 LETTERS = "abcdefghij"
@@ -46,6 +47,25 @@ def rows_of(config: Config, dp: int, step: int) -> Counter[tuple[tuple[int, ...]
 
 
 ROWS = {"batch": "rows", "window": 20}
+
+
+def test_what_data_are_called_tells_the_windows_of_the_past_from_those_to_come(
+    config_of: Callable[..., Config],
+) -> None:
+    def called(**more: Any) -> str:
+        return StepLoader(config_of({**ROWS, **more}, global_batch_size=6, micro_batch_size=1), 0, 1).fingerprint
+
+    plain, later = called(), called(later=[{"from_step": 3, "window": 12}, {"from_step": 9, "window": 30}])
+    assert windows_in(later) == (6, 8, 20, ((3, 12), (9, 30)))
+    assert plain != later
+    assert known_until(later, 3) == known_until(plain, 3) == plain
+    assert known_until(later, 4) == known_until(later, 9) == called(later=[{"from_step": 3, "window": 12}])
+    assert known_until(later, 10) == later
+    for wrong in ([{"from_step": 3, "window": 12}] * 2, [{"from_step": 4, "window": 1}, {"from_step": 3, "window": 1}]):
+        with pytest.raises(ValueError, match=r"later begins at steps .*, which must ascend"):
+            config_of({**ROWS, "later": wrong})
+    with pytest.raises(ValueError, match=r"later names other windows, which batch=sequences does not have"):
+        config_of({"batch": "sequences", "later": [{"from_step": 3, "window": 12}]})
 
 
 @pytest.mark.parametrize("packing", [{"batch": "sequences"}, ROWS], ids=str)

@@ -34,6 +34,16 @@ class BlendSection(Section):
     """The whole blend. A path that was named before is the same source, and goes on where it was in its epoch."""
 
 
+class WindowChange(Section):
+    """Another window, from a step on."""
+
+    from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
+    """Updates completed before it, as of `CurriculumSection`: windows that a later step begins have this size; one that
+    was begun is trained to its end as it was packed."""
+    window: Annotated[int, bounds.BATCH] = Field(gt=0)
+    """Samples that are packed together."""
+
+
 class PackingSection(Section):
     """Several samples in a row; attention and positions begin again at each, and the loss counts samples, not rows."""
 
@@ -43,6 +53,18 @@ class PackingSection(Section):
     what a step holds then follows from the width of rows, but not from the number of ranks."""
     window: Annotated[int, bounds.BATCH] = Field(65536, gt=0)
     """batch=rows: samples that are packed together."""
+    later: tuple[WindowChange, ...] = ()
+    """batch=rows: other windows, by ascending steps. A run that goes on may name them for steps to come: no sample is
+    repeated or left out."""
+
+    @rule
+    def later_windows_follow_each_other(self) -> str | None:
+        if self.later and self.batch != "rows":
+            return f"later names other windows, which batch={self.batch} does not have; set batch=rows, or remove it"
+        steps = [each.from_step for each in self.later]
+        if steps != sorted(set(steps)):
+            return f"later begins at steps {', '.join(map(str, steps))}, which must ascend; put them in order"
+        return None
 
 
 def _form(value: object) -> str:

@@ -1,8 +1,9 @@
 """Rows of windows: what a step holds where it counts rows, not samples.
 
-The order of samples is cut into windows of equally many samples. Each window is packed by itself and its rows are
-shuffled; row r of the run is row r of all windows one after the other, and step k holds rows k x num_rows to
-(k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any number of ranks.
+The order of samples is cut into windows of equally many samples, from some step on of another number. Each window is
+packed by itself and its rows are shuffled; row r of the run is row r of all windows one after the other, and step k
+holds rows k x num_rows to (k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any number
+of ranks.
 """
 
 import bisect
@@ -37,6 +38,13 @@ class WindowShape:
     """Rows of a step, over all ranks."""
     seed: int
     """Of the run."""
+    later: tuple[tuple[int, int], ...] = ()
+    """(updates completed, window): windows that begin in this step or a later one have this size; ascending."""
+
+    def window_from(self, row: int) -> int:
+        """Samples of the window whose first row is this one of the run."""
+        sizes = [window for step, window in self.later if step <= row // self.num_rows]
+        return sizes[-1] if sizes else self.window
 
 
 class WindowedRows:
@@ -51,6 +59,8 @@ class WindowedRows:
         self._widths, self._shape = widths, shape
         self._ends: list[int] = []
         """Rows of all windows up to each one."""
+        self._starts = [0]
+        """Where each window begins in the order, and where the next one will."""
         # the thread that reads ahead and a caller may both be the first to ask for a window
         self._growing = Lock()
         self._rows = lru_cache(_WINDOWS_KEPT)(self._packed)
@@ -73,14 +83,14 @@ class WindowedRows:
 
     def _count_rows(self, needed: int) -> None:
         with self._growing:
-            while (self._ends[-1] if self._ends else 0) < needed:
-                count = len(self._rows(len(self._ends)).ends)
-                self._ends.append((self._ends[-1] if self._ends else 0) + count)
+            while (rows := self._ends[-1] if self._ends else 0) < needed:
+                self._starts.append(self._starts[-1] + self._shape.window_from(rows))
+                self._ends.append(rows + len(self._rows(len(self._ends)).ends))
 
     def _packed(self, window: int) -> PackedRows:
         """The rows of one window, shuffled: best-fit-decreasing leaves those of long samples at the front."""
-        start = window * self._shape.window
-        rows = packed(self._widths(np.arange(start, start + self._shape.window)), self._shape.row_width)
+        start, end = self._starts[window : window + 2]
+        rows = packed(self._widths(np.arange(start, end)), self._shape.row_width)
         order = permutation(len(rows.ends), key_of(self._shape.seed, _ROW_ORDER, window))
         parts = [rows.of(number) for number in order.tolist()]
         return PackedRows(np.concatenate(parts) + start, np.cumsum([len(part) for part in parts]))

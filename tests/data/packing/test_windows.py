@@ -1,5 +1,7 @@
 """Steps of rows: every sample once, whatever was asked before."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,6 +59,20 @@ def test_rows_of_a_window_are_those_of_plain_best_fit_decreasing(shape: WindowSh
     for window in expected:
         own, found = found[: len(window)], found[len(window) :]
         assert sorted(sorted(widths(np.array(row)).tolist()) for row in own) == sorted(map(sorted, window))
+
+
+@settings(max_examples=60)
+@given(SHAPES, st.lists(st.tuples(st.integers(1, 8), st.integers(1, 40)), unique_by=lambda each: each[0], max_size=3))
+def test_other_windows_begin_with_a_step_and_lose_nothing(shape: WindowShape, later: list[tuple[int, int]]) -> None:
+    """Before it all is as it was, a window that was begun is trained as it was packed, and every sample comes once."""
+    changed, first = replace(shape, later=tuple(sorted(later))), min((step for step, _ in later), default=12)
+    rows, former = WindowedRows(widths, changed), WindowedRows(widths, shape)
+    steps = [rows_of(changed, step, rows) for step in range(12)]
+    assert steps[:first] == [rows_of(shape, step, former) for step in range(first)]
+    seen = [number for step in steps for row in step for number in row]
+    assert len(seen) == len(set(seen))
+    largest = max([shape.window, *(window for _, window in later)])
+    assert set(range(max(seen) + 1 - largest)) <= set(seen)
 
 
 @settings(max_examples=60)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mtrain.data.ledger import Ledger
 from tests.data.conftest import word_tokenizer
 from tests.fault_table import Notice
 from tests.training.test_trainer import command, finished, records, start
@@ -37,9 +38,17 @@ def test_another_window_is_refused_with_what_to_set(
     former = "(data.packing.window=20, train.global_batch_size=4 and rows of 16), but this start gives 12, 4 and 16"
     assert f"has packed rows from windows {former}" in errors
     assert "set the former values back" in errors
-    code, _, errors = finished(start(command(*data, of_20, "train.num_steps=3", "train.micro_batch_size=1", ranks=2)))
+    assert "leave data.packing.window and add data.packing.later=[{from_step: 2, window: 12}]" in errors
+    later = "data.packing.later=[{from_step: 2, window: 12}]"
+    given = (*data, of_20, later, "train.num_steps=9", "train.micro_batch_size=1")
+    code, _, errors = finished(start(command(*given, ranks=2)))
     assert code == 0, errors
+    ledger = Ledger(tmp_path / "run" / "ledger")
+    assert not ledger.incomplete_steps()
+    first, *others = ledger.epochs()
+    assert (first.samples, first.repeated, first.lost) == (40, (), 0), "each sample of the epoch once"
+    assert all(epoch.repeated == () for epoch in others)
     consent = "checkpoint.allow_changed=[data.train]"
-    code, _, errors = finished(start(command(*data, of_12, "train.num_steps=4", consent)))
+    code, _, errors = finished(start(command(*data, of_12, "train.num_steps=10", consent)))
     assert code == 0, errors
-    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [record["step"] for record in records(tmp_path / "run")] == [*range(1, 11)]
