@@ -9,6 +9,7 @@ import pytest
 
 from mtrain import plan
 from mtrain.config import Config
+from mtrain.config.schema.layout import CpComm
 from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search import layer_cost as layers
 from mtrain.plan.search.candidates import candidates
@@ -27,6 +28,7 @@ IDEAL = Cluster(
     network_latency_s=0.0,
 )
 """Nothing is lost."""
+KINDS: tuple[CpComm, CpComm] = ("ring", "allgather")
 NVLINK, NETWORK = 450e9, 50e9
 WIDE = {"model__hidden_size": 512, "model__ffn_hidden_size": 1024, "data": {"kind": "mock", "seq_length": 256}}
 
@@ -53,6 +55,29 @@ def test_an_exchange_takes_as_long_as_its_slower_link() -> None:
     assert (far.nvlink_bytes, far.network_bytes) == (7e9, 8e9)
     assert exchanged(IDEAL, Group(8, 1), 8e9).seconds == pytest.approx(7e9 / NVLINK)
     assert exchanged(IDEAL, Group(1, 1), 8e9).seconds == 0
+
+
+def test_hops_of_a_ring_travel_behind_the_products_of_the_hop_before() -> None:
+    def costs(seq: int) -> tuple[layers.LayerCost, layers.LayerCost]:
+        data = {"kind": "mock", "seq_length": seq}
+        ring, gathers = (
+            layers.layer_cost(
+                config(layout={"cp": 2, "cp_comm": kind}, data=data), Layout(cp=2, cp_comm=kind), IDEAL, 0
+            )
+            for kind in KINDS
+        )
+        return ring, gathers
+
+    ring, gathers = costs(64)
+    assert ring.cp.nvlink_bytes == gathers.cp.nvlink_bytes
+    # half of the products are of the last hop, behind which nothing travels
+    assert ring.cp.seconds == pytest.approx(gathers.cp.seconds - gathers.attention / 2)
+    # in bf16 their gradients are twice as wide, and go there and home
+    assert ring.cp_backward.nvlink_bytes == (1 + 2 * 2) * gathers.cp.nvlink_bytes
+    assert ring.cp_backward.seconds == pytest.approx(5 * gathers.cp.seconds - 2.5 * gathers.attention / 2)
+    ring, gathers = costs(65_536)
+    assert (ring.cp.seconds, ring.cp_backward.seconds) == (0, 0)
+    assert gathers.cp.seconds > 0
 
 
 def test_stages_in_one_node_use_nvlink() -> None:
