@@ -63,6 +63,8 @@ CASES = {
     "recomputed": Case({"train__recompute": "full"}),
     "documents": Case(DOCUMENTS),
     "experts": Case(MIXTRAL),
+    # The sizes of each exchange: two layers and two microbatches.
+    "expert-parallel": Case(MIXTRAL | {"layout": {"ep": 2}}, ranks=2, waits=4),
     "experts of float32": Case(MIXTRAL | {"train__precision": "fp32"}),
     "gemma": Case(GEMMA),
     "data-parallel": Case({"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}, ranks=2),

@@ -6,9 +6,10 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from mtrain.mcore.model.moe.local_dispatcher import LocalDispatcher, serves
+from mtrain.mcore.model.moe.dispatchers import dispatcher_in_place_of
 
 
 class ExpertsLayer(MoELayer):
@@ -16,6 +17,8 @@ class ExpertsLayer(MoELayer):
 
     megatron-core takes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
     """
+
+    token_dispatcher: MoETokenDispatcher
 
     def __init__(
         self,
@@ -32,8 +35,7 @@ class ExpertsLayer(MoELayer):
         """
         super().__init__(config, submodules, layer_number, pg_collection)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        if serves(config, groups):
-            self.token_dispatcher = LocalDispatcher(config, groups)
+        self.token_dispatcher = dispatcher_in_place_of(self.token_dispatcher, config, groups)
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
