@@ -44,11 +44,8 @@ def drawing(engine: Engine) -> Iterator[Draw]:
             llm.reset_prefix_cache()  # keys and values by the weights before
             asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
             asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop_token_ids": [*sampling.stop_token_ids]}
-            asked |= {
-                "logprobs": 0,
-                "ignore_eos": True,
-                "detokenize": False,
-            }  # 0: beside the drawn token's, which is always there
+            # 0 log-probabilities beside that of the drawn token, which is always there
+            asked |= {"logprobs": 0, "ignore_eos": True, "detokenize": False}
             seeds = [sampling.seed * len(prompts) + number for number in range(len(prompts))]  # a prompt may come twice
             each = [vllm.SamplingParams(seed=seed, **asked) for seed in seeds]
             tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
