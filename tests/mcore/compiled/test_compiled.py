@@ -48,7 +48,7 @@ def compiled_rows(pool: Pool, rows: list[Row], backend: str = "eager", **options
 
 
 def test_a_layer_is_one_graph_that_all_layers_share(pool: Pool) -> None:
-    plain, recomputed = compiled_rows(pool, [row("plain", COMPILED), row("recomputed", RECOMPUTED)], "aot_eager")
+    plain, recomputed = compiled_rows(pool, [row("plain", COMPILED), row("recomputed", RECOMPUTED)])
     assert plain.num_graphs == 1
     assert recomputed.num_graphs == 2  # the first forward pass keeps nothing for backward
     assert plain.printed == recomputed.printed == ""
