@@ -87,11 +87,21 @@ def test_resuming_on_the_same_layout_is_exact(
 
 
 @pytest.fixture(scope="module")
-def saved(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved_runs() -> dict[int, Any]:
+    """By the identity of their experts: pytest would make one anew where tests take turns."""
+    return {}
+
+
+@pytest.fixture
+def saved(
+    request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory, saved_runs: dict[int, Any]
+) -> Any:
     """A float32 run that saved after two steps and went on: (its experts, its folder, rank 0)."""
-    folder = tmp_path_factory.mktemp("saved")
-    config = with_experts(request.param)
-    return request.param, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 4, 2, ["save"])[0]
+    if id(request.param) not in saved_runs:
+        folder, config = tmp_path_factory.mktemp("saved"), with_experts(request.param)
+        outcome = pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 4, 2, ["save"])[0]
+        saved_runs[id(request.param)] = request.param, folder, outcome
+    return saved_runs[id(request.param)]
 
 
 def _named(value: Any) -> str:
