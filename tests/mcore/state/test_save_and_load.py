@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ BF16 = {"train.precision": "bf16"}
 FP16 = {"train.precision": "fp16", "train.initial_loss_scale": 2.0**21}  # overflows in two of the first three steps
 
 SAVED = Layout(tp=2, pp=2, dp=2)
+FACTS = set(CheckpointInfo.model_fields)
 
 
 def configured(**changes: Any) -> Config:
@@ -139,29 +141,31 @@ def test_a_run_that_has_not_stepped_is_saved_and_resumed(pool: Pool, tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def resharding(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A float32 run on tp2pp2dp2 that saved after two steps and went on: (what to change, its folder, rank 0)."""
-    changes = request.param
-    folder = tmp_path_factory.mktemp("saved")
-    return changes, folder, pool.run(ranks.train, SAVED, configured(**changes), folder, None, 4, 2, ["save", "end"])[0]
+def resharding(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Any]:
+    """A float32 run on tp2pp2dp2, tied or not, that saved after two steps and went on: (its folder, rank 0)."""
+
+    def run(is_tied: bool) -> tuple[Path, Outcome]:
+        config, folder = configured(**(TIED if is_tied else {})), tmp_path_factory.mktemp("saved")
+        return folder, pool.run(ranks.train, SAVED, config, folder, None, 4, 2, ["save", "end"])[0]
+
+    return cache(run)
 
 
-UNTIED: dict[str, Any] = {}
-ELSEWHERE: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
-    (UNTIED, Layout(), {}),
-    (UNTIED, Layout(tp=4, sp=True), {}),
-    (UNTIED, Layout(pp=2, vpp=2), OVERLAP),
-    (UNTIED, Layout(dp=4), {}),
-    (UNTIED, Layout(tp=2, cp=2), OVERLAP),
-    (UNTIED, Layout(pp=2, stage_layers=(1, 3)), {"layout.pp": 2, "layout.stage_layers": (1, 3)}),
-    (UNTIED, Layout(dp=2), NOT_DISTRIBUTED),
-    (UNTIED, Layout(cp=2, dp=2), OVERLAP),
+ELSEWHERE: list[tuple[bool, Layout, dict[str, Any]]] = [
+    (False, Layout(), {}),
+    (False, Layout(tp=4, sp=True), {}),
+    (False, Layout(pp=2, vpp=2), OVERLAP),
+    (False, Layout(dp=4), {}),
+    (False, Layout(tp=2, cp=2), OVERLAP),
+    (False, Layout(pp=2, stage_layers=(1, 3)), {"layout.pp": 2, "layout.stage_layers": (1, 3)}),
+    (False, Layout(dp=2), NOT_DISTRIBUTED),
+    (False, Layout(cp=2, dp=2), OVERLAP),
     # tables are one where a rank has both ends of the model, and two where a pipeline or tensor ranks part them
-    (TIED, Layout(), {}),
-    (TIED, Layout(dp=2), NOT_DISTRIBUTED),
-    (TIED, Layout(pp=2, vpp=2), OVERLAP),
-    (TIED, Layout(pp=4), {}),
-    (TIED, Layout(tp=2, sp=True, pp=2, cp=2), {}),
+    (True, Layout(), {}),
+    (True, Layout(dp=2), NOT_DISTRIBUTED),
+    (True, Layout(pp=2, vpp=2), OVERLAP),
+    (True, Layout(pp=4), {}),
+    (True, Layout(tp=2, sp=True, pp=2, cp=2), {}),
 ]
 
 
@@ -172,16 +176,15 @@ ELSEWHERE: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
     exit_code=None,
 )
 @pytest.mark.parametrize(
-    ("resharding", "layout", "changes"),
+    ("is_tied", "layout", "changes"),
     ELSEWHERE,
-    indirect=["resharding"],
-    ids=[f"{'tied' if base else 'untied'}-{layout}" for base, layout, _ in ELSEWHERE],
+    ids=[f"{'tied' if is_tied else 'untied'}-{layout}" for is_tied, layout, _ in ELSEWHERE],
 )
 def test_another_layout_gets_the_same_bits_and_trains_alike(
-    pool: Pool, resharding: Any, layout: Layout, changes: dict[str, Any], notice: Notice
+    pool: Pool, resharding: Any, is_tied: bool, layout: Layout, changes: dict[str, Any], notice: Notice
 ) -> None:
-    base, folder, straight = resharding
-    config = configured(**{**base, **changes})
+    folder, straight = resharding(is_tied)
+    config = configured(**{**(TIED if is_tied else {}), **changes})
     with notice:
         resumed: Outcome = pool.run(ranks.train, layout, config, folder, 2, 4, None, ["begin", "end"])[0]
     assert resumed.loaded is not None
@@ -271,9 +274,6 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(pool: Pool, half: A
     for (kind, text), (changes, words) in zip(first, REFUSED_RUNS, strict=True):
         assert kind == "DataError", changes
         assert [word for word in words if word not in text] == [], (changes, text)
-
-
-FACTS = set(CheckpointInfo.model_fields)
 
 
 def republished(folder: Path, change: Callable[[Path], Any], root: Path) -> Path:
