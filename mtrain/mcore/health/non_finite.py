@@ -52,7 +52,12 @@ def largest_local_gradients(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
         [parameters with gradients], on the device; None where there are none.
     """
     gradients = [gradient for _, gradient in _gradients(chunks)]
-    return torch.stack(torch._foreach_norm(gradients, float("inf"))) if gradients else None
+    if not gradients:
+        return None
+    if gradients[0].device.type == "cpu":  # three times as fast there as norms; both keep nan
+        least, most = zip(*(torch.aminmax(gradient) for gradient in gradients))
+        return torch.maximum(torch.stack(most), -torch.stack(least))
+    return torch.stack(torch._foreach_norm(gradients, float("inf")))
 
 
 def cause_of_non_finite(

@@ -17,13 +17,13 @@ from typing import Any, assert_never
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerLayer
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
+from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
 
 BACKEND: str | Callable[..., Any] = "inductor"
@@ -81,7 +81,8 @@ def _kept_out(layer: TransformerLayer, config: Config, groups: Groups) -> list[t
     elif isinstance(feed_forward, ExpertsLayer):  # how many tokens an expert gets decides on shapes
         kept.append((feed_forward, "forward"))
     is_divided = layout.tp > 1 or layout.cp > 1
-    if type(attention) is not SelfAttention and is_divided:  # latent attention, norms over the heads of all ranks
+    # latent attention, norms over the heads of all ranks
+    if type(attention) is not RotatingAttention and is_divided:
         kept.append((attention, "forward"))
     elif layout.cp > 1 or config.data.isolate_documents or config.model.attention_dropout:
         kept.append((attention.core_attention, "forward"))

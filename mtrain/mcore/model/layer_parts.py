@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -25,6 +25,7 @@ from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
+from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.softmax_scale import windowed_softmax_scale
 from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
 from mtrain.mcore.model.norm import Norm
@@ -82,7 +83,7 @@ def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
 
 def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention = ModuleSpec(
-        module=SelfAttention,
+        module=RotatingAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,

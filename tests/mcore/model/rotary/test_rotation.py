@@ -1,0 +1,35 @@
+"""Our own rotation against multiplication of complex numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.mcore.model.rotary.rotation import rotated
+
+
+def angles(rows: int, seed: int = 0) -> Tensor:
+    """[seq, rows, 1, 3]."""
+    return 10 * torch.randn(5, rows, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("head_dim", [6, 8])
+def test_pairs_turn_as_complex_numbers(rows: int, head_dim: int) -> None:
+    """Heads are views of a projection, as they are in attention; dimensions from 2 r on stay."""
+    turns = angles(rows)
+    mixed = torch.randn(5, 2, 4, head_dim + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    heads = mixed[..., :head_dim]
+    pairs = torch.complex(heads[..., :3], heads[..., 3:6]) * torch.polar(torch.ones_like(turns), turns)
+    expected = torch.cat((pairs.real, pairs.imag, heads[..., 6:]), dim=-1)
+    torch.testing.assert_close(rotated(heads, turns.cos(), turns.sin()), expected, rtol=1e-12, atol=1e-12)
+    in_float32 = rotated(heads.float(), turns.cos().float(), turns.sin().float())
+    torch.testing.assert_close(in_float32.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [6, 8])
+def test_its_gradient_is_the_derivative(head_dim: int) -> None:
+    turns = angles(2)
+    heads = torch.randn(5, 2, 2, head_dim, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda given: rotated(given, turns.cos(), turns.sin()), (heads,))
