@@ -186,8 +186,14 @@ def failure_of(
 
 
 def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
-    """The one that the others follow from: the earliest that is no consequence of another rank's end."""
-    return min(failures, key=lambda failure: (failure.is_consequence, failure.time_s, failure.rank))
+    """The one that the others follow from: the earliest that is no consequence of another rank's end.
+
+    Of a rank that has gone, what the launcher says: it knows the signal, which a watchdog may be earlier without.
+    """
+    first = min(failures, key=lambda failure: (failure.is_consequence, failure.time_s, failure.rank))
+    if first.kind is not FailureClass.LOST_PEER:
+        return first
+    return next((one for one in failures if (one.rank, one.reported_by) == (first.rank, "launcher")), first)
 
 
 def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:

@@ -38,6 +38,15 @@ def record(rank: int, kind: FailureClass, time_s: float, reported_by: str = "ran
 LOST = FailureClass.LOST_PEER
 
 
+def test_who_started_a_rank_that_has_gone_says_how_it_ended() -> None:
+    """A watchdog may be earlier, and knows no signal; where the kernel took memory back, the watchdog knows more."""
+    gone, killed = record(1, LOST, 1.0, "watchdog"), record(1, LOST, 2.0, "launcher")
+    memory, other = record(1, FailureClass.OUT_OF_MEMORY, 1.0, "watchdog"), record(2, LOST, 0.5, "launcher")
+    assert first_cause([gone, killed]) == first_cause([killed, gone]) == killed
+    assert first_cause([memory, killed]) == memory
+    assert first_cause([gone, other]) == other
+
+
 @pytest.mark.parametrize(
     ("records", "rank"),
     [

@@ -52,7 +52,7 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
             trainer.train(Config.model_validate(sections))
     except MtrainError as refused:
         error = str(refused)
-    except Exception:  # told to who asked for the run
+    except Exception:  # whoever asked for the run shows it
         error = traceback.format_exc()
     return {"steps": found(), "error": error}
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from mtrain.config import Config
 from mtrain.config.schema.loss import NORM_AGGREGATIONS
 from mtrain.verify.planted.fault import Fault, isolates_documents, packs, packs_sequences, side_terms_differ
-from mtrain.verify.reference.policy import POLICY_LOSSES
+
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "kl")
+"""Those of `mtrain.verify.reference.policy`, which takes torch to import."""
 
 
 def _aggregates(*names: str) -> Callable[[Config], bool]:

@@ -7,6 +7,6 @@ from tests.pool import Pool
 
 def test_all_ranks_go_on_at_the_same_poll_and_none_waits_for_another(pool: Pool) -> None:
     for found, at_once in pool.run(answers, Layout(dp=3), [0, 3, 1]):
-        # asked in the fourth poll, which none was busy in; told in the fifth; and from then on
+        # asked in the fourth poll, which none was busy in; answered in the fifth; and from then on
         assert found == [False, False, False, False, True, False]
         assert at_once == [False, False, False, True]

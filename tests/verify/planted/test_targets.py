@@ -10,6 +10,8 @@ from mtrain.config.schema.train import AdamWSection
 from mtrain.training.step import StepParts
 from mtrain.verify.planted.collaborators import SOUND, with_values
 from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.planted.shared_inject import POLICY_LOSSES
+from mtrain.verify.reference import policy
 from mtrain.verify.resume import faults as resume
 from tests.verify.parity.checks import rich_config
 
@@ -82,3 +84,7 @@ def test_a_step_is_made_of_its_parts() -> None:
         "finalize",
     }
     assert SOUND.config(config := rich_config()) is config
+
+
+def test_faults_of_extras_are_for_the_losses_that_the_reference_defines() -> None:
+    assert set(POLICY_LOSSES) == set(policy.POLICY_LOSSES)
