@@ -1,9 +1,8 @@
 """Runs every benchmark of docs/performance.md and writes its table: `python tools/bench/all.py --json FILE`.
 
 Each command measures its contenders in one run, in turns, and prints ratios of medians; the table has what `rows.py`
-finds there. Rows that are missed are run once more under cProfile, in small, and what took longest stands below the
-table. A GPU's rows come from report.json of `tools/bench/gpu.py`. `--small` tries all commands in a minute or two and
-writes no page.
+finds there. A GPU's rows come from report.json of `tools/bench/gpu.py`. `--small` tries all commands in some minutes
+and writes no page.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Result:
     figure: float | None
     reason: str = ""
     """Why there is no figure."""
-    profile: str = ""
-    """Of a row that was missed: what took longest."""
 
     @property
     def verdict(self) -> str:
@@ -51,7 +48,7 @@ class Result:
         return self.reason if self.figure is None else self.row.verdict(self.figure)
 
 
-def output_of(row: Row, is_small: bool, profiled: Path | None = None) -> str:
+def output_of(row: Row, is_small: bool) -> str:
     """What the command of a row prints.
 
     Raises:
@@ -63,8 +60,6 @@ def output_of(row: Row, is_small: bool, profiled: Path | None = None) -> str:
     launcher = [sys.executable]
     if row.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
-    elif profiled is not None:
-        launcher += ["-m", "cProfile", "-o", str(profiled)]
     with tempfile.TemporaryDirectory() as place:
         given = [each.replace("{folder}", f"{place}/new") for each in options]
         command = [*launcher, str(BENCH / script), *given, *(row.small if is_small else ())]
@@ -95,30 +90,12 @@ def measured(rows: Sequence[Row], is_small: bool) -> list[Result]:
             result = Result(row, figure, "" if figure is not None else "the output has no such figure")
         except RuntimeError as error:
             result = Result(row, None, str(error))
-        if result.verdict == "missed" and not is_small:
-            result = Result(row, result.figure, profile=profile_of(row))
         print(
             f"{row.name} / {row.contender}: {result.figure} {result.verdict} ({time.perf_counter() - start:.0f} s)",
             flush=True,
         )
         found.append(result)
     return found
-
-
-def profile_of(row: Row) -> str:
-    """The functions that take longest by themselves, in small; of a row of several ranks nothing."""
-    if row.ranks > 1:
-        return ""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "profile"
-        try:
-            output_of(row, is_small=True, profiled=path)
-        except RuntimeError as error:
-            return f"not profiled: {error}"
-        shown = "import pstats, sys; pstats.Stats(sys.argv[1]).sort_stats('tottime').print_stats(8)"
-        done = subprocess.run([sys.executable, "-c", shown, str(path)], capture_output=True, text=True, check=True)
-    lines = [re.sub(r"/\S*/(?=[^/]+/[^/]+:)", "", line) for line in done.stdout.splitlines()]
-    return "\n".join(line for line in lines if re.match(r"\s+\d", line))
 
 
 def of_gpu(report: Mapping[str, Any] | None) -> list[Result]:
@@ -139,23 +116,13 @@ def of_gpu(report: Mapping[str, Any] | None) -> list[Result]:
 
 
 def table(results: Sequence[Result], machine: str) -> str:
-    """Markdown: a line for each row, and below it what missed ones spend their time with."""
+    """Markdown: a line for each row."""
     lines = [f"Measured on: {machine}.", "", HEAD]
     for each in results:
         row = each.row
         value = "" if each.figure is None else f"{each.figure:.3g}"
         reason = " ".join(each.verdict.replace("|", "/").split())[:160]
         lines.append(f"| {row.name} | {row.contender} | {row.must:g} | {row.bold:g} | {value} | {reason} |")
-    for each in results:
-        if each.profile:
-            lines += [
-                "",
-                f"{each.row.name} beside {each.row.contender}, by own time:",
-                "",
-                "```text",
-                each.profile,
-                "```",
-            ]
     return "\n".join(lines)
 
 
@@ -189,10 +156,7 @@ def main(
         PAGE.write_text(written(PAGE.read_text(), text))
     print(text)
     if json_path is not None:
-        rows = [
-            {**vars(each.row), "figure": each.figure, "verdict": each.verdict, "profile": each.profile}
-            for each in results
-        ]
+        rows = [{**vars(each.row), "figure": each.figure, "verdict": each.verdict} for each in results]
         json_path.write_text(json.dumps({"machine": machine, "small": small, "rows": rows}, indent=1))
     failed = [each for each in results if each.figure is None and isinstance(each.row, Row)]
     raise typer.Exit(1 if failed else 0)
