@@ -68,6 +68,9 @@ _ADVICE = {
     "with the traceback and config.yaml",
 }
 
+GONE = "gone"
+"""`FailureRecord.error` of a rank that ended and did not say why, as the watchdog sees it."""
+
 
 @dataclass(frozen=True)
 class FailureRecord:
@@ -188,10 +191,11 @@ def failure_of(
 def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
     """The one that the others follow from: the earliest that is no consequence of another rank's end.
 
-    Of a rank that has gone, what the launcher says: it knows the signal, which a watchdog may be earlier without.
+    Of a rank that has gone without a word, what the launcher says: it knows the signal, which a watchdog may be earlier
+    without. One that hung and was ended for it was killed, too, but not by what lost it.
     """
     first = min(failures, key=lambda failure: (failure.is_consequence, failure.time_s, failure.rank))
-    if first.kind is not FailureClass.LOST_PEER:
+    if (first.kind, first.error) != (FailureClass.LOST_PEER, GONE):
         return first
     return next((one for one in failures if (one.rank, one.reported_by) == (first.rank, "launcher")), first)
 

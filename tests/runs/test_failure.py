@@ -17,6 +17,7 @@ from mtrain.base.errors import (
 )
 from mtrain.base.files import disk_faults
 from mtrain.runs.failure import (
+    GONE,
     FailureClass,
     FailureRecord,
     class_of,
@@ -29,6 +30,7 @@ from mtrain.runs.failure import (
     recording,
     reported_summary,
 )
+from mtrain.watch.judge import Lost
 
 
 def record(rank: int, kind: FailureClass, time_s: float, reported_by: str = "rank") -> FailureRecord:
@@ -40,11 +42,15 @@ LOST = FailureClass.LOST_PEER
 
 def test_who_started_a_rank_that_has_gone_says_how_it_ended() -> None:
     """A watchdog may be earlier, and knows no signal; where the kernel took memory back, the watchdog knows more."""
-    gone, killed = record(1, LOST, 1.0, "watchdog"), record(1, LOST, 2.0, "launcher")
-    memory, other = record(1, FailureClass.OUT_OF_MEMORY, 1.0, "watchdog"), record(2, LOST, 0.5, "launcher")
+    assert Lost.GONE.name.lower() == GONE
+    stuck, killed = record(1, LOST, 1.0, "watchdog"), record(1, LOST, 2.0, "launcher")
+    gone = replace(stuck, error=GONE)
+    memory = replace(gone, kind=FailureClass.OUT_OF_MEMORY)
+    other = record(2, LOST, 3.0, "launcher")
     assert first_cause([gone, killed]) == first_cause([killed, gone]) == killed
     assert first_cause([memory, killed]) == memory
-    assert first_cause([gone, other]) == other
+    assert first_cause([gone, other]) == gone
+    assert first_cause([stuck, killed]) == stuck, "the watchdog has ended it"
 
 
 @pytest.mark.parametrize(
