@@ -247,21 +247,10 @@ def _keys_in_rank_order(chunks: Sequence[nn.Module]) -> None:
 
 
 class _WithoutHops(CoreAttention):
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: object = None,
-    ) -> Tensor:
-        cp = self.cp
-        self.cp = ALONE if self.ring else cp
+    def _around_the_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cp, self.cp = self.cp, ALONE
         try:
-            given = (query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-            return super().forward(*given)
+            return self.attend(query, key, value, None)
         finally:
             self.cp = cp
 

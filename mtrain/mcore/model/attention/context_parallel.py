@@ -310,13 +310,17 @@ class CoreAttention(RowAttention):
         assert packed_seq_params is None
         if self.ring and not self._has_whole_rows:
             assert attention_mask is None, "documents are refused with a ring (config/known_issues.py)"
-            return ring_attention(query, key, value, self.scale, self.cp).flatten(2)
+            return self._around_the_ring(query, key, value)
         if self.cache is not None:
             seen = self.cache.extended(torch.cat((key, value), dim=-1))
             key, value = torch.split(seen, [key.shape[-1], value.shape[-1]], dim=-1)
         else:
             key, value = self._whole_rows(key, value)
         return self.attend(query, key, value, attention_mask)
+
+    def _around_the_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention to this rank's keys and those of the others, as they come by."""
+        return ring_attention(query, key, value, self.scale, self.cp).flatten(2)
 
     def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of this rank's tokens -> those of whole rows, under Ulysses for its own heads alone."""
