@@ -23,7 +23,7 @@ def main() -> None:
         hold_stop_signals()
         survive_full_disks()
     try:
-        from mtrain.cli.main import app  # half a second, and the trainer behind it ten: signals must be held by now
+        from mtrain.cli.main import app  # and the trainer, which takes ten seconds: signals must be held by now
 
         app(prog_name="mtrain")
     except KeyboardInterrupt:  # the second Ctrl-C, outside of what a verb does

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,6 +20,8 @@ def started(action: Callable[[], Result], name: str) -> Future[Result]:
     A thread that a dead disk holds for ever keeps neither the program nor a later action from going on; an executor's
     would, as Python waits for those.
     """
+    from concurrent.futures import Future  # with logging; the command line imports this module before all others
+
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
@@ -55,5 +59,7 @@ def mapped(action: Callable[[Item], Result], items: Iterable[Item], num_threads:
     """
     if num_threads <= 1:
         return [action(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(action, items))

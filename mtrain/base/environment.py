@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 import subprocess
@@ -21,6 +20,8 @@ _GIT_TIMEOUT_S = 10
 
 def program_versions() -> dict[str, str]:
     """Versions of this program, of Python and of PACKAGES, without importing any; those not installed are left out."""
+    import importlib.metadata  # reads e-mail, since that is how metadata are written
+
     found = {"mtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         for distribution in importlib.metadata.distributions(name=name):

@@ -4,7 +4,6 @@ import enum
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After a crash at any point `path` is the old file or the new one, never a part. If the block raises, the old file
     stays. A crash can leave a file named `.new-*` behind.
     """
-    new = path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
+    new = path.with_name(f".new-{path.name}-{os.urandom(4).hex()}")
     try:
         yield new
         sync_file(new)

@@ -1,53 +1,109 @@
-"""The command line: names the verbs. Each is a file; what it needs is imported when it is called, so help is fast."""
+"""The command line: names the verbs. Each is a file, imported when it is called; so is what it needs: help is fast."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from mtrain.cli.check import check
-from mtrain.cli.checkpoints.convert import convert_app
-from mtrain.cli.checkpoints.inspect import inspect_app
-from mtrain.cli.compare import compare
-from mtrain.cli.data.show_batch import show_batch
-from mtrain.cli.data.stdlib_corpus import stdlib_corpus
-from mtrain.cli.data.tokenize import tokenize
-from mtrain.cli.data.train_tokenizer import train_tokenizer
-from mtrain.cli.generate import generate
-from mtrain.cli.init import init
-from mtrain.cli.launch.app import launch_app
-from mtrain.cli.plan import plan
-from mtrain.cli.plot import plot
-from mtrain.cli.report import report
-from mtrain.cli.status import status
-from mtrain.cli.train import train
-from mtrain.cli.verify import verify_app
+from mtrain.cli.sections import SectionedCommand
 
-app = typer.Typer(
-    help="Pretrains and finetunes language models on Megatron-Core; the layout does not change the run.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
-_RUNS, _CHECKS, _TEXT, _WEIGHTS = "Runs", "Checks", "Text", "Weights"
-"""Groups of the help page."""
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the program."""
 
-app.command(rich_help_panel=_RUNS)(init)
-app.command(rich_help_panel=_RUNS)(plan)
-app.command(rich_help_panel=_RUNS)(check)
-app.command(rich_help_panel=_RUNS)(train)
-app.add_typer(launch_app, name="launch", rich_help_panel=_RUNS)
-app.command(rich_help_panel=_RUNS)(status)
-app.command(rich_help_panel=_RUNS)(report)
-app.command(rich_help_panel=_RUNS)(plot)
+    place: str
+    """`module:name` below `mtrain.cli`: the function, or the typer application where the verb has verbs of its own."""
+    summary: str
+    """One line for the list of verbs; `mtrain VERB --help` shows the docstring."""
 
-app.command(rich_help_panel=_CHECKS)(compare)
-app.add_typer(verify_app, name="verify", rich_help_panel=_CHECKS)
 
-app.command("show-batch", rich_help_panel=_CHECKS)(show_batch)
+VERBS = {
+    "Runs": {
+        "init": Verb("init:init", "Copies the configurations and launch scripts that mtrain ships with."),
+        "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
+        "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
+        "train": Verb("train:train", "Trains as one rank: under torchrun, under srun, or alone."),
+        "launch": Verb("launch.app:launch_app", "Starts the ranks of a run: here, on Slurm or on Kubernetes."),
+        "status": Verb("status:status", "Shows how runs are doing while they go on."),
+        "report": Verb("report:report", "Writes one HTML file on a run."),
+        "plot": Verb("plot:plot", "Draws losses and the gradient norm over steps."),
+    },
+    "Checks": {
+        "compare": Verb("compare:compare", "Says what differs between runs, and from which step on."),
+        "verify": Verb("verify:verify_app", "Checks the promise on your own configuration."),
+        "show-batch": Verb("data.show_batch:show_batch", "Shows the samples of a step: what is trained."),
+    },
+    "Text": {
+        "stdlib-corpus": Verb("data.stdlib_corpus:stdlib_corpus", "Builds a small corpus, to try training on."),
+        "train-tokenizer": Verb("data.train_tokenizer:train_tokenizer", "Trains a tokenizer that spells every text."),
+        "tokenize": Verb("data.tokenize:tokenize", "Writes Megatron's .bin/.idx pair from text."),
+    },
+    "Weights": {
+        "convert": Verb("checkpoints.convert:convert_app", "Converts between Hugging Face and checkpoints."),
+        "inspect": Verb("checkpoints.inspect:inspect_app", "Looks into checkpoints; compares and verifies them."),
+        "generate": Verb("generate:generate", "Continues prompts, or answers them."),
+    },
+}
+"""By the groups of the help page."""
 
-app.command("stdlib-corpus", rich_help_panel=_TEXT)(stdlib_corpus)
-app.command("train-tokenizer", rich_help_panel=_TEXT)(train_tokenizer)
-app.command(rich_help_panel=_TEXT)(tokenize)
 
-app.add_typer(convert_app, name="convert", rich_help_panel=_WEIGHTS)
-app.add_typer(inspect_app, name="inspect", rich_help_panel=_WEIGHTS)
-app.command(rich_help_panel=_WEIGHTS)(generate)
+class _Commands(Mapping[str, Any]):
+    """The commands of the verbs; one is imported when it is asked for, and its signature read then."""
+
+    def __init__(self) -> None:
+        self._verbs = {name: verb for group in VERBS.values() for name, verb in group.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, attribute = self._verbs[name].place.partition(":")
+        loaded = getattr(import_module(f"mtrain.cli.{module}"), attribute)
+        alone = _plain_app()
+        alone.callback()(_nothing)  # or typer would take its only command for the program itself
+        if isinstance(loaded, typer.Typer):
+            alone.add_typer(loaded, name=name)
+        else:
+            alone.command(name, cls=SectionedCommand)(loaded)
+        group: Any = get_command(alone)
+        return group.commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._verbs)
+
+    def __len__(self) -> int:
+        return len(self._verbs)
+
+
+class _Program(TyperGroup):
+    """Finds verbs without importing those that are not called, and lists them in groups."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Commands()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Called for `--help`."""
+        widest = max(map(len, self.commands))
+        for title, verbs in VERBS.items():
+            with formatter.section(title):
+                # of one width in all groups
+                formatter.write_dl([(name.ljust(widest), verb.summary) for name, verb in verbs.items()])
+
+
+def _nothing() -> None: ...
+
+
+def _plain_app(**settings: Any) -> typer.Typer:
+    """Help and errors in plain lines: importing what draws frames around them takes longer than all the rest."""
+    return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
+
+
+app = _plain_app(cls=_Program, no_args_is_help=True)
+
+
+@app.callback()
+def _program() -> None:
+    """Pretrains and finetunes language models on Megatron-Core; the layout does not change the run."""

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import typer
 
 from mtrain.base.errors import MtrainError
-from mtrain.runs.failure import REPORT_TO, reported_summary
 
 
 @contextmanager
@@ -44,6 +43,8 @@ def prefixed_traceback() -> Iterator[None]:
 
 def _told(error: Exception) -> str | None:
     """The summary, where this process has to show it; empty where the local launcher will; None where there is none."""
+    from mtrain.runs.failure import REPORT_TO, reported_summary  # nothing has failed yet where verbs start
+
     summary = reported_summary(error)
     if summary is None or {"MTRAIN_LAUNCH", REPORT_TO} & os.environ.keys():
         return summary and ""

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.arguments import split_arguments
+from mtrain.cli.main import VERBS
+from tests.cli.command_line import call
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -18,8 +20,16 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM
 
 def mtrain(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the program where importing torch is an error."""
+    return mtrain_without(("torch",), *arguments, **environment)
+
+
+def mtrain_without(
+    packages: tuple[str, ...], *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the program where importing these is an error."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    blocked = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('mtrain', run_name='__main__')"
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({packages}))"
+    blocked += "; import runpy; runpy.run_module('mtrain', run_name='__main__')"
     return subprocess.run(
         [sys.executable, "-c", blocked, *map(str, arguments)],
         capture_output=True,
@@ -35,10 +45,45 @@ def config_path(tmp_path: Path) -> Path:
     return write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
 
 
-def test_help_names_the_verbs() -> None:
-    done = mtrain("--help")
-    assert done.returncode == 0
-    assert all(verb in done.stdout for verb in ("train", "check", "launch"))
+SLOW_TO_IMPORT = (
+    "torch",
+    "numpy",
+    "rich",
+    "pydantic",
+    "ruamel",
+    "jinja2",
+    "concurrent",
+    "importlib.metadata",
+    "mtrain.config",
+)
+"""What the list of verbs does without."""
+
+
+def test_help_names_the_verbs_and_imports_none() -> None:
+    done = mtrain_without((*SLOW_TO_IMPORT, "mtrain.cli.check", "mtrain.cli.train"), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
+    verbs = [name for group in VERBS.values() for name in group]
+    assert [line for line in lines if line in verbs] == verbs
+    assert "Weights:" in lines
+
+
+def test_each_verb_is_where_the_list_says() -> None:
+    for name in (name for group in VERBS.values() for name in group):
+        code, text = call(name, "--help")
+        assert (code, f"Usage: root {name}" in text) == (0, True), text
+
+
+def test_options_of_a_verb_are_listed_in_sections() -> None:
+    _, text = call("launch", "slurm", "--help")
+    sections = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert sections == ["Arguments:", "Options:", "The job:", "Its ranks:", "In a container:"]
+    assert text.index("Its ranks:") < text.index("--ntasks-per-node") < text.index("In a container:")
+
+
+def test_a_verb_that_is_not_there_names_the_nearest() -> None:
+    code, text = call("chec")
+    assert (code, "No such command 'chec'. Did you mean 'check'" in text) == (2, True)
 
 
 def test_check_prints_the_plan_in_plain_lines(config_path: Path) -> None:

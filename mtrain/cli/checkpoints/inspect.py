@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer.core import TyperGroup
 
 from mtrain.base.errors import DataError
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from mtrain.checkpoint.format.safe_metadata import GlobalTensor
     from mtrain.data.ledger import Ledger
 
@@ -195,6 +196,8 @@ def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
 
 
 def _table(*columns: str) -> Table:
+    from rich.table import Table
+
     table = Table(*columns, pad_edge=False)
     if not _console().is_terminal:
         table.box = None
@@ -202,6 +205,8 @@ def _table(*columns: str) -> Table:
 
 
 def _console() -> Console:
+    from rich.console import Console
+
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 

@@ -9,12 +9,13 @@ from mtrain.cli.arguments import ConfigArguments, split_arguments
 from mtrain.cli.launch.kubernetes import kubernetes, torchrun
 from mtrain.cli.launch.slurm import slurm
 from mtrain.cli.messages import one_message
+from mtrain.cli.sections import SectionedCommand
 
 launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
 
 
-launch_app.command()(slurm)
-launch_app.command()(kubernetes)
+launch_app.command(cls=SectionedCommand)(slurm)
+launch_app.command(cls=SectionedCommand)(kubernetes)
 launch_app.command()(torchrun)
 
 
