@@ -1,6 +1,6 @@
 # What a contributor does every day. Each target sets up .venv first where it is missing (launch/setup.sh).
 SHELL := /bin/bash
-setup := set -euo pipefail; source launch/setup.sh; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1};
+setup := set -euo pipefail; source launch/setup.sh; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; unset PYTHONDONTWRITEBYTECODE;
 .DEFAULT_GOAL := help
 .PHONY: help check fix test test-fast test-nightly docs clean
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base import imports
-from mtrain.base.imports import faulty_gpu_packages, settle_gpu_packages, without_collections
+from mtrain.base.imports import faulty_gpu_packages, settle_gpu_packages, without_collections, without_trackers
 from tests.fault_table import Notice
 from tests.paths import ROOT
 
@@ -50,10 +50,24 @@ def test_a_failing_import_leaves_the_collector_on() -> None:
     gc.unfreeze()
 
 
+def test_trackers_are_out_of_sight_of_a_block_and_found_again_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ImportError), without_trackers():
+        import wandb
+    import wandb
+
+    with without_trackers():  # one that is loaded stays
+        assert sys.modules["wandb"] is wandb
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a module on the path; nobody has looked at packages for GPUs yet, and what that changes is undone."""
-    families = ("transformer_engine", "apex", "amp_C")
+    families = ("transformer_engine", "apex", "amp_C", "wandb")
     before = dict(sys.modules)
     for name in before:
         if name.partition(".")[0] in families:
@@ -133,12 +147,14 @@ def test_nothing_is_said_of_packages_that_are_not_there(install: Install) -> Non
     assert faulty_gpu_packages() == {}
 
 
-def test_a_run_without_a_gpu_never_meets_packages_for_gpus(install: Install) -> None:
-    """A TransformerEngine that works and an apex that does not: both would have ended the run."""
+def test_a_run_without_a_gpu_meets_no_packages_for_gpus_and_none_of_trackers_it_does_not_use(install: Install) -> None:
+    """A TransformerEngine that works and an apex that does not: both would have ended the run, and so would a
+    wandb that cannot be imported, which only a tracker of this package has to meet."""
     folder = install("transformer_engine", "__version__ = '2.11.0'")
     install("transformer_engine.pytorch", "")
     install("transformer_engine.pytorch.optimizers", FUSED_ADAM)
     install("apex", BROKEN)
+    install("wandb", BROKEN)
     sizes = ["model.num_layers=1", "train.num_steps=1", "train.global_batch_size=1", "data.seq_length=16"]
     run = [f"run.dir={folder / 'run'}", "data.kind=mock", "optimizer.lr=1e-3", "checkpoint.at_end=false"]
     command = [sys.executable, "-m", "mtrain", "train", "configs/model/tiny.yaml", *run, *sizes]

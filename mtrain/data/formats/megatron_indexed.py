@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults
-from mtrain.base.imports import settle_gpu_packages
+from mtrain.base.imports import settle_gpu_packages, without_trackers
 from mtrain.base.steady_files import retried
 from mtrain.data.formats.corpus_writer import ELEMENTS, HEADER, MAGIC
 
@@ -136,7 +136,7 @@ def _library() -> Iterator[ModuleType]:
     import torch
 
     settle_gpu_packages(torch.cuda.is_available())  # megatron-core's other modules are imported with it
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_trackers():
         warnings.simplefilter("ignore")  # its import warns of every optional package that is missing
         from megatron.core.datasets import indexed_dataset
     yield indexed_dataset
