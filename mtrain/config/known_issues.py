@@ -172,10 +172,15 @@ def beyond_transformer_engine(config: Config) -> Iterator[str]:
 
 
 def beyond_a_ring(config: Config) -> Iterator[str]:
-    """What kernels that attend to the keys of one hop, without a mask, cannot do; whatever cp is."""
+    """A message for each thing that a ring does not know, where one is asked for; whatever cp is."""
+    if config.layout.cp_comm == "ring":
+        for key, why in unknown_to_a_ring(config):
+            yield f"layout.cp_comm=ring does not know {why} ({key}); set layout.cp_comm to allgather or ulysses"
+
+
+def unknown_to_a_ring(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys, and what kernels that attend to the keys of one hop, without a mask, cannot do."""
     model = config.model
-    if config.layout.cp_comm != "ring":
-        return
     reasons = {
         "model.sliding_window": (model.sliding_window is not None, "windows that end within a hop"),
         "model.attention_sinks": (model.attention_sinks, "a sink, which every hop would count"),
@@ -188,7 +193,7 @@ def beyond_a_ring(config: Config) -> Iterator[str]:
     }
     for key, (is_there, why) in reasons.items():
         if is_there:
-            yield f"layout.cp_comm=ring does not know {why} ({key}); set layout.cp_comm to allgather or ulysses"
+            yield key, why
 
 
 def too_much_for_transformer_engine(config: Config) -> Iterator[str]:

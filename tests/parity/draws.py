@@ -25,12 +25,12 @@ def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchS
 
     Args:
         draw: Given by hypothesis.
-        axis: One of AXES, or "ep".
+        axis: One of AXES, or "ep", or "ring": cp, whose ranks pass keys and values on.
         max_ranks: By default MAX_RANKS, but most often half of them.
         kinds: Of models; by default all.
     """
     kind = draw(every_kind() if kinds is None else kinds)
-    kind = kind._replace(has_experts=kind.has_experts or axis == "ep")
+    kind = kind._replace(has_experts=kind.has_experts or axis == "ep", is_latent=kind.is_latent and axis != "ring")
     degrees = draw(layouts(axis, max_ranks or draw(st.sampled_from([4, 4, 4, MAX_RANKS])), kind))
     shape = draw(architectures(degrees, kind))
     micro_batch_size = draw(st.sampled_from([1, 2, 3]))
@@ -45,7 +45,9 @@ def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchS
     seq = unit * draw(st.integers(shortest, max(shortest, MAX_SEQ // unit)))
     masks = draw(st.sampled_from([rows(seq), rows(seq), sparse_rows(seq)]))
     steps = draw(st.lists(st.tuples(*[masks] * num_rows), min_size=1, max_size=2).map(tuple))
-    data = {"data__seq_length": seq, "data__isolate_documents": draw(st.booleans())}
+    # a ring knows plain attention alone
+    isolated = degrees.get("cp_comm") != "ring" and draw(st.booleans())
+    data = {"data__seq_length": seq, "data__isolate_documents": isolated}
     return Trial(
         Case(degrees, micro_batch_size),
         steps,
@@ -57,7 +59,7 @@ def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchS
 @st.composite
 def layouts(draw: DrawFn, axis: str, max_ranks: int, kind: Kind) -> dict[str, Any]:
     """Keys of `Case.layout`: at least 2 along `axis`, at most `max_ranks` ranks; degrees of 3 too."""
-    first = draw(st.sampled_from(["dp", "tp", "cp"])) if axis == "ep" else axis
+    first = draw(st.sampled_from(["dp", "tp", "cp"])) if axis == "ep" else "cp" if axis == "ring" else axis
     degrees: dict[str, Any] = {first: draw(st.integers(2, min(4, max_ranks)))}
     left = max_ranks // degrees[first]
     for other in draw(st.permutations([name for name in AXES if name != first])):
@@ -66,7 +68,8 @@ def layouts(draw: DrawFn, axis: str, max_ranks: int, kind: Kind) -> dict[str, An
     if degrees["tp"] > 1:
         degrees["sp"] = kind.has_experts or draw(st.booleans())
     if degrees["cp"] > 1:
-        degrees["cp_comm"] = draw(st.sampled_from(["allgather", "ulysses"]))  # a ring knows plain attention alone
+        several = ["allgather", "ulysses", *([] if kind.is_latent else ["ring"])]
+        degrees["cp_comm"] = "ring" if axis == "ring" else draw(st.sampled_from(several))
     if degrees["pp"] > 1:
         degrees["vpp"] = draw(st.sampled_from([1, 1, 2, 3]))
         stages = degrees["pp"] * degrees["vpp"]

@@ -67,14 +67,15 @@ def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
     """Heads, windows, sinks and norms of queries and keys."""
     tp = degrees["tp"]
     groups = tp * draw(st.sampled_from([1, 2]))
-    window = draw(st.sampled_from([None, None, 1, 5]))
+    is_ring = degrees.get("cp_comm") == "ring"
+    window = None if is_ring else draw(st.sampled_from([None, None, 1, 5]))
     attention: dict[str, Any] = {
         "num_attention_heads": groups * rounded(degrees, groups // tp, draw(st.sampled_from([1, 2, 3]))),
         "num_query_groups": groups,
         "head_dim": draw(st.sampled_from([4, 6])),
         "qkv_bias": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
-        "attention_sinks": draw(st.booleans()),
+        "attention_sinks": not is_ring and draw(st.booleans()),
         "query_scalar": draw(st.sampled_from([None, None, 9.0])),
         "rope": draw(scaled_ropes()),
         "sliding_window": window,

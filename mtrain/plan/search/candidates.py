@@ -7,10 +7,10 @@ the layers' own work (tp, cp, ep, etp, micro-batch), and the many pipelines over
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from mtrain.config import Config, rules
-from mtrain.config.schema.layout import LayoutSection
+from mtrain.config import Config, known_issues, rules
+from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.plan.activations import FP32_BYTES, element_bytes
 from mtrain.plan.layout import Layout
 from mtrain.plan.memory import own_share, trained_parameters
@@ -35,6 +35,7 @@ class Candidate(NamedTuple):
 
     shares: WeightShares
     cp: int
+    cp_comm: CpComm
     dp: int
     vpp: int
     micro_batch_size: int
@@ -43,7 +44,8 @@ class Candidate(NamedTuple):
 
     def section(self, num_layers: int) -> LayoutSection:
         """`layout.*` of it."""
-        sizes = {**self.shares._asdict(), "cp": self.cp, "vpp": self.vpp, "sp": self.shares.tp > 1}
+        sizes = {**self.shares._asdict(), "cp": self.cp, "cp_comm": self.cp_comm, "vpp": self.vpp}
+        sizes["sp"] = self.shares.tp > 1
         split = stage_split(num_layers, self.shares.pp, self.vpp)
         assert split is not None, "no candidate is made of it"
         return LayoutSection().model_copy(update={**_NO_SPLIT, **sizes, **split})
@@ -61,18 +63,27 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
         cluster: What they run on.
         usable_bytes: Of a GPU's memory.
     """
-    bounds: dict[tuple[int, ...], float] = {}
+    bounds: dict[tuple[Any, ...], float] = {}
+    kinds = context_kinds(config)
     for shares in divisions(config, num_gpus, cluster):
         if state_bytes(config, shares, num_gpus) > usable_bytes:
             continue
         for cp, dp, size, num in batches(config, shares, num_gpus):
-            key = (shares.tp, shares.ep, shares.etp, cp, size)
-            if key not in bounds:
-                layout = Layout(tp=shares.tp, sp=shares.tp > 1, cp=cp, dp=dp, ep=shares.ep, etp=shares.etp)
-                bounds[key] = least_microbatch_seconds(_alone(config, size), layout, cluster)
-            for vpp in _virtual_stages(config.model.num_layers, shares.pp, num):
-                seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
-                yield Candidate(shares, cp, dp, vpp, size, seconds)
+            for kind in kinds if cp > 1 else kinds[:1]:
+                key = (shares.tp, shares.ep, shares.etp, cp, kind, size)
+                if key not in bounds:
+                    layout = Layout(
+                        tp=shares.tp, sp=shares.tp > 1, cp=cp, cp_comm=kind, dp=dp, ep=shares.ep, etp=shares.etp
+                    )
+                    bounds[key] = least_microbatch_seconds(_alone(config, size), layout, cluster)
+                for vpp in _virtual_stages(config.model.num_layers, shares.pp, num):
+                    seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
+                    yield Candidate(shares, cp, kind, dp, vpp, size, seconds)
+
+
+def context_kinds(config: Config) -> tuple[CpComm, ...]:
+    """Of context parallelism, those that go with the model and its rows; whether heads divide, each layout says."""
+    return tuple(kind for kind in get_args(CpComm) if kind != "ring" or not any(known_issues.unknown_to_a_ring(config)))
 
 
 def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:

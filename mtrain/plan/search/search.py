@@ -166,7 +166,7 @@ def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) ->
         if stage_split(config.model.num_layers, shares.pp, 1) is None:
             continue
         for cp, dp, size, _ in batches(config, shares, num_gpus):
-            section = Candidate(shares, cp, dp, 1, size, 0.0).section(config.model.num_layers)
+            section = Candidate(shares, cp, "allgather", dp, 1, size, 0.0).section(config.model.num_layers)
             given = with_layout(config, section, size)
             if size > 1 or broken_rules(given, num_gpus):
                 continue

@@ -33,7 +33,7 @@ _SLOW_IS_FINE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _FIXED = settings(_SLOW_IS_FINE, derandomize=True, database=None, phases=[Phase.generate])
 
 
-@pytest.mark.parametrize("axis", [*AXES, "ep"])
+@pytest.mark.parametrize("axis", [*AXES, "ep", "ring"])
 def test_random_runs_are_those_of_one_process(pool: Pool, axis: str, request: pytest.FixtureRequest) -> None:
     def law_holds(trial: Trial) -> None:
         try:
@@ -46,7 +46,7 @@ def test_random_runs_are_those_of_one_process(pool: Pool, axis: str, request: py
     if num_examples is None:
         settings(_FIXED, max_examples=NUM_EXAMPLES)(given(trials(axis, max_ranks=NUM_RANKS))(law_holds))()
     else:
-        search(law_holds, axis, num_examples // (len(AXES) + 1))
+        search(law_holds, axis, num_examples // (len(AXES) + 2))
 
 
 def search(law: Callable[[Trial], None], axis: str, num_examples: int) -> None:
@@ -75,7 +75,7 @@ def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
     planted |= {"loss__norm_length": None, "loss__length_power": None, "loss__side_terms": {}}
     deviations = []
 
-    @settings(_FIXED, max_examples=NUM_EXAMPLES)
+    @settings(_FIXED, max_examples=2 * NUM_EXAMPLES)
     @given(trials("cp", max_ranks=2, kinds=PLAIN))
     def observe(trial: Trial) -> None:
         rows = tuple(tuple(replace(row, weight=1.0, is_fractional=False) for row in step) for step in trial.steps)

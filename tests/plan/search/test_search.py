@@ -9,6 +9,7 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import load_config
+from mtrain.config.schema.layout import CpComm
 from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search.candidates import candidates, stage_split
 from mtrain.plan.search.changes import smallest_change, with_keys
@@ -62,7 +63,7 @@ def test_nothing_faster_is_overlooked(experts: dict[str, int] | None) -> None:
 
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "tried", "measured"),
-    [("llama3_8b", 10_000, 10_000, 100, 100), ("qwen3_30b_a3b", 1024, 2048, 3000, 600)],
+    [("llama3_8b", 10_000, 10_000, 100, 100), ("qwen3_30b_a3b", 1024, 2048, 6000, 900)],
 )
 def test_few_of_many_layouts_are_tried(model: str, gpus: int, batch: int, tried: int, measured: int) -> None:
     found = search(of(model, f"train.global_batch_size={batch}"), gpus, H100, 80 * GIB)
@@ -70,6 +71,35 @@ def test_few_of_many_layouts_are_tried(model: str, gpus: int, batch: int, tried:
     assert found.counts.measured <= measured
     assert found.counts.bounded > 5 * found.counts.tried
     assert len(found.choices) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, ["allgather", "ulysses", "ring"]),
+        ({"model__sliding_window": 512}, ["allgather", "ulysses"]),
+        ({"model__attention_sinks": True}, ["allgather", "ulysses"]),
+        ({"data__isolate_documents": True}, ["allgather", "ulysses"]),
+    ],
+)
+def test_every_kind_of_context_parallelism_is_a_candidate_where_it_is_known(
+    changes: dict[str, Any], kinds: list[CpComm]
+) -> None:
+    given = config(**changes, data__seq_length=4096)
+    found = list(candidates(given, 4, H100, 1 << 62))
+    assert list(dict.fromkeys(each.cp_comm for each in found if each.cp > 1)) == kinds
+    assert {each.cp_comm for each in found if each.cp == 1} == {"allgather"}
+    for kind in kinds:
+        each = next(each for each in found if (each.cp, each.cp_comm) == (2, kind))
+        assert Config.model_validate({**given.model_dump(), "layout": each.section(given.model.num_layers)})
+
+
+def test_long_rows_are_given_to_a_ring() -> None:
+    """Its hops travel behind products, where an all-gather waits in front of them."""
+    given = of("llama3_8b", "train.global_batch_size=16", "data.seq_length=131072")
+    best = search(given, 32, H100, 80 * GIB, 1).choices[0]
+    assert best.layout.cp_comm == best.config.layout.cp_comm == "ring"
+    assert best.cost.time.cp < 0.01 * best.cost.time.total
 
 
 def test_uneven_stages_leave_room_for_embeddings_and_logits() -> None:
