@@ -27,8 +27,9 @@ OVERFLOWING = {
 
 
 def run_config(run: Path, **changes: Any) -> Config:
-    """A run that saves after every second step."""
-    return configured(**{"run.dir": str(run), "checkpoint.interval_steps": 2, **changes})
+    """A run of five steps that saves after every second one."""
+    sizes = {"model.num_layers": 2, "train.micro_batch_size": 2, "train.num_steps": 5}
+    return configured(**{"run.dir": str(run), "checkpoint.interval_steps": 2, **sizes, **changes})
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def run_config(run: Path, **changes: Any) -> Config:
 def test_fp16_that_skips_every_step_ends(
     pool: Pool, tmp_path: Path, changes: dict[str, Any], skipped: int, scale: str, notice: Notice
 ) -> None:
-    config = run_config(tmp_path, **OVERFLOWING, **changes)
+    config = run_config(tmp_path, **OVERFLOWING, **{"train.num_steps": 9, **changes})
     with notice:
         endings = pool.run(ranks.run, Layout(tp=2), config)
     for ending in endings:
@@ -92,15 +93,15 @@ def goes_on(pool: Pool, layout: Layout, config: Config) -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "fault", "named"),
     [
-        (Layout(dp=2), {}, f"step=6 phase={MOMENT}:-1", f"{MOMENT}[57, 31] is nan on rank 1"),
-        (Layout(tp=2), {"train.precision": "bf16"}, "step=6 phase=decoder.layers.mlp.linear_fc2.weight:-1", ""),
+        (Layout(dp=2), {}, f"step=4 phase={MOMENT}:-1", f"{MOMENT}[57, 31] is nan on rank 1"),
+        (Layout(tp=2), {"train.precision": "bf16"}, "step=4 phase=decoder.layers.mlp.linear_fc2.weight:-1", ""),
         (
             Layout(pp=2),
             WAITS,
-            f"step=5 phase=optimizer.state.exp_avg.{NORM}:0",
+            f"step=3 phase=optimizer.state.exp_avg.{NORM}:0",
             f"{NORM}[0] is nan on rank 1, one of 3",
         ),
-        (Layout(dp=2, ep=2), WAITS | EXPERTS, f"step=6 phase={ROUTER_BIAS}:0", f"{ROUTER_BIAS}["),
+        (Layout(dp=2, ep=2), WAITS | EXPERTS, f"step=4 phase={ROUTER_BIAS}:0", f"{ROUTER_BIAS}["),
     ],
     ids=["unused moment-dp2", "weight-tp2", "moment one step before-pp2", "bias of a router-ep2"],
 )
@@ -117,14 +118,14 @@ def test_a_state_that_is_not_finite_is_never_published(
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, **changes})
     with notice:
         endings = pool.run(ranks.run, layout, config, f"nan rank=1 {fault}")
-    back = tmp_path / "checkpoints" / step_name(4)
+    back = tmp_path / "checkpoints" / step_name(2)
     for ending in endings:
         assert ending.exit_code == notice.exit_code
-        assert f"go back to step 4: the next start goes on from {back}" in ending.message
-        assert f"step 6: {named}" in ending.message or not named
-    assert whole(tmp_path) == [4]
+        assert f"go back to step 2: the next start goes on from {back}" in ending.message
+        assert f"step 4: {named}" in ending.message or not named
+    assert whole(tmp_path) == [2]
     goes_on(pool, layout, config)
-    assert whole(tmp_path) == [9]
+    assert whole(tmp_path) == [5]
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["beside training", "waiting"])
@@ -141,20 +142,20 @@ def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     layout = Layout(pp=2)
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, "checkpoint.async_save": is_async})
     with notice:
-        endings = pool.run(ranks.run, layout, config, f"huge rank=1 step=6 phase={NORM}:0")
-    doubtful = tmp_path / "checkpoints" / step_name(6)
+        endings = pool.run(ranks.run, layout, config, f"huge rank=1 step=4 phase={NORM}:0")
+    doubtful = tmp_path / "checkpoints" / step_name(4)
     for ending in endings:
         assert ending.exit_code == notice.exit_code
-        assert "step 7: the loss of term 'main' is" in ending.message
-        assert "go back to step 4" in ending.message
+        assert "step 5: the loss of term 'main' is" in ending.message
+        assert "go back to step 2" in ending.message
         assert (f"move {doubtful} away" in ending.message) != is_async
-    assert whole(tmp_path) == ([4] if is_async else [4, 6])
+    assert whole(tmp_path) == ([2] if is_async else [2, 4])
     if not is_async:
         again = pool.run(ranks.run, layout, config)
-        assert "go back to step 4" in again[0].message, "a start that resumes from it does not trust it either"
+        assert "go back to step 2" in again[0].message, "a start that resumes from it does not trust it either"
         doubtful.rename(tmp_path / "bad")
     goes_on(pool, layout, config)
-    assert whole(tmp_path) == [9]
+    assert whole(tmp_path) == [5]
 
 
 @pytest.mark.parametrize("at_end", [True, False])
@@ -203,7 +204,7 @@ def test_a_saved_nan_is_not_resumed_from(pool: Pool, tmp_path: Path, notice: Not
     assert f"warning: checkpoint of step 3 is passed over: {NORM}[0] is nan" in ending.output
     assert f"loading {tmp_path / 'checkpoints' / step_name(2)}" in ending.output
     assert len(list((tmp_path / "checkpoints").glob(".damaged-step_00000003-*"))) == 1
-    assert whole(tmp_path) == [8, 9]
+    assert whole(tmp_path) == [4, 5]
 
 
 @pytest.mark.fault(
