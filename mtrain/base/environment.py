@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,11 @@ _GIT_TIMEOUT_S = 10
 
 def program_versions() -> dict[str, str]:
     """Versions of this program, of Python and of PACKAGES, without importing any; those not installed are left out."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> Mapping[str, str]:
     import importlib.metadata  # reads e-mail, since that is how metadata are written
 
     found = {"mtrain": __version__, "python": platform.python_version()}

@@ -6,11 +6,13 @@ What no configuration should hold is refused: depth, aliases that multiply, tags
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import filterfalse
 from typing import Any
 
@@ -98,6 +100,13 @@ def read_yaml(text: str) -> YamlText:
         NotYamlError: It is no YAML.
         YamlTextError: It holds what it should not.
     """
+    read = _read(text)
+    return YamlText(copy.deepcopy(read.content), read.lines)
+
+
+@lru_cache(maxsize=4)
+def _read(text: str) -> YamlText:
+    """A start reads the configuration of a run several times, and a resolved one takes 40 ms."""
     yaml = _yaml()
     yaml.Composer = _LimitedComposer
     try:

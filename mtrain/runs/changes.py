@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from mtrain.base.yaml_text import read_yaml
+from mtrain.config import Config
 from mtrain.config.consent import NEUTRAL_KEYS, lies_in
 from mtrain.config.kinds import of_one_kind
 from mtrain.config.renamed import current_names
@@ -26,9 +26,9 @@ class Change:
     """It leaves the run the same: one of NEUTRAL_KEYS, or below one."""
 
 
-def changes(old_yaml: str, new_yaml: str) -> list[Change]:
+def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
     """What differs between two resolved configurations, sorted by key; neutral keys too."""
-    old, new = flat_keys(old_yaml), flat_keys(new_yaml)
+    old, new = flat_keys(old_config), flat_keys(new_config)
     missing = object()
     return [
         Change(key, _shown(old, key), _shown(new, key), lies_in(key, NEUTRAL_KEYS))
@@ -49,17 +49,12 @@ def _shown(flat: dict[str, Any], key: str) -> str | None:
     return json.dumps(flat[key], ensure_ascii=False, default=str) if key in flat else None
 
 
-def flat_keys(text: str) -> dict[str, Any]:
-    """Dotted key -> value of a resolved configuration; lists and empty sections are values. Old names have become
-    the new ones."""
-    return dict(_flat_keys(text))
-
-
-@lru_cache(maxsize=8)
-def _flat_keys(text: str) -> dict[str, Any]:
-    """A start reads the same text several times, and each takes a tenth of a second."""
+def flat_keys(config: str | Config) -> dict[str, Any]:
+    """Dotted key -> value of a resolved configuration, or of its YAML; lists and empty sections are values. Old names
+    have become the new ones."""
     flat: dict[str, Any] = {}
-    content = read_yaml(text).content
+    # by way of JSON, for the values that its YAML would be read as
+    content = read_yaml(config).content if isinstance(config, str) else json.loads(json.dumps(config.model_dump()))
     assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
     rest: list[tuple[str, Any]] = [("", of_one_kind(current_names(content, "config.yaml")[0]))]
     while rest:

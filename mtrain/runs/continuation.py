@@ -13,7 +13,6 @@ from pydantic_core import PydanticUndefined
 from mtrain.base.errors import RunFolderError
 from mtrain.config import Config
 from mtrain.config.consent import is_permitted
-from mtrain.config.load import config_yaml
 from mtrain.config.messages import sections_at
 from mtrain.config.schema.data import SourceSection
 from mtrain.config.schema.train import AnyOptimizer
@@ -77,7 +76,7 @@ def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list
     Raises:
         RunFolderError: As `continued`.
     """
-    found = [each for each in changes(saved, config_yaml(config)) if each.key != _DECAY and _is_other_run(each)]
+    found = [each for each in changes(saved, config) if each.key != _DECAY and _is_other_run(each)]
     permitted = config.checkpoint.allow_changed
     if refused := [each.key for each in found if not is_permitted(each.key, permitted)]:
         raise _other_run(folder, refused)

@@ -162,3 +162,8 @@ def test_what_is_written_is_read_back_here_and_by_0_1_0(content: dict[str, Any])
     text = yaml_text(content)
     assert repr(read_yaml(text).content) == repr(content)
     assert repr(as_0_1_0(text)) == repr(content)
+
+
+def test_a_text_that_was_read_before_gives_values_of_its_own() -> None:
+    read_yaml("a: [1]\n").content["a"].append(2)
+    assert read_yaml("a: [1]\n").content == {"a": [1]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mtrain.base.heartbeat import Heartbeat
-from mtrain.config.load import config_yaml
 from mtrain.data.ledger import rewind_ledger
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.metrics.jsonl import last_step
@@ -56,7 +55,7 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
         return Sinks(*ledger, signs)
     life.resumed(start, last_step(folder.metrics))
     console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
-    keys, environment = flat_keys(config_yaml(run.config)), folder.saved_environment() or {}
+    keys, environment = flat_keys(run.config), folder.saved_environment() or {}
     tracked = tracked_run(folder.path, metrics.project, run.config.run, keys, environment)
     others: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
     if start < run.config.train.num_steps:
