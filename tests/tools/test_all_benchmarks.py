@@ -9,7 +9,8 @@ import pytest
 import typer
 
 from tests.paths import DOCS, ROOT
-from tools.bench.all import BEGIN, Result, measured, of_gpu, table, written
+from tools.bench import all as benchmarks
+from tools.bench.all import BEGIN, END, Earlier, Result, measured, merged, of_gpu, of_page, table, written
 from tools.bench.rows import GPU_ROWS, ROWS, Row
 
 OUTPUTS = {
@@ -64,7 +65,7 @@ def test_every_row_of_the_page_has_a_command_that_is_there() -> None:
 def test_a_command_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     missing = Row("none", "nothing", 1.0, 2.0, ("none.py",), "x")
     broken = Row("broken", "nothing", 1.0, 2.0, ("rows.py", "--x"), r"no such (\d)")
-    found = measured([missing, broken], is_small=True)
+    found = list(measured([missing, broken], is_small=True))
     assert [each.verdict for each in found] == ["tools/bench/none.py is not there", "the output has no such figure"]
     text = table([*found, Result(missing, 0.5)], "a machine")
     assert "| none | nothing | 1 | 2 | 0.5 | missed |" in text
@@ -78,7 +79,7 @@ def test_a_table_takes_the_place_of_the_one_before() -> None:
 
 
 def test_rows_of_a_gpu_come_from_its_report() -> None:
-    assert {each.verdict for each in of_gpu(None)} == {"needs a GPU"}
+    assert {each.verdict for each in merged([], Earlier("", {})) if each.row in GPU_ROWS} == {"needs a GPU"}
     dense = {"mtrain": {"MFU": 0.47, "update s": 0.02}, "compiled reference": {"mtrain is faster by": 0.99}}
     report: dict[str, Any] = {
         "machine": {"tiny": False},
@@ -96,3 +97,74 @@ def test_rows_of_a_gpu_come_from_its_report() -> None:
     ]
     with pytest.raises(typer.BadParameter, match="small shapes"):
         of_gpu({"machine": {"tiny": True}, "sections": {}})
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of the documentation's, without figures."""
+    path = tmp_path / "performance.md"
+    path.write_text(f"# Performance\n{BEGIN}\n{END}\n")
+    monkeypatch.setattr(benchmarks, "PAGE", path)
+    return path
+
+
+def said(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, str], json_path: Path | None, **options: Any) -> int:
+    """Exit code of a run whose commands print `outputs`, by the name of their row."""
+
+    def output_of(row: Row, is_small: bool) -> str:
+        texts = [outputs[each.name] for each in ROWS if each.command == row.command and each.name in outputs]
+        if not texts:
+            raise RuntimeError("no such output")
+        return "\n".join(texts)
+
+    monkeypatch.setattr(benchmarks, "output_of", output_of)
+    given = {"gpu_report": None, "only": "", "missing": False, "minutes": None, "small": False}
+    with pytest.raises(typer.Exit) as ended:
+        benchmarks.main(json_path, **given | options)
+    return ended.value.exit_code
+
+
+def test_parts_are_put_together(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, packing, help_ = tmp_path / "figures.json", "packing 1M documents: samples per cpu-s", "`mtrain --help`"
+    assert said(monkeypatch, OUTPUTS, path, only=packing) == 0
+    assert said(monkeypatch, OUTPUTS, path, only="--help,convert.py") == 1, "the export has no output"
+    for place in (of_page(page.read_text()), benchmarks.of_file(path)):
+        by_name = {name: figure for (name, _), figure in place.figures.items()}
+        assert by_name == {packing: 41.5, help_: 0.14, "import with proof, 2 workers: GB/s": 0.71}
+    # what is measured again takes the place of what was; without a file the page is what was before
+    assert said(monkeypatch, {help_: "| mtrain --help | 0.4 |"}, None, only="--help") == 0
+    assert of_page(page.read_text()).figures[(help_, "seconds")] == 0.4
+    assert "| packing 1M documents: samples per cpu-s | best fit one by one, or TRL | 10 | 40 | 41.5 | bold |" in (
+        page.read_text()
+    )
+    assert said(monkeypatch, OUTPUTS, path, missing=True) == 1
+    assert (packing, "best fit one by one, or TRL") in of_page(page.read_text()).figures
+    measured_now = {name for name, _ in of_page(page.read_text()).figures}
+    assert measured_now >= OUTPUTS.keys()
+
+
+def test_no_command_begins_when_the_time_is_up(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(monkeypatch, OUTPUTS, None, minutes=-1.0) == 0
+    assert f"the time is up: {len(ROWS)} rows are left; go on with --missing" in capsys.readouterr().out
+    assert of_page(page.read_text()).figures == {}
+
+
+def test_figures_of_another_machine_or_of_small_sizes_are_not_mixed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, small = tmp_path / "figures.json", tmp_path / "small.json"
+    said(monkeypatch, OUTPUTS, path, only="packing.py")
+    for place in (page, path):
+        place.write_text(place.read_text().replace(" cores, ", "1 cores, "))
+    for json_path, named in ((None, "performance.md"), (path, "figures.json")):
+        with pytest.raises(typer.BadParameter, match=rf"{named} has figures of .* cannot stand beside them"):
+            benchmarks.main(json_path, None, "packing.py")
+    assert said(monkeypatch, OUTPUTS, tmp_path / "new.json", only="--help") == 0
+    assert {name for name, _ in of_page(page.read_text()).figures} == {"`mtrain --help`"}
+    assert said(monkeypatch, OUTPUTS, small, only="--help", small=True) == 0
+    with pytest.raises(typer.BadParameter, match="figures of --small"):
+        benchmarks.main(small, None, "--help")
+    with pytest.raises(typer.BadParameter, match="no row or command has this"):
+        benchmarks.main(None, None, "nonsense")

@@ -3,6 +3,9 @@
 Each command measures its contenders in one run, in turns, and prints ratios of medians; the table has what `rows.py`
 finds there. A GPU's rows come from report.json of `tools/bench/gpu.py`. `--small` tries all commands in some minutes
 and writes no page.
+
+Rows can be measured in parts (`--only`, `--minutes`, `--missing`): what an earlier part measured on the same machine,
+in FILE or on the page, stays. Both are written after every row, so that what is stopped has lost nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +33,7 @@ from tools.bench.rows import GPU_ROWS, ROWS, GpuRow, Row
 BENCH = Path(__file__).parent
 PAGE = BENCH.parents[1] / "docs/performance.md"
 BEGIN, END = "<!-- written by tools/bench/all.py -->", "<!-- end -->"
+GPU = "; GPU rows on "
 HEAD = "| figure | beside | must | bold | measured | |\n|---|---|---|---|---|---|"
 
 
@@ -41,6 +45,13 @@ class Result:
     figure: float | None
     reason: str = ""
     """Why there is no figure."""
+    seconds: float = 0.0
+    """That its command took; 0 where another row ran it."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Of its row."""
+        return self.row.name, self.row.contender
 
     @property
     def verdict(self) -> str:
@@ -77,31 +88,33 @@ def _reason(stderr: str) -> str:
     return errors[0] if errors else stderr.strip()[-300:]
 
 
-def measured(rows: Sequence[Row], is_small: bool) -> list[Result]:
-    """Every row; a command that several have runs once."""
+def measured(rows: Sequence[Row], is_small: bool, minutes: float | None = None) -> Iterator[Result]:
+    """Every row; a command that several have runs once.
+
+    Args:
+        rows: In their order.
+        is_small: With options with which a command takes seconds.
+        minutes: After so many no further command begins, and its rows are left out.
+    """
     outputs: dict[tuple[str, ...], str] = {}
-    found = []
+    began = time.perf_counter()
     for row in rows:
-        start = time.perf_counter()
+        start, is_up = time.perf_counter(), minutes is not None and time.perf_counter() - began > 60 * minutes
+        if is_up and row.command not in outputs:
+            continue
         try:
             if row.command not in outputs:
                 outputs[row.command] = output_of(row, is_small)
-            figure = row.figure(outputs[row.command])
-            result = Result(row, figure, "" if figure is not None else "the output has no such figure")
+            figure, reason = row.figure(outputs[row.command]), "the output has no such figure"
         except RuntimeError as error:
-            result = Result(row, None, str(error))
-        print(
-            f"{row.name} / {row.contender}: {result.figure} {result.verdict} ({time.perf_counter() - start:.0f} s)",
-            flush=True,
-        )
-        found.append(result)
-    return found
+            figure, reason = None, str(error)
+        result = Result(row, figure, reason * (figure is None), time.perf_counter() - start)
+        print(f"{row.name} / {row.contender}: {figure} {result.verdict} ({result.seconds:.0f} s)", flush=True)
+        yield result
 
 
-def of_gpu(report: Mapping[str, Any] | None) -> list[Result]:
-    """Rows of a report of tools/bench/gpu.py; without one they are said to need a GPU."""
-    if report is None:
-        return [Result(row, None, "needs a GPU") for row in GPU_ROWS]
+def of_gpu(report: Mapping[str, Any]) -> list[Result]:
+    """Rows of a report of tools/bench/gpu.py."""
     if report["machine"]["tiny"]:
         raise typer.BadParameter("the report is of small shapes, whose speeds mean nothing; run gpu.py without --tiny")
     found = []
@@ -139,25 +152,123 @@ def written(page: str, content: str) -> str:
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
+NOT_YET = "not measured on this machine yet"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What was measured before."""
+
+    machine: str
+    """The GPU, too, where there are rows of one."""
+    figures: Mapping[tuple[str, str], float]
+    """By name and contender of a row; those that have one."""
+
+    @property
+    def gpu(self) -> str:
+        """The end of `machine` that names one."""
+        _, begin, device = self.machine.partition(GPU)
+        return begin + device
+
+
+def of_page(page: str) -> Earlier:
+    """The figures of a table."""
+    content = page.partition(BEGIN)[2].partition(END)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in content.splitlines() if line[:1] == "|"]
+    figures = {(cells[0], cells[1]): float(cells[4]) for cells in rows[2:] if len(cells) == 6 and cells[4]}
+    found = re.search(r"^Measured on: (.*)\.$", content, re.MULTILINE)
+    return Earlier(found[1] if found else "", figures)
+
+
+def of_file(path: Path) -> Earlier:
+    """The figures of what an earlier part wrote with `--json`.
+
+    Raises:
+        typer.BadParameter: They were tried on small sizes.
+    """
+    content = json.loads(path.read_text())
+    if content["small"]:
+        raise typer.BadParameter(f"{path} has figures of --small, which mean nothing; name another file")
+    figures = {(row["name"], row["contender"]): row["figure"] for row in content["rows"] if row["figure"] is not None}
+    return Earlier(content["machine"], figures)
+
+
+def earlier(json_path: Path | None, machine: str, is_part: bool) -> Earlier:
+    """Of the file, if there is one, else of the page; none where these are another machine's.
+
+    Raises:
+        typer.BadParameter: They are, and a part of the rows cannot stand beside them.
+    """
+    is_new = json_path is None or not json_path.exists()
+    found = of_page(PAGE.read_text()) if json_path is None or is_new else of_file(json_path)
+    if not found.figures or found.machine.partition(GPU)[0] == machine:
+        return found
+    if is_part and not (is_new and json_path is not None):
+        raise typer.BadParameter(
+            f"{PAGE.name if is_new else json_path} has figures of {found.machine}, and this is {machine}: a part of "
+            "the rows cannot stand beside them; measure all rows, or name a new file by --json"
+        )
+    print(f"figures of {found.machine} are left out")
+    return Earlier("", {})
+
+
+def merged(results: Sequence[Result], before: Earlier) -> list[Result]:
+    """All rows in their order: those measured now, else before."""
+    now = {each.key: each for each in results}
+    rows: list[Row | GpuRow] = [*ROWS, *GPU_ROWS]
+    merged = []
+    for row in rows:
+        key = (row.name, row.contender)
+        figure = before.figures.get(key)
+        reason = NOT_YET if isinstance(row, Row) else "needs a GPU"
+        merged.append(now.get(key) or Result(row, figure, reason * (figure is None)))
+    return merged
+
+
+def write(results: Sequence[Result], machine: str, json_path: Path | None, is_small: bool) -> None:
+    """The page, but of small sizes, and the file."""
+    if not is_small:
+        PAGE.write_text(written(PAGE.read_text(), table(results, machine)))
+    if json_path is not None:
+        rows = [
+            {**vars(each.row), "figure": each.figure, "verdict": each.verdict, "seconds": each.seconds}
+            for each in results
+        ]
+        json_path.write_text(json.dumps({"machine": machine, "small": is_small, "rows": rows}, indent=1))
+
+
+def chosen(only: str, missing: bool, before: Earlier) -> list[Row]:
+    """Rows to measure."""
+    words = [word.strip() for word in only.split(",") if word.strip()]
+    named = [row for row in ROWS if not words or any(word in f"{row.name} {' '.join(row.command)}" for word in words)]
+    if not named:
+        raise typer.BadParameter(f"--only {only}: no row or command has this; see tools/bench/rows.py")
+    return [row for row in named if not (missing and (row.name, row.contender) in before.figures)]
+
+
 def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="file for all figures")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="file for all figures; parts are added")] = None,
     gpu_report: Annotated[Path | None, typer.Option(help="report.json of tools/bench/gpu.py")] = None,
-    only: Annotated[str, typer.Option(help="rows whose name or command has this; the page is not written")] = "",
+    only: Annotated[str, typer.Option(help="rows whose name or command has one of these, between commas")] = "",
+    missing: Annotated[bool, typer.Option("--missing", help="rows that no earlier part has measured")] = False,
+    minutes: Annotated[float | None, typer.Option(help="after which no further command begins")] = None,
     small: Annotated[bool, typer.Option("--small", help="tries the commands; the page is not written")] = False,
 ) -> None:
     """Runs the commands; exit code 1 where one fails."""
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    is_part = bool(only or missing or minutes is not None)
+    before = Earlier("", {}) if small else earlier(json_path, machine, is_part)
     report = None if gpu_report is None else json.loads(gpu_report.read_text())
-    wanted = [row for row in ROWS if only in f"{row.name} {' '.join(row.command)}"]
-    results = [*measured(wanted, small), *([] if only else of_gpu(report))]
-    device = "" if report is None else f"; GPU rows on {report['machine']['device']}"
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}{device}"
-    text = table(results, machine)
-    if not small and not only:
-        PAGE.write_text(written(PAGE.read_text(), text))
-    print(text)
-    if json_path is not None:
-        rows = [{**vars(each.row), "figure": each.figure, "verdict": each.verdict} for each in results]
-        json_path.write_text(json.dumps({"machine": machine, "small": small, "rows": rows}, indent=1))
+    device = before.gpu if report is None else f"{GPU}{report['machine']['device']}"
+    results = [] if report is None else of_gpu(report)
+    wanted = chosen(only, missing, before)
+    write(merged(results, before), machine + device, json_path, small)
+    for result in measured(wanted, small, minutes):
+        results.append(result)
+        write(merged(results, before), machine + device, json_path, small)
+    print(table(merged(results, before), machine + device))
+    if left := len(wanted) - sum(isinstance(each.row, Row) for each in results):
+        print(f"the time is up: {left} rows are left; go on with --missing")
     failed = [each for each in results if each.figure is None and isinstance(each.row, Row)]
     raise typer.Exit(1 if failed else 0)
 
