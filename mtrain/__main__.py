@@ -22,6 +22,8 @@ def main() -> None:
     if saves:
         hold_stop_signals()
         survive_full_disks()
+    else:  # a trainer may hold programs of the user, and their plugins
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # else it reads what each package announces
     try:
         from mtrain.cli.main import app  # and the trainer, which takes ten seconds: signals must be held by now
 

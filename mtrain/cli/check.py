@@ -11,7 +11,7 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config import Config
-    from mtrain.plan.search.written import StatedMachine
+    from mtrain.plan.search.stated import StatedMachine
     from mtrain.preflight.findings import Findings
 
 _WorldSize = Annotated[
@@ -35,7 +35,7 @@ def check(
     """Checks a configuration and the files and disks that it names, and prints layout, batch, parameters, FLOPs and
     memory; loads no torch."""
     with one_message():
-        from mtrain.plan.search.written import stated_machine
+        from mtrain.plan.search.stated import stated_machine
         from mtrain.plan.summary import print_plan
         from mtrain.preflight.findings import Findings
 
@@ -67,14 +67,20 @@ def _look_at_memory(
     config: "Config", ranks: int, gpu_memory: str | None, stated: "StatedMachine | None", findings: "Findings"
 ) -> None:
     """What was given goes before what a file says; where neither says anything there is nothing to compare with."""
-    from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
+    if gpu_memory is not None:
+        from mtrain.plan.search.hardware import memory_size
+
+        memory = memory_size(gpu_memory)
+    elif stated is not None:
+        memory = stated.memory_bytes
+    else:
+        return
+    from mtrain.plan.search.hardware import Cluster, gpu_named
     from mtrain.plan.search.verdict import verdict
 
-    memory = memory_size(gpu_memory) if gpu_memory is not None else None if stated is None else stated.memory_bytes
-    if memory is not None:
-        gpu = gpu_named("h100" if stated is None else stated.gpu)
-        with findings.looking():
-            findings.fact("GPU memory", verdict(config, ranks, Cluster(gpu), memory))
+    gpu = gpu_named("h100" if stated is None else stated.gpu)
+    with findings.looking():
+        findings.fact("GPU memory", verdict(config, ranks, Cluster(gpu), memory))
 
 
 def print_findings(findings: "Findings") -> None:

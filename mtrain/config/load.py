@@ -27,7 +27,6 @@ from mtrain.config.messages import dotted, joined, readable, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
-from mtrain.hf.schema.description import with_architecture
 
 COMMAND_LINE = "the command line"
 
@@ -72,7 +71,11 @@ def load_config(
     faults += [line for source in sources for line in _placeholders(source)]
     if faults:
         raise ConfigError(joined(faults))
-    content = with_architecture(_merged(sources))
+    content = _merged(sources)
+    if isinstance(model := content.get("model"), dict) and "hf" in model:
+        from mtrain.hf.schema.description import with_architecture  # all families, which other runs do without
+
+        content = with_architecture(content)
     try:
         return Config.model_validate(content)
     except ValidationError as error:

@@ -1,38 +1,42 @@
 """What `mtrain check` prints: the layout, the batch, and what a step costs."""
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from collections.abc import Iterator
 
 from mtrain import plan
 from mtrain.config import Config, known_issues
-from mtrain.hf.schema.description import notes_on_folder
-from mtrain.hf.schema.exportable import refuse_unexportable
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.phases import data_phases
 
 _GIB = 2**30
-_PLAIN_WIDTH = 160
-"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+_COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
 
 
 def print_plan(config: Config, world_size: int) -> None:
-    """Prints the plan of a run to standard output; plain lines where that is no terminal.
+    """Prints the plan of a run to standard output, in plain lines.
 
     Raises:
         ConfigError: the configuration does not run on `world_size` ranks, or its exports cannot be made.
     """
     layout = Layout.from_config(config, world_size)
-    refuse_unexportable(config)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    notes = list(known_issues.notes(config))
+    if config.checkpoint.export_hf_every_steps:
+        from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which other runs do without
+
+        refuse_unexportable(config)
+    if config.model.hf is not None:
+        from mtrain.hf.schema.description import notes_on_folder
+
+        notes += notes_on_folder(config.model.hf)
     for name, value in _facts(config, layout).items():
-        console.print(f"[bold]{name:<18}[/bold]{escape(value)}")
-    for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf)):
-        console.print(escape(f"note: {note}"))
-    console.print()
-    console.print(_memory_table(config, layout, plain=not console.is_terminal))
+        print(f"{name:<18}{value}")
+    for note in notes:
+        print(f"note: {note}")
+    print()
+    print("Memory of a rank, GiB (activations and update do not coincide)")
+    rows = [_COLUMNS, *_memory_of_stages(config, layout)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def _facts(config: Config, layout: Layout) -> dict[str, str]:
@@ -74,25 +78,8 @@ def _rows(config: Config, layout: Layout) -> str:
     return f"{at_most}{microbatches} packed rows of {config.row_width}"
 
 
-def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:
-    """One row for each pipeline rank."""
-    table = Table(
-        title="Memory of a rank, GiB (activations and update do not coincide)", title_justify="left", pad_edge=False
-    )
-    if plain:
-        table.box = None
-    for name in (
-        "pp rank",
-        "layers",
-        "parameters",
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "update",
-        "total",
-    ):
-        table.add_column(name, justify="right")
+def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...]]:
+    """One row for each pipeline rank, under _COLUMNS."""
     num_layers = config.model.num_layers
     for pp_rank in range(layout.pp):
         memory = plan.memory_per_rank(config, layout, pp_rank)
@@ -104,10 +91,9 @@ def _memory_table(config: Config, layout: Layout, plain: bool) -> Table:
             memory.update_bytes,
             memory.total_bytes,
         )
-        table.add_row(
+        yield (
             str(pp_rank),
             str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
             f"{plan.parameters_on_rank(config.model, layout, pp_rank).total:,}",
             *(f"{count / _GIB:.3f}" for count in bytes_of),
         )
-    return table

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from mtrain.config.schema.bounds import fits_the_machine
 
@@ -33,20 +41,19 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def true_and_false_are_not_numbers(cls, value: object, info: ValidationInfo) -> object:
-        """Refuses `layout.tp=yes`, which pydantic would read as 1."""
+    def numbers_are_numbers_and_fit_the_machine(
+        cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> object:
+        """Refuses `layout.tp=yes`, which pydantic would read as 1, and numbers that no arithmetic of a run can hold.
+
+        One validator for both: each of a field costs time whenever the program starts.
+        """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise ValueError(f"a number is needed, but {str(value).lower()} was given")
-        return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def numbers_fit_the_machine(cls, value: object) -> object:
-        """Refuses numbers that the arithmetic of a run cannot hold."""
-        return fits_the_machine(value)
+        return fits_the_machine(handler(value))
 
     @model_validator(mode="after")
     def every_rule_is_kept(self) -> Self:

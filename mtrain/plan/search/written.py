@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.files import write_atomically
 from mtrain.base.yaml_text import yaml_text
 from mtrain.config import Config
 from mtrain.plan.search.cost import step_mfu
 from mtrain.plan.search.hardware import GIB, Cluster
 from mtrain.plan.search.search import Choice
-
-_MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
-"""GB of a GPU are GiB, as its maker writes them."""
-_HEAD_BYTES = 4096
-
-
-class StatedMachine(NamedTuple):
-    """What a configuration says that it is for, in a line such as `# GPUs: 64 x h100 80 GiB`."""
-
-    num_gpus: int
-    memory_bytes: int
-    gpu: str
-
-
-def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
-    """What the files say that they are for; of several the last one that says so. None where none does."""
-    found = None
-    for path in paths:
-        if path.is_file():
-            with disk_faults(f"read {path}"), path.open("rb") as file:
-                match = _MACHINE.search(file.read(_HEAD_BYTES).decode(errors="replace"))
-            if match is not None:
-                found = StatedMachine(int(match[1]), int(float(match[3]) * GIB), match[2])
-    return found
 
 
 def write_choice(choice: Choice, cluster: Cluster, memory_bytes: int, path: Path) -> None:
