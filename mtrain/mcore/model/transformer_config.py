@@ -205,7 +205,8 @@ def _recomputed(train: TrainSection) -> dict[str, Any]:
 def _divides_optimizer(config: Config, layout: Layout) -> bool:
     """Whether replicas share an optimizer's work; alone it would only copy gradients and weights to themselves."""
     train = config.train
-    has_replicas = layout.dp * layout.cp > 1 or layout.edp > 1
+    # ranks of tp are replicas of each other for experts alone
+    has_replicas = layout.dp * layout.cp > 1 or (config.model.experts is not None and layout.edp > 1)
     return train.distributed_optimizer and (has_replicas or train.overlap_param_gather)
 
 

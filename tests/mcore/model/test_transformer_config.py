@@ -7,12 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.mcore.model import build
-from mtrain.mcore.model.transformer_config import transformer_config
+from mtrain.mcore.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 
 FLUSH = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}
 WIDE = {"model__hidden_size": 256, "model__ffn_hidden_size": 256, "train__micro_batch_size": 1, "data__seq_length": 128}
+EXPERTS = {"model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}}
 BATCHED = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
 
 
@@ -49,6 +50,25 @@ def test_fields_of_transfers_belong_to_a_layout(
 def test_products_in_8_bits_are_asked_for(changes: dict[str, Any], expected: tuple[str | None, str]) -> None:
     found = transformer_config(config(**WIDE, **changes), Layout(), torch.device("cpu"))
     assert (found.fp8, found.fp8_recipe) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected"),
+    [
+        (Layout(tp=2, sp=True), {}, False),  # every rank has a part of each matrix, of which there is one copy
+        (Layout(tp=2, sp=True), EXPERTS, True),  # each rank has whole experts
+        (Layout(tp=2, sp=True, ep=2), EXPERTS, False),
+        (Layout(tp=2, sp=True), {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}, True),
+        (Layout(cp=2), {}, True),
+        (Layout(dp=2), {}, True),
+        (Layout(dp=2), {"train__distributed_optimizer": False}, False),
+    ],
+    ids=str,
+)
+def test_replicas_alone_share_the_work_of_an_optimizer(layout: Layout, changes: dict[str, Any], expected: bool) -> None:
+    given = config(**changes)
+    assert ddp_config(given, layout).use_distributed_optimizer == expected
+    assert optimizer_config(given, layout).use_distributed_optimizer == expected
 
 
 def test_other_fields_are_passed_on_under_every_layout() -> None:
