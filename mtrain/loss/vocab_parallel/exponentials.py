@@ -87,7 +87,9 @@ def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
     """The gradient with exact zeros at masked tokens and at padding, in place."""
     # filled, not multiplied by 0: at a masked token with inf logits the softmax is nan
     if gradient.device.type == "cpu":
-        gradient[is_masked] = 0.0  # finds the rows first, for which a GPU would be waited for; few tokens or none
+        # Finds the rows first, for which a GPU would be waited for; few tokens or none. The boolean itself as an index
+        # would be one more pass over all of them.
+        gradient[is_masked.nonzero(as_tuple=True)] = 0.0
     else:
         gradient.masked_fill_(is_masked.unsqueeze(-1), 0.0)
     gradient[..., num_real:] = 0.0

@@ -92,6 +92,7 @@ class RowAttention(MegatronModule):
             # a query of each sequence: the batch, [1, tokens, heads, dim]
             output = self._causal(query.transpose(0, 1), key, value, visible).transpose(0, 1)
         elif self._has_whole_rows:
+            key, value = _heads_apart(key), _heads_apart(value)
             output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         elif self.ulysses:
             output = self._attend_with_own_heads(query, key, value, documents)
@@ -99,6 +100,7 @@ class RowAttention(MegatronModule):
             # An early and a late chunk each: under a causal mask all ranks have as many pairs to compute.
             chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
             first = self.cp.rank()
+            key, value = _heads_apart(key), _heads_apart(value)
             runs = [(index * chunk, (index + 1) * chunk) for index in (first, last - first)]
             output = self._attend(query, key, value, runs, documents)
         return output.reshape(*output.shape[:2], -1)
@@ -363,6 +365,14 @@ def _window_mask(query_length: int, key_length: int, window: int, device: torch.
     query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
     distance = query - torch.arange(key_length, device=device)[None]
     return (distance >= 0) & (distance < window)
+
+
+def _heads_apart(part: Tensor) -> Tensor:
+    """[seq, batch, heads, dim], on a CPU with the positions of a head one after the other: torch's kernel multiplies a
+    head at a time, and rows some power of two apart would all meet in a few places of the cache."""
+    if part.device.type != "cpu" or part.stride(0) == part.shape[-1]:
+        return part
+    return part.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
 
 
 def _first(part: Tensor, length: int) -> Tensor:

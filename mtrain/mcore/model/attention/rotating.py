@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from mtrain.mcore.model.rotary.rotation import rotated
+from mtrain.mcore.model.rotary.rotation import rotated, split_and_rotated
 
 
 class RotatingAttention(SelfAttention):
@@ -43,11 +44,24 @@ class RotatingAttention(SelfAttention):
             self._angles = None
         return output
 
-    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         """As megatron-core's; turned, where `forward` has left that to it."""
-        query, key, *others = super().get_query_key_value_tensors(*arguments, **options)
-        if self._angles is not None:
-            turns = self._angles[..., : self._angles.shape[-1] // 2]
-            cosine, sine = turns.cos().to(query.dtype), turns.sin().to(query.dtype)
-            query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
-        return query, key, *others
+        if self._angles is None:
+            apart: tuple[Tensor, ...] = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+            return apart
+        turns = self._angles[..., : self._angles.shape[-1] // 2]
+        cosine, sine = turns.cos().to(hidden_states.dtype), turns.sin().to(hidden_states.dtype)
+        if self._is_plainly_split:
+            mixed, _ = self.linear_qkv(hidden_states)
+            shape = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+            return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), cosine, sine)
+        query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+        return rotated(query, cosine, sine), rotated(key, cosine, sine), *others
+
+    @property
+    def _is_plainly_split(self) -> bool:
+        """Whether the projection holds this rank's own queries, keys and values and nothing stands before rotation."""
+        norms = self.q_layernorm, self.k_layernorm
+        has_own_groups = self.config.num_query_groups >= self.world_size
+        is_gated = self.config.attention_output_gate
+        return has_own_groups and not is_gated and all(norm is None or isinstance(norm, IdentityOp) for norm in norms)

@@ -1,4 +1,8 @@
-"""Turning queries and keys by their angles on a CPU."""
+"""Turning queries and keys by their angles on a CPU.
+
+Results lie with the positions of a head one after the other. Attention reads a head at a time, and rows that are some
+power of two apart miss the cache.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +31,75 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return turned
 
 
+def split_and_rotated(mixed: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a projection, the first two turned as by `rotated`.
+
+    Each is written once where attention reads it, and its gradient once where the projection does: megatron-core copies
+    the queries before they are turned, and in backward puts the three gradients together.
+
+    Args:
+        mixed: [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a value.
+        cosine: [seq, batch or 1, 1, r] of the angles, in the dtype of the projection.
+        sine: Likewise.
+
+    Returns:
+        [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
+    """
+    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, cosine, sine)  # type: ignore[no-untyped-call]
+    return parts
+
+
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _turned(heads, cosine, sine, 1.0)
+        output = _heads_first(heads, heads.shape[2])
+        _turn(heads, cosine, sine, 1.0, output)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turned(gradient, cosine, sine, -1.0), None, None  # the inverse of a rotation is its transpose
+        output = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        _turn(gradient, cosine, sine, -1.0, output)  # the inverse of a rotation is its transpose
+        return output, None, None
 
 
-def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
-    """By the angle times the sign."""
+class _SplitRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        groups, num_queries = mixed.shape[2], mixed.shape[3] - 2
+        query, key, value = (_heads_first(mixed, heads) for heads in (groups * num_queries, groups, groups))
+        _turn(mixed[..., :-2, :], cosine.unsqueeze(3), sine.unsqueeze(3), 1.0, query.unflatten(2, (groups, -1)))
+        _turn(mixed[..., -2, :], cosine, sine, 1.0, key)
+        value.copy_(mixed[..., -1, :])
+        return query, key, value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        seq, batch, groups, size = key.shape
+        num_queries = query.shape[2] // groups
+        mixed = torch.empty(seq, batch, groups, num_queries + 2, size, dtype=key.dtype, device=key.device)
+        queries = query.unflatten(2, (groups, num_queries))
+        _turn(queries, cosine.unsqueeze(3), sine.unsqueeze(3), -1.0, mixed[..., :-2, :])
+        _turn(key, cosine, sine, -1.0, mixed[..., -2, :])
+        mixed[..., -1, :] = value
+        return mixed, None, None
+
+
+def _heads_first(like: Tensor, num_heads: int) -> Tensor:
+    """[seq, batch, num_heads, head_dim], the positions of a head one after the other."""
+    seq, batch, size = *like.shape[:2], like.shape[-1]
+    return torch.empty(batch, num_heads, seq, size, dtype=like.dtype, device=like.device).permute(2, 0, 1, 3)
+
+
+def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
+    """By the angle times the sign, into `output`."""
     size = cosine.shape[-1]
-    output = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     first, second = heads[..., :size], heads[..., size : 2 * size]
     # the whole rotary part at once: halves alone are half as long a run of memory
     torch.mul(heads[..., : 2 * size], torch.cat((cosine, cosine), dim=-1), out=output[..., : 2 * size])
@@ -51,4 +107,3 @@ def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     output[..., size : 2 * size].addcmul_(first, sine, value=sign)
     if heads.shape[-1] > 2 * size:
         output[..., 2 * size :].copy_(heads[..., 2 * size :])
-    return output

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.mcore.model.rotary.rotation import rotated
+from mtrain.mcore.model.rotary.rotation import rotated, split_and_rotated
 
 
 def angles(rows: int, seed: int = 0) -> Tensor:
@@ -33,3 +33,18 @@ def test_its_gradient_is_the_derivative(head_dim: int) -> None:
     turns = angles(2)
     heads = torch.randn(5, 2, 2, head_dim, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda given: rotated(given, turns.cos(), turns.sin()), (heads,))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_a_projection_is_split_and_turned(rows: int, num_queries: int) -> None:
+    """Queries and keys as above, values as they are, all where attention reads them; the gradient comes together."""
+    turns = angles(rows)
+    mixed = torch.randn(5, 2, 2, num_queries + 2, 8, dtype=torch.float64, requires_grad=True)
+    query, key, value = split_and_rotated(mixed, turns.cos(), turns.sin())
+    apart = [mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]]
+    expected = [rotated(apart[0], turns.cos(), turns.sin()), rotated(apart[1], turns.cos(), turns.sin()), apart[2]]
+    for found, wanted in zip((query, key, value), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert found.permute(1, 2, 0, 3).is_contiguous(), "positions of a head lie apart"
+    assert torch.autograd.gradcheck(lambda given: split_and_rotated(given, turns.cos(), turns.sin()), (mixed,))
