@@ -107,6 +107,6 @@ def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParame
 
 
 def _update_bytes(state_elements: int, largest: int) -> int:
-    """What an update makes for a moment: clipping multiplies one parameter's gradient after the other. The fused AdamW
-    makes nothing."""
+    """Left free for an update: a copy of one parameter's gradient, for optimizers that make it. Clipping and the fused
+    AdamW make none."""
     return FP32_BYTES * min(largest, state_elements)

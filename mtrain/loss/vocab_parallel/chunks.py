@@ -104,11 +104,12 @@ class _SumOverChunks(torch.autograd.Function):
         of_weight, of_hidden = ctx.gradients
         # not kept: they are multiplied in place, and freed as soon as they have been used
         ctx.gradients = None
-        # exactly 1 where the gradient is the expected one; the host does not look
+        # exactly 1 where the gradient is the expected one; the host does not look, where it would have to wait
         factor = gradient / ctx.expected_gradient
-        for each in (of_weight, *of_hidden):
-            if each is not None:
-                each.mul_(factor)
+        if factor.is_cuda or factor != 1:
+            for each in (of_weight, *of_hidden):
+                if each is not None:
+                    each.mul_(factor)
         return of_weight, None, None, None, *of_hidden
 
 
@@ -136,19 +137,22 @@ class _WeightGradient:
     """The table's gradient, summed in float32 (float64 for float64 tables) over all chunks and rounded once."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._dtype = weight.dtype
-        self._sum = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self._weight, self._wide = weight, torch.promote_types(weight.dtype, torch.float32)
+        self._sum: Tensor | None = None  # the first product is not added to zeros
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Adds the part of some rows: gradient [rows, vocab_local], hidden [rows, hidden]."""
-        if gradient.dtype == self._sum.dtype:
-            self._sum.addmm_(gradient.t(), hidden)
-        elif gradient.is_cuda:
+        if gradient.dtype != self._wide and not gradient.is_cuda:
+            gradient, hidden = gradient.to(self._wide), hidden.to(self._wide)
+        if gradient.dtype != self._wide:
             # the product leaves the tensor cores in float32, as that of whole logits does before it is rounded
-            self._sum.add_(torch.mm(gradient.t(), hidden, out_dtype=torch.float32))
+            product = torch.mm(gradient.t(), hidden, out_dtype=self._wide)
+            self._sum = product if self._sum is None else self._sum.add_(product)
+        elif self._sum is None:
+            self._sum = torch.mm(gradient.t(), hidden)
         else:
-            self._sum.addmm_(gradient.t().float(), hidden.float())
+            self._sum.addmm_(gradient.t(), hidden)
 
     def rounded(self) -> Tensor:
         """In the table's dtype, as the gradient of whole logits arrives."""
-        return self._sum.to(self._dtype)
+        return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)

@@ -10,7 +10,6 @@ from typing import Any, assert_never
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -256,13 +255,15 @@ class Optimizer:
         return list(getattr(self.inner, "chained_optimizers", [self.inner]))
 
     def _clip(self, grad_norm: float) -> None:
-        if self._clip_grad == 0:
+        factor = _clipping_factor(grad_norm, self._clip_grad)
+        if factor == 1.0:
             return
         # One norm for dense parameters and experts alike: each part alone would clip by its own share.
-        for optimizer in self._optimizers():
-            parameters = optimizer.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=grad_norm)
+        parameters = [each for optimizer in self._optimizers() for each in optimizer.get_parameters()]
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if gradients:  # a rank may hold no part of any parameter
+            # In place: megatron-core's own makes a copy of each and copies it back, where there is no apex.
+            torch._foreach_mul_(gradients, factor)
 
     @property
     def overlaps_param_gather(self) -> bool:
@@ -299,8 +300,7 @@ def check_norm(grad_norm: float, clip_grad: float) -> None:
     """
     if not math.isfinite(grad_norm):
         raise NonFiniteError(f"the gradient norm is {grad_norm}; the weights were not updated")
-    # The factor that clip_grad_by_total_norm_fp32 will apply, computed on the host in advance.
-    clipping = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
+    clipping = _clipping_factor(grad_norm, clip_grad)
     # Conservative: no element exceeds the norm, so what passes cannot overflow anywhere in Adam.
     largest = torch.finfo(torch.float32).max
     if grad_norm > largest or (grad_norm * clipping) ** 2 > largest or clipping < torch.finfo(torch.float32).tiny:
@@ -309,6 +309,11 @@ def check_norm(grad_norm: float, clip_grad: float) -> None:
             "or its square leaves the range of float32; the weights were not updated. Look at the sample weights and "
             "the loss function, or set optimizer.clip_grad to about 1"
         )
+
+
+def _clipping_factor(grad_norm: float, clip_grad: float) -> float:
+    """What the gradient is multiplied by, at most 1; where `clip_grad` is 0, 1."""
+    return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -30,6 +30,7 @@ from mtrain.mcore.model.own_parameters import ShardedOffsets
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, local_frequencies
 from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.model.rotary.positions import Rotary
+from mtrain.mcore.model.swiglu import use_own_swiglu
 from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
 from mtrain.plan import padded_vocab_size
 from mtrain.plan.adapters import holds_narrow
@@ -194,6 +195,7 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
         put_head(model, config.model.num_labels)
     elif is_last:
         defer_output(model)
+    use_own_swiglu(model)
     model.rotary_pos_emb = _rotary(config.model)
     if config.model.rope.local_base is not None:
         take_angles_by_layer(model)

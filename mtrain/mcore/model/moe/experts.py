@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from mtrain.mcore.model.moe.grouped_gemm import Product, chosen_product, sequential
+from mtrain.mcore.model.swiglu import is_swiglu, swiglu
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
 """Axis of one expert's weight that is divided over expert tensor parallelism."""
@@ -130,6 +131,8 @@ class Experts(MegatronModule):
         return output, None
 
     def _activated(self, hidden: Tensor) -> Tensor:
+        if is_swiglu(self.config):
+            return swiglu(hidden)
         activation = self.config.activation_func
         if not self.config.gated_linear_unit:
             return activation(hidden)

@@ -72,7 +72,7 @@ class _SplitRotation(torch.autograd.Function):
         ctx.save_for_backward(cosine, sine)
         groups, num_queries = mixed.shape[2], mixed.shape[3] - 2
         query, key, value = (_heads_first(mixed, heads) for heads in (groups * num_queries, groups, groups))
-        _turn(mixed[..., :-2, :], cosine.unsqueeze(3), sine.unsqueeze(3), 1.0, query.unflatten(2, (groups, -1)))
+        _turn(mixed[..., :-2, :], cosine.unsqueeze(3), sine.unsqueeze(3), 1.0, _by_group(query, groups))
         _turn(mixed[..., -2, :], cosine, sine, 1.0, key)
         value.copy_(mixed[..., -1, :])
         return query, key, value
@@ -84,11 +84,15 @@ class _SplitRotation(torch.autograd.Function):
         seq, batch, groups, size = key.shape
         num_queries = query.shape[2] // groups
         mixed = torch.empty(seq, batch, groups, num_queries + 2, size, dtype=key.dtype, device=key.device)
-        queries = query.unflatten(2, (groups, num_queries))
-        _turn(queries, cosine.unsqueeze(3), sine.unsqueeze(3), -1.0, mixed[..., :-2, :])
+        _turn(_by_group(query, groups), cosine.unsqueeze(3), sine.unsqueeze(3), -1.0, mixed[..., :-2, :])
         _turn(key, cosine, sine, -1.0, mixed[..., -2, :])
         mixed[..., -1, :] = value
         return mixed, None, None
+
+
+def _by_group(query: Tensor, groups: int) -> Tensor:
+    """[seq, batch, groups * n, head_dim] -> [seq, batch, groups, n, head_dim], a view."""
+    return query.view(*query.shape[:2], groups, -1, query.shape[-1])
 
 
 def _heads_first(like: Tensor, num_heads: int) -> Tensor:

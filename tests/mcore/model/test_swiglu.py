@@ -1,0 +1,39 @@
+"""Our SwiGLU against its formula: the same bits, the derivative, and which feed-forward parts take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mtrain.mcore.model.swiglu import is_swiglu, swiglu
+from mtrain.mcore.model.transformer_config import transformer_config
+from mtrain.plan.layout import Layout
+from tests.config.samples import config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_has_the_bits_of_the_formula(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    projected = (3 * torch.randn(5, 2, 2 * 7, generator=generator)).to(dtype).requires_grad_()
+    gate, up = projected.chunk(2, dim=-1)
+    expected, found = functional.silu(gate) * up, swiglu(projected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    weights = torch.randn(5, 2, 7, generator=generator).to(dtype)
+    (wanted,), (gradient,) = (torch.autograd.grad(each, projected, weights) for each in (expected, found))
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=0)
+
+
+def test_its_gradient_is_the_derivative() -> None:
+    assert torch.autograd.gradcheck(swiglu, (torch.randn(3, 8, dtype=torch.float64, requires_grad=True),))
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [("swiglu", True), ("swiglu_clamped", False), ("geglu_tanh", False), ("gelu", False)],
+)
+def test_other_activations_stay_as_they_are(activation: str, expected: bool) -> None:
+    changes: dict[str, Any] = {"model__activation": activation}
+    assert is_swiglu(transformer_config(config(**changes), Layout(), torch.device("cpu"))) == expected
