@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -94,6 +95,31 @@ class RankEnvironment:
         if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and not _is_batch_script(environ):
             return _from_srun(environ)
         return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+
+
+def cores_of_rank(environ: Mapping[str, str], allowed: int | None = None) -> int:
+    """Cores that a rank may keep busy beside the other ranks of its machine, while it starts and nothing else runs.
+
+    A task of srun has SLURM_CPUS_PER_TASK of its own; else the ranks of a machine share what they may run on. The
+    number is at most OMP_NUM_THREADS where that is more than 1: launchers set 1 whatever the machine has.
+
+    Args:
+        environ: The environment variables.
+        allowed: Cores that the process may run on; by default as the system says.
+
+    Raises:
+        MachineError: As `RankEnvironment.from_environ`.
+    """
+    cores = len(os.sched_getaffinity(0)) if allowed is None else allowed
+    of_task, threads = (environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS"))
+    if of_task.isdecimal():
+        cores = min(cores, int(of_task))
+    is_own = of_task.isdecimal() and "RANK" not in environ and "WORLD_SIZE" not in environ
+    if not is_own:  # of torchrun's, the task is the launcher, and its cores are those of all its ranks
+        cores //= RankEnvironment.from_environ(environ).local_world_size
+    if threads.isdecimal() and int(threads) > 1:
+        cores = min(cores, int(threads))
+    return max(1, cores)
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:

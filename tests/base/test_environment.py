@@ -1,5 +1,6 @@
 """Which rank a process is, by the variables of each launcher."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
+from mtrain.base.environment import RankEnvironment, cores_of_rank, git_checkout, program_versions
 from mtrain.base.errors import MachineError
 
 TORCHRUN = {
@@ -42,6 +43,36 @@ def test_torchrun_is_read() -> None:
 
 def test_torchrun_goes_before_slurm() -> None:
     assert RankEnvironment.from_environ(SRUN | TORCHRUN).master_addr == "host"
+
+
+@pytest.mark.parametrize(
+    ("environ", "cores"),
+    [
+        ({}, 16),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 16),  # as launchers set it unasked
+        (TORCHRUN, 4),
+        (TORCHRUN | {"OMP_NUM_THREADS": "3"}, 3),
+        (TORCHRUN | {"OMP_NUM_THREADS": "8"}, 4),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "32"}, 1),
+        (SRUN, 4),
+        (SRUN | {"SLURM_CPUS_PER_TASK": "6"}, 6),
+        (SRUN | {"SLURM_CPUS_PER_TASK": "64"}, 16),
+        (SRUN | TORCHRUN | {"SLURM_CPUS_PER_TASK": "12"}, 3),  # of the task that started torchrun
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(environ: dict[str, str], cores: int) -> None:
+    assert cores_of_rank(environ, allowed=16) == cores
+
+
+def test_a_rank_takes_no_core_that_it_may_not_run_on() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert cores_of_rank({}) == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert cores_of_rank({}) == len(before)
 
 
 def test_srun_is_read() -> None:

@@ -55,6 +55,7 @@ _CONVERT, _TINY_CONVERT = ("convert.py", "{folder}"), ("--layers", "1", "--round
 _SAVE, _TINY_SAVE = ("save.py",), ("--layers", "1", "--hidden", "64")
 _PACKING, _TINY_PACKING = ("packing.py",), ("--count", "20000", "--others", "2000", "--rounds", "1")
 _LOADING, _TINY_LOADING = ("input/loading.py",), ("--documents", "300", "--rows", "4", "--steps", "1", "--rounds", "1")
+_TINY_WEIGHTS = ("--rows", "256", "--columns", "64", "--rounds", "1")
 _START, _TINY_START = ("startup.py",), ("--rounds", "1")
 
 ROWS = (
@@ -216,7 +217,16 @@ ROWS = (
         1.0,
         ("input/initial_weights.py",),
         rf"^ours, 1 thread +{NUMBER} ",
-        ("--rows", "256", "--columns", "64", "--rounds", "1"),
+        _TINY_WEIGHTS,
+    ),
+    Row(
+        "initial weights, all cores of a rank alone: GB/s",
+        "GB of float32",
+        1.0,
+        2.0,
+        ("input/initial_weights.py",),
+        rf"^ours, \d+ threads +[\d.]+ +[\d.]+ +[\d.]+ +{NUMBER}$",
+        _TINY_WEIGHTS,
     ),
     Row(
         "start from `model.hf`, a rank: GB/s",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mtrain.base.background import mapped
+from mtrain.base.environment import cores_of_rank
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
@@ -59,6 +61,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
     Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
     stays zero, so that a model begins as its frozen part.
     """
+    num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups):
         axes = shard.prepend_axis_num  # leading axes that number layers and experts
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
@@ -73,7 +76,8 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
             name = _EMBEDDING
         # on the host, in the parameter's dtype: of a GPU's one copy for the whole shard
         host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
-        draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), _deviation(name, shape, config))
+        deviation = _deviation(name, shape, config)
+        draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
         if name in _VOCABULARY:
             # How many rows only pad depends on tp: zeros, which no layout can tell from each other.
             host[max(0, config.model.vocab_size - offset[0]) :] = 0.0
@@ -91,8 +95,10 @@ def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:
     return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std
 
 
-def draw(target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, ...], deviation: float) -> None:
-    """Fills a part of a tensor; several threads where torch has several.
+def draw(
+    target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, ...], deviation: float, num_threads: int
+) -> None:
+    """Fills a part of a tensor, block by block, each from a generator of its own: threads change no bit.
 
     A block is drawn in float32, rounded once, and cut while it lies in the processor's cache: the whole tensor never
     exists in float32. Blocks are drawn whole, since a generator cannot skip: a cut along columns (RowParallelLinear)
@@ -104,6 +110,7 @@ def draw(target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, .
         shape: Of the global tensor.
         offset: Of the target in it.
         deviation: Standard deviation.
+        num_threads: At work at once, each with one block in memory. torch lets others run while it draws.
     """
     first, end = offset[0], offset[0] + target.shape[0]
     columns = [slice(start, start + size) for start, size in zip(offset[1:], target.shape[1:])]
@@ -119,4 +126,4 @@ def draw(target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, .
         target[low - first : high - first] = values[(slice(low - start, high - start), *columns)]
 
     blocks = range(first // _ROWS_PER_BLOCK, (end - 1) // _ROWS_PER_BLOCK + 1)
-    mapped(fill, blocks, min(torch.get_num_threads(), len(blocks)))
+    mapped(fill, blocks, min(num_threads, len(blocks)))

@@ -1,7 +1,6 @@
 """The run starts from the same weights whatever the layout."""
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -94,15 +93,6 @@ def test_tensors_and_seeds_differ(pool: Pool, single: Arrays) -> None:
 WHOLE = (600, 3, 20)
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of torch, for the time of a test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def defined() -> torch.Tensor:
     """The whole tensor: 256 rows from each generator, seeded by the first 63 bits of a SHA-256."""
     blocks = []
@@ -113,6 +103,7 @@ def defined() -> torch.Tensor:
     return torch.cat(blocks)[: WHOLE[0]]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("offset", "shape"), [((0, 0, 0), WHOLE), ((250, 0, 5), (300, 3, 10)), ((512, 1, 0), (88, 2, 20))]
@@ -122,6 +113,15 @@ def test_a_part_is_that_of_the_whole(
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))  # which asks for gradients
     with torch.no_grad():
-        draw(parameter, "7:w", WHOLE, offset, 0.5)
+        draw(parameter, "7:w", WHOLE, offset, 0.5, threads)
     part = defined()[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
     assert torch.equal(parameter.detach(), part.to(dtype))
+
+
+def test_threads_share_no_generator() -> None:
+    """Of many blocks, so that threads that shared one would meet in it."""
+    rows = 256 * 200
+    one, several = torch.zeros(rows, 8), torch.zeros(rows, 8)
+    draw(one, "7:w", (rows, 8), (0, 0), 0.5, 1)
+    draw(several, "7:w", (rows, 8), (0, 0), 0.5, 4)
+    assert torch.equal(one, several)

@@ -2,9 +2,9 @@
 
 - "bound": the generator alone, block by block into memory that is there: what keeping every drawn value allows.
 - "whole": blocks joined to a whole tensor in float32, which is then copied into the parameter, as of 0.1.0.
-- "ours": `draw` of `mtrain.mcore.model.init_weights`, on one thread and on as many as there are processors.
+- "ours": `draw` of `mtrain.mcore.model.init_weights`, on one thread and on as many as a rank alone has cores.
 
-Contenders take turns and must draw the same bits. Threads are for wall time, which is printed, too.
+Contenders take turns and must draw the same bits. Threads are for wall time: the last column.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import typer
 from torch import Tensor
 
+from mtrain.base.environment import cores_of_rank
 from mtrain.mcore.model.init_weights import draw
 
 _ROWS = 256
@@ -34,12 +35,10 @@ def main(
 ) -> None:
     """Measures all contenders and prints a table."""
     target, gigabytes = torch.zeros(rows, columns, dtype=getattr(torch, dtype)), rows * columns * 4 / 1e9
-    memory, cores = torch.zeros(_ROWS, columns), os.cpu_count() or 1
+    memory, cores = torch.zeros(_ROWS, columns), cores_of_rank(os.environ)
 
     def ours(threads: int) -> None:
-        torch.set_num_threads(threads)
-        draw(target, "bench", (rows, columns), (0, 0), _DEVIATION)
-        torch.set_num_threads(1)
+        draw(target, "bench", (rows, columns), (0, 0), _DEVIATION, threads)
 
     contenders: dict[str, Callable[[], object]] = {
         "bound": lambda: [_block(memory, block) for block in range(rows // _ROWS)],
