@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 
 from mtrain.plan.layout import Layout
+from tests.paths import ROOT
 from tests.pool import Pool
 from tests.tools.gpu_ranks import TINY, answers
+from tools.bench import gpu
 from tools.bench.gpu import DEADLINE_S, SECTIONS, answer_apart, main
+from tools.bench.one_gpu import correctness
 from tools.bench.one_gpu.report import markdown
+from tools.bench.one_gpu.shapes import Bench
 
 NAMES = (
     "fp32 against float64",
@@ -52,6 +60,35 @@ def test_a_section_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) -
     answer = answer_apart("1B", TINY, 0.3, tmp_path)
     assert not answer["passed"]
     assert answer["error"].startswith("stopped after 0 s")
+
+
+def test_commands_of_a_section_are_of_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing installed, wherever the program is started."""
+    monkeypatch.setenv("PYTHONPATH", "packages")
+    assert correctness.from_here()["PYTHONPATH"] == f"{ROOT}{os.pathsep}packages"
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(tmp_path)
+    assert correctness.from_here()["PYTHONPATH"] == str(ROOT)
+
+
+def test_sections_after_the_deadline_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each has no more than what is left."""
+    given: list[float] = []
+    now = iter([0.0, 0.0, 0.0, 5260.0, 5260.0, 5296.0, 5296.0])
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+
+    def answer(name: str, bench: Bench, seconds: float, folder: Path) -> dict[str, Any]:
+        given.append(seconds)
+        return {"passed": True, "found": {}, "seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "answer_apart", answer)
+    with pytest.raises(typer.Exit) as ended:
+        main(tmp_path, "cpu", True, sections="products; 1B; experts")
+    assert ended.value.exit_code == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert given == [300, 40.0], "ten times as long on a CPU: 5,300 s in all"
+    assert report["sections"]["experts"]["error"] == "left out: the time of all sections is up"
+    assert "| experts | **failed**: left out" in (tmp_path / "report.md").read_text()
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

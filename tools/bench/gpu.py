@@ -83,7 +83,8 @@ def answer_apart(name: str, bench: Bench, seconds: float, folder: Path) -> dict[
     start = time.perf_counter()
     with log.open("w") as said:
         options: dict[str, Any] = {"stdout": said, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(command + (["--tiny"] if bench.is_tiny else []), **options)
+        flags = ["--tiny"] * bench.is_tiny + ["--compile"] * bench.compiles_tiny
+        process = subprocess.Popen(command + flags, env=correctness.from_here(), **options)
         try:
             code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -115,6 +116,7 @@ def main(
     output: Annotated[Path, typer.Option(help="folder of report.json, report.md and logs")],
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     tiny: Annotated[bool, typer.Option("--tiny", help="small shapes, to try the program itself")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="with --tiny: compile the reference, too")] = False,
     sections: Annotated[str, typer.Option(help="names between semicolons; by default all")] = "",
     only: Annotated[str, typer.Option(hidden=True, help="one, in this process")] = "",
 ) -> None:
@@ -122,7 +124,7 @@ def main(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         print(f"--device {device}: needs cpu, or cuda where torch sees a GPU, which it does not here")
         raise typer.Exit(2)
-    bench = Bench("cuda" if device == "cuda" else "cpu", tiny)
+    bench = Bench("cuda" if device == "cuda" else "cpu", tiny, compile_)
     wanted = [each.strip() for each in sections.split(";") if each.strip()] or [only] * bool(only) or list(SECTIONS)
     if unknown := [each for each in wanted if each not in SECTIONS]:
         print(f"--sections {'; '.join(unknown)}: not known; choose from {'; '.join(SECTIONS)}")

@@ -195,7 +195,7 @@ def reference(bench: Bench, config: Config, groups: Groups) -> Contender:
 
 def _compiled(bench: Bench, model: Llama) -> tuple[Callable[[Tensor, Tensor], Tensor], list[str]]:
     """The model, and what is to be said about it; tried on a row of a few tokens."""
-    if bench.is_tiny:
+    if bench.is_tiny and not bench.compiles_tiny:
         return model, ["not compiled: tiny"]
     compiled = torch.compile(model)
     tokens = torch.zeros(1, 128, dtype=torch.int64, device=bench.torch_device)

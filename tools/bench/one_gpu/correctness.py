@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -260,13 +261,21 @@ def verified(verb: str) -> Callable[[Bench], dict[str, Any]]:
     return run
 
 
+def from_here() -> dict[str, str]:
+    """An environment in which `mtrain` is that of this checkout, installed or not."""
+    before = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *([before] if before else [])])}
+
+
 def _mtrain(*arguments: str) -> str:
     """Output of a command, in a process of its own.
 
     Raises:
         WrongError: It ended with another exit code than 0; with the end of its output.
     """
-    done = subprocess.run([sys.executable, "-m", "mtrain", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mtrain", *arguments], capture_output=True, text=True, check=False, env=from_here()
+    )
     said = done.stdout + done.stderr
     need(done.returncode == 0, f"mtrain {' '.join(arguments)} ended with exit code {done.returncode}: {said[-900:]}")
     return done.stdout

@@ -65,6 +65,8 @@ class Bench:
 
     device: Device
     is_tiny: bool
+    compiles_tiny: bool = False
+    """Whether the reference is compiled for small shapes, too, which takes a minute of a CPU."""
 
     @property
     def torch_device(self) -> torch.device:
