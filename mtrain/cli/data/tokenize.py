@@ -1,6 +1,9 @@
 """`mtrain tokenize`: text to a corpus for pretraining."""
 
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -28,12 +31,7 @@ def tokenize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
 ) -> None:
     """Writes Megatron's .bin/.idx pair: one document for each text file and for each line of JSONL."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with one_message(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with one_message():
         from mtrain.data.formats.documents import PACKED_SUFFIXES, find_files
         from mtrain.data.preparation.tokenize import tokenize_corpus
         from mtrain.tokenizer import PARALLELISM
@@ -43,21 +41,36 @@ def tokenize(
         files = find_files(inputs, glob)
         is_packed = any(path.suffix in PACKED_SUFFIXES for path in files)
         # how much text is in a packed file is known at its end
-        task = bar.add_task("", total=None if is_packed else sum(path.stat().st_size for path in files))
-        summary = tokenize_corpus(
-            inputs,
-            tokenizer,
-            output_prefix,
-            pattern=glob,
-            text_key=text_key,
-            num_workers=workers,
-            append_eos=append_eos,
-            overwrite=overwrite,
-            is_fast=fast,
-            progress=lambda num_bytes: bar.advance(task, num_bytes),
-        )
+        with _progress(None if is_packed else sum(path.stat().st_size for path in files)) as progress:
+            summary = tokenize_corpus(
+                inputs,
+                tokenizer,
+                output_prefix,
+                pattern=glob,
+                text_key=text_key,
+                num_workers=workers,
+                append_eos=append_eos,
+                overwrite=overwrite,
+                is_fast=fast,
+                progress=progress,
+            )
     empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""
     typer.echo(
         f"{output_prefix}: {summary.num_documents} documents{empty}, {summary.num_tokens} tokens from "
         f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
     )
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows on a terminal how many bytes are done, of so many; elsewhere nothing is imported for it."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -61,9 +61,8 @@ class _Work(NamedTuple):
     append_eos: bool
     is_fast: bool
 
-    def encoder(self) -> Callable[[list[str]], _Tokens]:
-        """Reads the tokenizer."""
-        tokenizer = load_tokenizer(self.tokenizer_path)
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], _Tokens]:
+        """What a worker calls for each chunk."""
         encode = CheckedEncoding(tokenizer).encode if self.is_fast else functools.partial(_encode, tokenizer)
         return functools.partial(_tokens, tokenizer, encode, self.append_eos)
 
@@ -104,12 +103,12 @@ def tokenize_corpus(
     """
     began = time.perf_counter()
     _refuse_existing(output_prefix, overwrite)
-    vocab_size = load_tokenizer(tokenizer_path).vocab_size
+    tokenizer = load_tokenizer(tokenizer_path)
     work = _Work(tokenizer_path, append_eos, is_fast)
     files = find_files(inputs, pattern)
     num_empty = num_bytes = 0
-    with writing_corpus(output_prefix, vocab_size) as writer:
-        for chunk, tokens in _tokenized(_chunks(documents(files, text_key)), work, num_workers):
+    with writing_corpus(output_prefix, tokenizer.vocab_size) as writer:
+        for chunk, tokens in _tokenized(_chunks(documents(files, text_key)), work, tokenizer, num_workers):
             writer.add_all(tokens.ids, tokens.lengths)
             num_empty += tokens.num_empty
             num_bytes += chunk.num_bytes
@@ -141,10 +140,12 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
         yield _TextChunk(group, num_bytes)
 
 
-def _tokenized(chunks: Iterator[_TextChunk], work: _Work, num_workers: int) -> Iterator[tuple[_TextChunk, _Tokens]]:
+def _tokenized(
+    chunks: Iterator[_TextChunk], work: _Work, tokenizer: Tokenizer, num_workers: int
+) -> Iterator[tuple[_TextChunk, _Tokens]]:
     """Yields chunks in their order, each with its tokens."""
     if num_workers == 1:
-        encoder = work.encoder()
+        encoder = work.encoder(tokenizer)
         for chunk in chunks:
             yield chunk, encoder(chunk.texts)
         return
@@ -182,7 +183,7 @@ _of_worker: list[Callable[[list[str]], _Tokens]] = []
 
 def _start_worker(work: _Work) -> None:
     os.environ[PARALLELISM] = "false"  # the workers are the parallelism, and threads on top would fight for processors
-    _of_worker.append(work.encoder())
+    _of_worker.append(work.encoder(load_tokenizer(work.tokenizer_path)))
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
