@@ -66,13 +66,16 @@ def completed(
 class Command:
     """A running command; the part of subprocess.Popen that tests use."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], device: Path | None = None
+    ) -> None:
         """Starts it.
 
         Args:
             arguments: `python -m mtrain ...`, or `python FILE ...` for a file of tools/.
             folder: Working folder.
             environment: All of it.
+            device: Takes standard output and standard error, where they are not kept.
         """
         if list(arguments[:3]) == _PROGRAM:
             script, rest = None, list(arguments[3:])
@@ -82,12 +85,12 @@ class Command:
             assert script.endswith(".py"), arguments
         own = tempfile.mkdtemp(prefix="mtrain-command-")
         weakref.finalize(self, shutil.rmtree, own)  # what a command has said can be read for as long as it is there
-        self._outputs = [Path(own, name) for name in ("output", "errors")]
+        self._outputs = [device or Path(own, name) for name in ("output", "errors")]
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
         job = (script, rest, str(folder), dict(environment), *map(str, self._outputs))
-        self._process = context.Process(target=_run, args=job)
+        self._process = context.Process(target=run_here, args=job)
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -181,10 +184,19 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def _run(
+def run_here(
     script: str | None, arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str
 ) -> None:
-    """In the forked process: all that an interpreter would have found at its start."""
+    """The command in this process, which was forked for it and ends with it.
+
+    Args:
+        script: Of tools/; None for `python -m mtrain`.
+        arguments: What follows.
+        folder: Working folder.
+        environment: All of it.
+        output: A file that is there, to which standard output is appended.
+        errors: The same of standard error.
+    """
     from mtrain.launch import local
 
     for path, descriptor in ((output, 1), (errors, 2)):

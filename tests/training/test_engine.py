@@ -25,7 +25,7 @@ from tests.oracle.loss import Sequence
 from tests.oracle.model import Parameters, logits_of
 from tests.oracle.run import oracle_steps
 from tests.parity.batches import SEQ, VOCAB, cut, three_steps, weighted_steps
-from tests.parity.cases import SINGLE, Case, case
+from tests.parity.cases import Case, case
 from tests.parity.compare import relative, worst
 from tests.pool import Pool
 from tests.training import engine_ranks
@@ -34,8 +34,12 @@ from tests.training.one_process import train_fresh
 from tests.training.test_trainer import numbers
 
 LAYOUTS = [
-    *(case(num_layers=2, **layout) for layout in ({}, {"tp": 2, "sp": True}, {"pp": 2}, {"dp": 2}, {"cp": 2})),
-    case(pp=2, vpp=2),
+    case(4, num_layers=1),
+    case(4, num_layers=1, tp=2, sp=True),
+    case(2, num_layers=2, pp=2),
+    case(2, num_layers=1, dp=2),
+    case(4, num_layers=1, cp=2),
+    case(2, pp=2, vpp=2),
 ]
 
 
@@ -97,8 +101,8 @@ def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -> None:
     config = case.config(train__overlap_grad_reduce=overlap, train__overlap_param_gather=overlap)
-    batches = data_of(three_steps())
-    runs = [pool.run(engine_ranks.train, case.resolved(config), config, batches, size) for size in (6, 16)]
+    batches = [batch[:12] for batch in data_of(three_steps())[:2]]
+    runs = [pool.run(engine_ranks.train, case.resolved(config), config, batches, size) for size in (4, 12)]
     for three, one in zip(*runs, strict=True):
         assert three.steps == one.steps
         assert three.evaluation == one.evaluation
@@ -110,20 +114,19 @@ def test_calls_of_parts_are_one_call_for_every_kind_of_sum(pool: Pool) -> None:
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid"}
     experts |= {"expert_bias": True, "bias_update_rate": 0.1}
     beside = {"near": {"function": "kl", "coefficient": 0.1, "aggregation": "seq-mean-token-mean"}}
+    small = case(2, num_layers=1, dp=2)
     cases = [
-        Calls(case(dp=2).config(loss__aggregation="sum")),
+        Calls(small.config(loss__aggregation="sum")),
         Calls(
-            case(dp=2).config(loss__aggregation="seq-mean-token-mean", loss__side_terms=beside),
-            "ppo",
-            {"dual_clip": 3.0},
+            small.config(loss__aggregation="seq-mean-token-mean", loss__side_terms=beside), "ppo", {"dual_clip": 3.0}
         ),
-        Calls(case(dp=2).config(model__experts=experts)),
+        Calls(small.config(model__experts=experts)),
     ]
     batches = [
-        [replace(datum, extras=extras_of(datum, slot)) for slot, datum in enumerate(batch)]
+        [replace(datum, extras=extras_of(datum, slot)) for slot, datum in enumerate(batch[:12])]
         for batch in data_of(three_steps())[:2]
     ]
-    found = pool.run(engine_ranks.whole_and_in_parts, Layout(dp=2), cases, batches, 6)[0]
+    found = pool.run(engine_ranks.whole_and_in_parts, Layout(dp=2), cases, batches, 4)[0]
     for one, three in found:
         assert three == one
     assert found[0][0][0].denominator == 1
@@ -139,8 +142,8 @@ def extras_of(datum: Datum, slot: int) -> dict[str, Any]:
 def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
     """Three samples on two ranks with rows for four of them, and batches of any size in an evaluation."""
     batch = data_of(three_steps())[0][2:5]
-    alone = pool.run(engine_ranks.train, Layout(), case().config(), [batch], 3)[0]
-    spread = pool.run(engine_ranks.train, Layout(dp=2), case(4, dp=2).config(), [batch], 3)[0]
+    alone = pool.run(engine_ranks.train, Layout(), case(num_layers=1).config(), [batch], 3)[0]
+    spread = pool.run(engine_ranks.train, Layout(dp=2), case(4, num_layers=1, dp=2).config(), [batch], 3)[0]
     assert spread.steps[0].denominator == alone.steps[0].denominator
     assert spread.steps[0].tokens == alone.steps[0].tokens
     assert relative(spread.steps[0].grad_norm, alone.steps[0].grad_norm) < 1e-5
@@ -150,7 +153,7 @@ def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
 
 @pytest.mark.parametrize(  # other axes: tests/parity/layouts/test_packing.py
     "case",
-    [case(4, num_layers=4, tp=2, sp=True, dp=2), pytest.param(case(2, pp=2, vpp=2, cp=2), marks=pytest.mark.nightly)],
+    [case(4, num_layers=1, tp=2, sp=True, dp=2), pytest.param(case(2, pp=2, vpp=2, cp=2), marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> None:
@@ -158,7 +161,8 @@ def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> Non
     packed = {"data__isolate_documents": True, "data__packing": {}}
     batches = data_of([[cut(sample, 1 + 5 * slot % SEQ) for slot, sample in enumerate(b)] for b in weighted_steps()])
     batches[1][3] = Datum([5])  # nothing to read
-    alone = pool.run(engine_ranks.train, Layout(), SINGLE.config(train__micro_batch_size=8), batches, 16)[0]
+    single = Case(micro_batch_size=8, num_layers=case.num_layers).config()
+    alone = pool.run(engine_ranks.train, Layout(), single, batches, 16)[0]
     config = case.config(**packed)
     for found in pool.run(engine_ranks.train, case.resolved(config), config, batches, 16):
         for done, wanted in zip(found.steps, alone.steps, strict=True):
@@ -174,7 +178,7 @@ def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> Non
 
 
 def small(**changes: Any) -> Config:
-    return case(2, num_layers=2).config(data__kind="mock", metrics__tensorboard=False, **changes)
+    return case(4, num_layers=2).config(data__kind="mock", metrics__tensorboard=False, **changes)
 
 
 MUON = {"optimizer__kind": "muon"}
@@ -214,7 +218,7 @@ def test_the_numbers_are_those_of_mtrain_train(
 
 def test_engines_in_one_process_are_those_of_fresh_ones(pool: Pool) -> None:
     """Inside a torch.distributed that the program has opened, each under another layout."""
-    batches = data_of(three_steps())[:2]
+    batches = [batch[:8] for batch in data_of(three_steps())[:2]]
     layouts: list[dict[str, Any]] = [{"layout__tp": 2}, {"layout__pp": 2}, {}]
     configs = [small(**changes) for changes in layouts]
     together = pool.run(engine_ranks.one_after_the_other, Layout(dp=2), configs, batches)
@@ -225,7 +229,7 @@ def test_engines_in_one_process_are_those_of_fresh_ones(pool: Pool) -> None:
 
 
 def test_an_engine_opens_and_closes_torch_distributed_itself(pool: Pool, tmp_path: Path) -> None:
-    batches, config = data_of(three_steps())[:1], small(layout__tp=2)
+    batches, config = [data_of(three_steps())[0][:8]], small(layout__tp=2)
     given = (config, batches, free_port(), str(tmp_path / "store"))
     everyone = pool.run(engine_ranks.opened_by_the_engine, Layout(tp=2), *given)
     joined = pool.run(engine_ranks.train, Layout(tp=2), config, batches, 16)[0]
@@ -234,7 +238,7 @@ def test_an_engine_opens_and_closes_torch_distributed_itself(pool: Pool, tmp_pat
 
 def test_a_loss_function_of_the_users_own_is_the_one_of_the_configuration(pool: Pool) -> None:
     path = "tests.training.engine_ranks:squared"
-    batch = data_of(weighted_steps())[0]
+    batch = data_of(weighted_steps())[0][:8]
     usual, own, by_name = pool.run(engine_ranks.with_losses, Layout(tp=2), small(layout__tp=2), batch)[0]
     config = small(layout__tp=2, loss__function=path)
     configured, again, _ = pool.run(engine_ranks.with_losses, Layout(tp=2), config, batch)[0]

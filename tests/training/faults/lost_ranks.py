@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +50,12 @@ class Waited(NamedTuple):
 def wait_in_vain(groups: Groups, store: str, timeout_s: float) -> list[Waited]:
     """Rank 0 begins two calls in every group of more than one rank, all at once, and waits; the others come to none."""
     waited: list[Waited] = []
+    ended = Path(f"{store}.ended")
 
     def action(_: Groups) -> None:
         if dist.get_rank() != 0:
-            time.sleep(4 * timeout_s)
+            while not ended.exists():
+                time.sleep(0.1)
             return
         began = time.monotonic()
         for name, call, work in list(_begun()):
@@ -60,6 +63,7 @@ def wait_in_vain(groups: Groups, store: str, timeout_s: float) -> list[Waited]:
                 work.wait()
             except RuntimeError:
                 waited.append(Waited(name, call, time.monotonic() - began))
+        ended.touch()
 
     with_short_timeouts(groups, store, timeout_s, action)
     return waited

@@ -28,6 +28,7 @@ __all__ = ["word_tokenizer"]
 )
 def test_a_wall_clock_that_jumps_changes_no_number(pool: Pool, tmp_path: Path, notice: Notice) -> None:
     changes = {"train.num_steps": 4, "checkpoint.interval_steps": 2, "train.process_group_timeout_s": 60}
+    changes |= {"model.num_layers": 1, "train.micro_batch_size": 2}
     sound, jumping = (configured(**{"run.dir": str(tmp_path / name), **changes}) for name in ("sound", "jumping"))
     for ending in pool.run(numeric_fault_ranks.run, Layout(dp=2), sound):
         assert ending.exit_code == 0, ending.message
@@ -63,6 +64,7 @@ def test_another_tokenizer_is_other_data(pool: Pool, tmp_path: Path, word_tokeni
         "data.cache_dir": str(tmp_path / "cache"),
         "data.train": [{"path": str(tmp_path / "train.jsonl")}],
         "optimizer.schedule": "constant",
+        "model.num_layers": 1,
     }
     ending, *_ = pool.run(numeric_fault_ranks.run, Layout(), configured(**given, **{"train.num_steps": 1}))
     assert ending.exit_code == 0, ending.message

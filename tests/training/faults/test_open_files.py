@@ -26,9 +26,9 @@ from tests.training.test_trainer import numbers
 def test_a_rank_without_descriptors_trains_on(
     pool: Pool, tmp_path: Path, changes: dict[str, Any], notice: Notice
 ) -> None:
-    config = configured(
-        **{"run.dir": str(tmp_path), "checkpoint.interval_steps": 3, "checkpoint.keep_last": 9, **changes}
-    )
+    sizes = {"model.num_layers": 1, "train.micro_batch_size": 2}
+    saves = {"checkpoint.interval_steps": 3, "checkpoint.keep_last": 9, **changes}
+    config = configured(**{"run.dir": str(tmp_path), **sizes, **saves})
     with notice:
         (first, other) = pool.run(ranks.without_descriptors, Layout(dp=2), config, 5, 8)
     assert (first.exit_code, first.message, other.exit_code) == (0, "", 0)

@@ -87,7 +87,10 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     """To the launcher, or to one rank of two only."""
     if at == DATA_OPENS:
         monkeypatch.setenv(fault_points.VARIABLE, "usr1 rank=1 step=0 phase=build")
-    process = (start if at == DATA_OPENS else start_cold)(command("layout.cp=2", ranks=2))
+    ranks = 1 if at == LAUNCHER_LOADS else 2  # an interpreter each
+    arguments = command(f"layout.cp={ranks}", ranks=2)
+    arguments[arguments.index("-n") + 1] = str(ranks)
+    process = (start if at == DATA_OPENS else start_cold)(arguments)
     with notice:
         if at == LAUNCHER_LOADS:
             wait_until(lambda: has_handler(process.pid, number))
@@ -113,9 +116,9 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
 def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
     command: Any, start_cold: Any, tmp_path: Path, notice: Notice
 ) -> None:
-    config = command("layout.cp=2")[4:]
+    config = command()[4:]
     path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"  # the script takes the first python
-    environment = ["env", path, "NPROC_PER_NODE=2", f"MASTER_PORT={free_port()}"]
+    environment = ["env", path, "NPROC_PER_NODE=1", f"MASTER_PORT={free_port()}"]
     process = start_cold([*environment, "bash", str(ROOT / "launch" / "torchrun.sh"), *config])
     wait_until(lambda: loads_torch(process.pid))
     with notice:

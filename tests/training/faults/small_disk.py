@@ -1,0 +1,134 @@
+"""A disk of a few megabytes for the commands of a test: a tmpfs in a mount namespace of its own.
+
+No rights are needed, and nothing stays mounted. A process of the fork server of `tests/warm.py` enters the namespace,
+plays a scene of commands there, each forked from it, and passes on what they came to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests import warm
+
+DEADLINE_S = 1200
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_PR_SET_PDEATHSIG = 1
+
+
+class SmallDisk:
+    """What a scene has: the folder `run` on the disk, and commands that are started beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Of the test, with `run` in it; records of commands lie there too."""
+        self.folder, self.run_folder = folder, folder / "run"
+
+    def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+        """`python -m mtrain ...`, whose output goes to `NAME.out` and `NAME.err`; its process id."""
+        outputs = [self.folder / f"{name}.{kind}" for kind in ("out", "err")]
+        for path in outputs:
+            path.touch()
+        environment = {**warm.program_environment(self.folder), **(variables or {})}
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                warm.run_here(None, arguments[3:], str(self.folder), environment, *map(str, outputs))
+            finally:
+                os._exit(70)  # of a fault of this helper: the command ends the process itself
+        return pid
+
+    def exit_code(self, pid: int) -> int:
+        """Of a command, once it has ended; as a shell tells it."""
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return code if code >= 0 else 128 - code
+
+    def run(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+        """As `start`, to its end."""
+        return self.exit_code(self.start(name, arguments, variables))
+
+    def wait_for(self, count: int, pattern: str, file: str) -> None:
+        """Until so many lines of a file have this pattern."""
+        deadline, path = time.monotonic() + DEADLINE_S, self.folder / file
+        while not path.exists() or len(re.findall(f".*{pattern}", path.read_text())) < count:
+            assert time.monotonic() < deadline, f"{file} never says {pattern!r}"
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """Fills the disk and keeps it full, whatever is deleted; then makes room again."""
+        filler = self.run_folder / "filler"
+        loop = 'while :; do cat /dev/zero >> "$1"; sleep 0.05; done 2>/dev/null'
+        with subprocess.Popen(["bash", "-c", loop, "bash", str(filler)]) as process:
+            yield
+            process.kill()
+        filler.unlink()
+
+    def make_read_only(self) -> None:
+        """As a user without root may: by a flag of the mount."""
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(self.run_folder)], check=True)
+
+    def keep(self) -> None:
+        """Copies `run` to `kept`, which outlives the disk."""
+        subprocess.run(["cp", "-a", str(self.run_folder), str(self.folder / "kept")], check=True)
+
+
+Scene = Callable[..., Any]
+
+
+def play(scene: Scene, size: str, folder: Path, *arguments: Any) -> Any:
+    """What `scene(disk, *arguments)` gives back, on a disk of this size.
+
+    Args:
+        scene: Importable under its name; of a module that is no test file.
+        size: As tmpfs takes it, say 2m.
+        folder: For `run`, where the disk is, and for what commands say.
+        *arguments: Pickled.
+    """
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=_play, args=(there, scene, size, folder, arguments), daemon=True)
+    process.start()
+    there.close()
+    try:
+        assert here.poll(DEADLINE_S), "the scene has no end"
+        succeeded, value = here.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert succeeded, value
+    return value
+
+
+def _play(pipe: Any, scene: Scene, size: str, folder: Path, arguments: tuple[Any, ...]) -> None:
+    try:
+        _enter_namespace()
+        disk = SmallDisk(folder)
+        disk.run_folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk.run_folder)], check=True)
+        answer = (True, scene(disk, *arguments))
+    except BaseException:  # whatever it is, the test has to show it
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+
+
+def _enter_namespace() -> None:
+    """As `unshare --map-root-user --mount`, which would be a new program."""
+    user, group = os.getuid(), os.getgid()
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
