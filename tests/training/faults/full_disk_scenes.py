@@ -1,4 +1,4 @@
-"""What happens to runs on small disks; played by `small_disk.play`."""
+"""What happens to runs on small disks; played by `tests.tools.small_disk.play`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 
 from mtrain.base import fault_points
-from tests.training.faults.small_disk import SmallDisk
+from tests.tools.small_disk import SmallDisk
 
 
 def full_then_read_only(disk: SmallDisk, command: Sequence[str]) -> list[int]:

@@ -16,8 +16,8 @@ from mtrain.checkpoint.store.directory import newest_good
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.metrics.jsonl import read_records
 from tests.fault_table import Notice
+from tests.tools.small_disk import play
 from tests.training.faults import full_disk_scenes as scenes
-from tests.training.faults.small_disk import play
 from tests.training.test_trainer import DEADLINE_S, command, numbers
 from tests.warm import Command, program_environment
 

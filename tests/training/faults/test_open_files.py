@@ -12,7 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
-from tests.training.faults import open_file_ranks as ranks
+from tests.training.faults import surroundings_ranks as ranks
 from tests.training.test_trainer import numbers
 
 

@@ -1,11 +1,14 @@
-"""What ranks do in the test of too many open files."""
+"""What ranks do where the system under them changes: too many open files, a wall clock that jumps."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
+import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
@@ -14,6 +17,16 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep
 from tests.training.faults.numeric_fault_ranks import Ending, run
+
+_DAY_S = 86400.0
+
+
+class Jumped(NamedTuple):
+    """A start under such a clock."""
+
+    ending: Ending
+    looks: int
+    """At the clock."""
 
 
 def without_descriptors(groups: Groups, config: Config, first: int, behind: int) -> Ending:
@@ -43,3 +56,15 @@ def without_descriptors(groups: Groups, config: Config, first: int, behind: int)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         lock._CHECK_S = seconds
+
+
+def run_with_jumping_clock(groups: Groups, config: Config) -> Jumped:
+    """As `run`; every look at the wall clock finds it a day ahead or behind."""
+    real, looks = time.time, itertools.count()
+
+    def jumping() -> float:
+        return real() + (_DAY_S if next(looks) % 2 else -_DAY_S)
+
+    with mock.patch("time.time", jumping):
+        ending = run(groups, config)
+    return Jumped(ending, next(looks))
