@@ -1,4 +1,7 @@
-"""megatron-core's self-attention, which on a CPU turns queries and keys by our own rotation."""
+"""megatron-core's self-attention, with queries and keys turned by our own rotation.
+
+megatron-core's takes cosine and sine of all angles in every layer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from mtrain.mcore.model.rotary.rotation import rotated, split_and_rotated
+from mtrain.mcore.model.rotary.rotation import rotated, split_and_rotated, turned_as_rounded, turns_of
 
 
 class RotatingAttention(SelfAttention):
@@ -29,9 +32,8 @@ class RotatingAttention(SelfAttention):
             rotary_pos_emb: Angles [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half as the first.
             options: As megatron-core's.
         """
-        # in half precision the sums are rounded where megatron-core and transformers round them; compilers fuse
-        is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
-        if not is_wide or torch.compiler.is_compiling():
+        # who fuses rotation by itself
+        if torch.compiler.is_compiling() or self.config.apply_rope_fusion:
             output: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options
             )
@@ -49,14 +51,16 @@ class RotatingAttention(SelfAttention):
         if self._angles is None:
             apart: tuple[Tensor, ...] = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
             return apart
-        turns = self._angles[..., : self._angles.shape[-1] // 2]
-        cosine, sine = turns.cos().to(hidden_states.dtype), turns.sin().to(hidden_states.dtype)
-        if self._is_plainly_split:
+        turns = turns_of(self._angles, hidden_states.dtype)
+        # in half precision the sums are rounded where megatron-core and transformers round them
+        is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
+        if is_wide and self._is_plainly_split:
             mixed, _ = self.linear_qkv(hidden_states)
             shape = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-            return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), cosine, sine)
+            return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), turns)
         query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        return rotated(query, cosine, sine), rotated(key, cosine, sine), *others
+        turn = rotated if is_wide else turned_as_rounded
+        return turn(query, turns), turn(key, turns), *others
 
     @property
     def _is_plainly_split(self) -> bool:

@@ -46,4 +46,13 @@ def _take_own_angles(
     attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     windowed = has_window(attention.config, attention.layer_number)
-    return args, {**options, "rotary_pos_emb": options["rotary_pos_emb"][int(windowed)]}
+    return args, {**options, "rotary_pos_emb": _apart(options["rotary_pos_emb"])[int(windowed)]}
+
+
+def _apart(angles: Tensor) -> tuple[Tensor, ...]:
+    """Both halves, the same tensors for all layers of a microbatch, which keep more with them (`turns_of`)."""
+    known: tuple[Tensor, ...] | None = getattr(angles, "known_halves", None)
+    if known is None:
+        known = angles.unbind()
+        angles.known_halves = known  # type: ignore[attr-defined]
+    return known

@@ -1,19 +1,45 @@
-"""Turning queries and keys by their angles on a CPU.
+"""Turning queries and keys by their angles.
 
-Results lie with the positions of a head one after the other. Attention reads a head at a time, and rows that are some
-power of two apart miss the cache.
+On a CPU results lie with the positions of a head one after the other. Attention reads a head at a time, and rows
+that are some power of two apart miss the cache.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+class Turns(NamedTuple):
+    """Of angles whose second half is as the first; [seq, batch or 1, 1, 2 r] each, in the dtype of what is turned."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+def turns_of(angles: Tensor, dtype: torch.dtype) -> Turns:
+    """Of [seq, batch or 1, 1, 2 r] in radians, float32: found by the first layer of a microbatch for all of them."""
+    # on the tensor itself, which all layers are handed: it goes when the microbatch goes
+    known: Turns | None = getattr(angles, "known_turns", None)
+    if known is None or known.cosine.dtype != dtype:
+        known = Turns(angles.cos().to(dtype), angles.sin().to(dtype))
+        angles.known_turns = known  # type: ignore[attr-defined]
+    return known
+
+
+def turned_as_rounded(heads: Tensor, turns: Turns) -> Tensor:
+    """As `rotated`, by the very operations of megatron-core and transformers, which round each product."""
+    size = turns.cosine.shape[-1]
+    rotary, rest = heads[..., :size], heads[..., size:]
+    first, second = rotary.chunk(2, dim=-1)
+    rotary = rotary * turns.cosine + torch.cat((-second, first), dim=-1) * turns.sine
+    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+
+
+def rotated(heads: Tensor, turns: Turns) -> Tensor:
     """Turns dimension i of the first 2 r of each head with i + r.
 
     One new tensor and three passes forward, the same backward; nothing is kept but the arguments that are shared by all
@@ -21,17 +47,16 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
     Args:
         heads: [seq, batch, heads, head_dim].
-        cosine: [seq, batch or 1, 1, r] of the angles, in the dtype of the heads.
-        sine: Likewise.
+        turns: Of 2 r dimensions.
 
     Returns:
         As heads; dimensions from 2 r on are as they were.
     """
-    turned: Tensor = _Rotation.apply(heads, cosine, sine)  # type: ignore[no-untyped-call]
+    turned: Tensor = _Rotation.apply(heads, *turns)  # type: ignore[no-untyped-call]
     return turned
 
 
-def split_and_rotated(mixed: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_and_rotated(mixed: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a projection, the first two turned as by `rotated`.
 
     Each is written once where attention reads it, and its gradient once where the projection does: megatron-core copies
@@ -39,13 +64,12 @@ def split_and_rotated(mixed: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tens
 
     Args:
         mixed: [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a value.
-        cosine: [seq, batch or 1, 1, r] of the angles, in the dtype of the projection.
-        sine: Likewise.
+        turns: Of 2 r dimensions.
 
     Returns:
         [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
     """
-    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, cosine, sine)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, *turns)  # type: ignore[no-untyped-call]
     return parts
 
 
@@ -103,10 +127,10 @@ def _heads_first(like: Tensor, num_heads: int) -> Tensor:
 
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
     """By the angle times the sign, into `output`."""
-    size = cosine.shape[-1]
-    first, second = heads[..., :size], heads[..., size : 2 * size]
+    size = cosine.shape[-1] // 2
+    first, second, sine = heads[..., :size], heads[..., size : 2 * size], sine[..., :size]
     # the whole rotary part at once: halves alone are half as long a run of memory
-    torch.mul(heads[..., : 2 * size], torch.cat((cosine, cosine), dim=-1), out=output[..., : 2 * size])
+    torch.mul(heads[..., : 2 * size], cosine, out=output[..., : 2 * size])
     output[..., :size].addcmul_(second, sine, value=-sign)
     output[..., size : 2 * size].addcmul_(first, sine, value=sign)
     if heads.shape[-1] > 2 * size:
