@@ -32,8 +32,7 @@ class RotatingAttention(SelfAttention):
             rotary_pos_emb: Angles [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half as the first.
             options: As megatron-core's.
         """
-        # who fuses rotation by itself
-        if torch.compiler.is_compiling() or self.config.apply_rope_fusion:
+        if torch.compiler.is_compiling():  # fuses by itself
             output: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options
             )
