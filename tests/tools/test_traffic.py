@@ -195,3 +195,9 @@ def test_a_bubble_of_four_ranks_by_hand() -> None:
     """All forward passes first, of three microbatches: ranks wait three forward and three backward slots."""
     ranks = [[Slot(kind, stage, number) for kind in (True, False) for number in range(3)] for stage in range(4)]
     assert bubble(ranks, Layout(pp=4)) == pytest.approx(9 / 18)
+
+
+def test_a_bubble_of_uneven_slots_by_hand() -> None:
+    """Two ranks, two microbatches; the second stage takes twice as long: 1 to fill, 1 to drain, and it never waits."""
+    forward = [[Slot(True, stage, number) for number in range(2)] for stage in range(2)]
+    assert bubble(forward, Layout(pp=2), [[1.0, 1.0], [2.0, 2.0]]) == pytest.approx(1 - 3 / 5)

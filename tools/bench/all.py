@@ -139,16 +139,16 @@ def table(results: Sequence[Result], machine: str) -> str:
     return "\n".join(lines)
 
 
-def written(page: str, content: str) -> str:
-    """The page with another table.
+def written(page: str, content: str, begin: str = BEGIN, end: str = END) -> str:
+    """The page with another table between two lines.
 
     Raises:
         ValueError: It has no place for one.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs a line {BEGIN} and a line {END} behind it")
+    before, found, rest = page.partition(begin)
+    _, last, after = rest.partition(end)
+    if not found or not last:
+        raise ValueError(f"the page needs a line {begin} and a line {end} behind it")
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 

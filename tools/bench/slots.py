@@ -2,10 +2,13 @@
 
 A forward slot takes one unit a virtual stage, a backward slot two; a slot begins when its rank is free and what it
 needs is there. By the formula (p - 1) / (m v + p - 1) of the step is bubble: p ranks, m microbatches, v virtual stages.
+Or a slot takes the processor seconds that it had: then uneven stages and what the host needs count as well, and ranks
+that share cores do not.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,53 +27,81 @@ class Slot(NamedTuple):
     microbatch: int
 
 
+class Timeline(NamedTuple):
+    """Of one rank."""
+
+    slots: list[Slot]
+    """In the order in which they began."""
+    began: list[float]
+    """Processor seconds of this process when each of them did."""
+
+    def costs(self, end: float) -> list[float]:
+        """Processor seconds from each slot to the next one, or to the `end`."""
+        return [after - before for before, after in zip(self.began, [*self.began[1:], end])]
+
+
 @contextmanager
-def recorded(chunks: Sequence[Any], layout: Layout, pp_rank: int) -> Iterator[list[Slot]]:
-    """Slots of this rank inside the block, in the order in which they began."""
-    slots: list[Slot] = []
+def recorded(chunks: Sequence[Any], layout: Layout, pp_rank: int) -> Iterator[Timeline]:
+    """Slots of this rank inside the block."""
+    found = Timeline([], [])
     handles = []
     for number, chunk in enumerate(chunks):
         stage = layout.stage(pp_rank, number)
-        handles.append(chunk.register_forward_hook(_noting(slots, stage)))
-    yield slots
+        handles.append(chunk.register_forward_pre_hook(lambda module, inputs: found.began.append(time.process_time())))
+        handles.append(chunk.register_forward_hook(_noting(found, stage)))
+    yield found
     for handle in handles:
         handle.remove()
 
 
-def _noting(slots: list[Slot], stage: int) -> Callable[[Any, Any, Any], None]:
+def _noting(found: Timeline, stage: int) -> Callable[[Any, Any, Any], None]:
     count = 0
 
     def note(module: Any, inputs: Any, output: Any) -> None:
         nonlocal count
         number, count = count, count + 1
-        slots.append(Slot(True, stage, number))
+        found.slots.append(Slot(True, stage, number))
+
+        def begin(grad: Any) -> None:
+            found.slots.append(Slot(False, stage, number))
+            found.began.append(time.process_time())
+
         # the last stage hands over hidden states whose logits come later
         tensor = output.main.hidden if hasattr(output, "main") else output
-        tensor.register_hook(lambda grad: slots.append(Slot(False, stage, number)))
+        tensor.register_hook(begin)
 
     return note
 
 
-def bubble(ranks: Sequence[Sequence[Slot]], layout: Layout) -> float:
-    """Share of the step in which a rank has nothing to run.
+def bubble(ranks: Sequence[Sequence[Slot]], layout: Layout, costs: Sequence[Sequence[float]] | None = None) -> float:
+    """Share of the step in which ranks have nothing to run, their mean.
+
+    Args:
+        ranks: Slots of each, in their order.
+        layout: Of the stages.
+        costs: Of each slot; by default one unit forward and two backward, over the virtual stages.
 
     Raises:
         ValueError: The ranks wait for each other in a circle.
     """
+    if costs is None:
+        costs = [
+            [(FORWARD_UNITS if each.is_forward else BACKWARD_UNITS) / layout.vpp for each in slots] for slots in ranks
+        ]
     last, done = layout.num_stages - 1, dict[Slot, float]()
-    waiting, free = [list(slots) for slots in ranks], [0.0] * len(ranks)
+    waiting = [list(zip(slots, of_rank, strict=True)) for slots, of_rank in zip(ranks, costs, strict=True)]
+    free = [0.0] * len(ranks)
     while any(waiting):
         moved = False
         for rank, slots in enumerate(waiting):
-            while slots and all(need in done for need in _needs(slots[0], last)):
-                slot = slots.pop(0)
+            while slots and all(need in done for need in _needs(slots[0][0], last)):
+                slot, cost = slots.pop(0)
                 begin = max([free[rank], *(done[need] for need in _needs(slot, last))])
-                free[rank] = done[slot] = begin + (FORWARD_UNITS if slot.is_forward else BACKWARD_UNITS) / layout.vpp
+                free[rank] = done[slot] = begin + cost
                 moved = True
         if not moved:
             raise ValueError("ranks wait for each other")
-    work = sum(FORWARD_UNITS if each.is_forward else BACKWARD_UNITS for each in ranks[0]) / layout.vpp
-    return 1 - work / max(free)
+    return 1 - sum(map(sum, costs)) / len(ranks) / max(free)
 
 
 def _needs(slot: Slot, last: int) -> list[Slot]:

@@ -61,6 +61,8 @@ class Cluster:
     """Of one collective inside a node."""
     network_latency_s: float = 30e-6
     """Of one between nodes."""
+    launch_s: float = 4e-6
+    """That the host needs for each kernel."""
 
 
 def gpu_named(name: str) -> Gpu:

@@ -22,8 +22,8 @@ from mtrain.plan.search.links import Group, Transfer, exchanged, gathered
 HALF_EFFICIENT = 160
 """Smallest dimension of a product of which half the efficiency is left: tiles of 128 x 256 elements fill a device
 partly."""
-LAUNCHES, LAUNCH_S = 45, 4e-6
-"""Kernels of a layer in one direction, and the time that the host needs for each."""
+LAUNCHES = 45
+"""Kernels of a layer in one direction."""
 TOUCHES = 2.5
 """How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
 
@@ -74,7 +74,7 @@ def layer_cost(config: Config, layout: Layout, cluster: Cluster, layer: int) -> 
     moved = TOUCHES * tokens * (kept + 4 * hidden_local(model, layout)) * element_bytes(config)
     tp, ep = _transfers(config, layout, cluster, layer, tokens)
     cp, cp_backward = _context_transfers(config, layout, cluster, tokens, attention)
-    launches = LAUNCHES * LAUNCH_S
+    launches = LAUNCHES * cluster.launch_s
     return LayerCost(matrices, attention, moved / cluster.gpu.memory_bandwidth, launches, tp, cp, cp_backward, ep)
 
 

@@ -49,6 +49,14 @@ def test_the_documentation_shows_these_numbers() -> None:
     assert found == expected
 
 
+def test_every_deviation_is_that_of_its_row() -> None:
+    text = (DOCS / "planning.md").read_text()
+    rows = re.findall(r"^\|.* \| ([\d.]+) % \| ([\d.]+) % \| ([+-]\d+) % \|", text, re.MULTILINE)
+    assert len(rows) == len(RUNS) + len(MAXTEXT)
+    for published, ours, deviation in rows:
+        assert float(deviation) == round(100 * (float(ours) / float(published) - 1))
+
+
 def test_the_documentation_shows_how_runs_grow() -> None:
     text = (DOCS / "planning.md").read_text()
     found = re.findall(

@@ -1,0 +1,123 @@
+"""What `mtrain plan` has to know of this machine, measured: a core as a device, and gloo as its links.
+
+Everything is in processor seconds of one rank, so ranks that share cores can be predicted, too: of a product, of
+attention, and of an all-gather, which costs a latency and bytes over a bandwidth. What other operations move through
+memory in a second, and what the host needs for each, is fitted to steps of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.plan.search.hardware import GIB, Cluster, Gpu
+from mtrain.plan.search.layer_cost import HALF_EFFICIENT
+
+ROUNDS = 5
+SMALL, LARGE = 1024, 512 * 1024
+"""Numbers of an all-gather on each rank."""
+
+
+class Core(NamedTuple):
+    """One thread."""
+
+    product_flops: float
+    """FLOP/s of [tokens, hidden] x [hidden, 2 hidden]."""
+    attention_flops: float
+    """Of causal attention forward and backward, as `mtrain plan` counts them: 3.5 times the forward pass."""
+
+
+class Links(NamedTuple):
+    """Of so many ranks."""
+
+    latency_s: float
+    """Of a short all-gather."""
+    bandwidth: float
+    """Bytes that a rank sends in a second of its processor time."""
+
+
+NOBODY = Links(0.0, 1e12)
+"""To send to."""
+
+
+def least_seconds(call: Callable[[], object], rounds: int, repeats: int = 10) -> float:
+    """Processor seconds of this process for one call, the least of some rounds."""
+    found = []
+    call()
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(repeats):
+            call()
+        found.append((time.process_time() - start) / repeats)
+    return min(found)
+
+
+def core(groups: Groups, tokens: int, seq: int, hidden: int, heads: int, rounds: int = ROUNDS) -> Core:
+    """Measured on a rank, at the sizes of the model that is to be predicted."""
+    one, other = torch.randn(tokens, hidden), torch.randn(hidden, 2 * hidden)
+    product = 2 * tokens * hidden * 2 * hidden / least_seconds(lambda: one @ other, rounds)
+    shape = (max(1, tokens // seq), heads, seq, hidden // heads)
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+
+    def attend() -> None:
+        torch.autograd.backward(F.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
+
+    pairs = shape[0] * seq * (seq + 1) / 2
+    attention = 3.5 * 2 * 2 * hidden * pairs / least_seconds(attend, rounds)
+    return Core(product, attention)
+
+
+def links(groups: Groups, rounds: int = ROUNDS) -> Links:
+    """Measured on all ranks at once: every one has its own, and the slowest counts."""
+    seconds = []
+    for count in (SMALL, LARGE):
+        own, whole = torch.zeros(count), torch.zeros(count * groups.layout.world_size)
+        seconds.append(least_seconds(lambda own=own, whole=whole: dist.all_gather_into_tensor(whole, own), rounds))
+    sent = 4 * (LARGE - SMALL) * (groups.layout.world_size - 1)
+    found = torch.tensor([seconds[0], max(seconds[1] - seconds[0], 1e-9) / sent], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return Links(found[0].item(), 1 / found[1].item())
+
+
+def fitted(seconds: Callable[[float], float], measured_s: float) -> float:
+    """The rate with which a prediction, which falls with it, is what was measured; or the nearest of 1 to 1e13."""
+    low, high = 1.0, 1e13
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if seconds(middle) > measured_s else (low, middle)
+    return high
+
+
+class Fitted(NamedTuple):
+    """What is chosen so that predictions for one rank are right."""
+
+    memory_bandwidth: float
+    """Bytes that other operations read and write in a second."""
+    launch_s: float
+    """Of the host, for an operation."""
+
+
+def cluster(found: Core, between: Links, fit: Fitted, hidden: int) -> Cluster:
+    """As `mtrain plan` describes machines; all ranks in one node."""
+    gpu = Gpu(
+        name="core",
+        flops=found.product_flops,
+        fp32_flops=found.product_flops,
+        memory_bytes=GIB,
+        memory_bandwidth=fit.memory_bandwidth,
+        nvlink_bandwidth=between.bandwidth,
+        network_bandwidth=between.bandwidth,
+        # products of this width run as fast as was measured; of smaller ones less is left, as on other devices
+        matrix_efficiency=(hidden + HALF_EFFICIENT) / hidden,
+        attention_efficiency=found.attention_flops / found.product_flops,
+    )
+    return Cluster(
+        gpu, gpus_per_node=1024, link_efficiency=1.0, nvlink_latency_s=between.latency_s, launch_s=fit.launch_s
+    )
