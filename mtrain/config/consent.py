@@ -27,6 +27,7 @@ NEUTRAL_KEYS = (
     "train.recompute_layers",
     "train.compile",
     "train.recompute_modules",
+    "train.offload_layers",
     "train.distributed_optimizer",
     "train.overlap_grad_reduce",
     "train.overlap_param_gather",

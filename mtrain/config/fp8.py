@@ -38,6 +38,11 @@ def broken_rules(config: Config) -> Iterator[str]:
             f"{key} needs TransformerEngine's layers, which train.compile={train.compile} leaves out; remove one of "
             "the two"
         )
+    if train.offload_layers is not None:
+        yield (
+            f"{key} needs TransformerEngine's layers, which train.offload_layers={train.offload_layers} leaves out; "
+            "remove one of the two"
+        )
     yield from _unaligned(config, key)
 
 

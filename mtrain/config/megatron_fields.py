@@ -81,6 +81,9 @@ TYPED_KNOBS = {
     "recompute_method": "train.recompute",
     "recompute_num_layers": "train.recompute",
     "recompute_modules": "train.recompute",
+    "cpu_offloading": "train.offload_layers",
+    "cpu_offloading_num_layers": "train.offload_layers",
+    "fine_grained_activation_offloading": "train.offload_layers",
 }
 """Field of megatron-core -> the knob that sets it."""
 
@@ -150,14 +153,11 @@ _REFUSED_FOR = {
         "apply_rope_fusion",
         "attention_backend",
         "batch_invariant_mode",
-        "cpu_offloading",
         "cpu_offloading_activations",
         "cpu_offloading_double_buffering",
-        "cpu_offloading_num_layers",
         "cpu_offloading_weights",
         "delay_wgrad_compute",
         "ep_overlap_early_attn_memory_release",
-        "fine_grained_activation_offloading",
         "fused_single_qkv_rope",
         "log_max_attention_logit",
         "min_offloaded_tensor_size",

@@ -220,6 +220,8 @@ def compiled(config: "Config") -> Iterator[str]:
     for name in dropout_keys(config):
         if name != "model.attention_dropout":  # stands outside of the graphs
             yield f"{key} does not go with {name}, as a compiled layer draws other numbers; turn one of the two off"
+    if config.train.offload_layers is not None:
+        yield f"{key} does not go with train.offload_layers, as graphs hide what a layer keeps; turn one of the two off"
     if config.train.overlap_param_gather:
         yield (
             f"{key} does not go with train.overlap_param_gather=true, which waits for parameters inside of a layer; "

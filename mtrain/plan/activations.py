@@ -36,27 +36,50 @@ def element_bytes(config: Config) -> int:
 def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     """Most that exists at one time on a rank of pipeline rank `pp_rank`.
 
-    Two moments compete: on the last stage the logits' backward pass, when all is kept and logits exist in the
-    precision and in float32; and the backward pass of a layer, which first comes to life again where it is recomputed.
+    Moments compete: on the last stage the logits' backward pass, when all is kept and logits exist in the precision and
+    in float32; and the backward pass of a layer, which first comes to life again where it is recomputed, or comes back
+    from the host beside the layer before it.
     """
     rank = _Rank(config, layout)
-    chunks = [rank.kept(pp_rank, chunk) for chunk in range(layout.vpp)]
-    largest = max(chunks, key=sum)
-    kept = _chunks_in_flight(config, layout, pp_rank) * sum(largest)
-    # recomputed layers come first: their backward pass is behind that of the layers that were kept whole
-    moments = [kept + rank.passing_bytes(), kept - largest.whole + rank.alive_bytes() + rank.passing_bytes()]
+    largest = max((rank.kept(pp_rank, chunk) for chunk in range(layout.vpp)), key=lambda each: each.on_device)
+    kept = _chunks_in_flight(config, layout, pp_rank) * largest.on_device
+    # layers that are recomputed or moved come first: their backward pass is behind that of the others
+    behind = kept - largest.whole
+    last_back = behind + min(largest.whole, rank.largest_layer_bytes()) + max(largest.moved, default=0)
+    moments = [kept, last_back, behind + rank.alive_bytes() + sum(sorted(largest.moved)[-2:])]
+    moments = [each + rank.passing_bytes() for each in moments]
+    # where no layer follows, the last one is still on its way when the forward pass is over
+    leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
     if pp_rank == layout.pp - 1:
-        moments.append(kept + rank.logits_bytes())
+        moments.append(kept + leaving + rank.logits_bytes())
+    else:
+        moments.append(moments[-1] + leaving)
     return max(moments)
+
+
+def host_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
+    """Of activations on the host, at most, on a rank of pipeline rank `pp_rank` (train.offload_layers)."""
+    rank = _Rank(config, layout)
+    largest = max(sum(rank.kept(pp_rank, chunk).moved) for chunk in range(layout.vpp))
+    return _chunks_in_flight(config, layout, pp_rank) * largest
 
 
 class _Kept(NamedTuple):
     """Bytes that one forward pass of a virtual chunk keeps until its backward pass."""
 
     inputs: int
-    """Of recomputed layers."""
+    """Of recomputed layers, and of a stage whose first layer moves: its schedule holds what it received."""
     whole: int
-    """Of all others."""
+    """Of layers that are neither recomputed nor moved, and of what follows them."""
+    moved: tuple[int, ...]
+    """Of each layer that moves to the host."""
+    num_staying: int
+    """Layers that do not move."""
+
+    @property
+    def on_device(self) -> int:
+        """Between the two passes."""
+        return self.inputs + self.whole
 
 
 @dataclass(frozen=True)
@@ -88,14 +111,27 @@ class _Rank:
                 num_depths = model.mtp_depths
             case _ as never:
                 assert_never(never)
-        kinds = alike(model, layers[num_recomputed:])
+        num_moved = min(train.offload_layers or 0, len(layers))
+        moved = [
+            self._input_bytes() if number < num_recomputed else self._layer_bytes(layer, skipped)
+            for number, layer in enumerate(layers[:num_moved])
+        ]
+        kinds = alike(model, layers[max(num_recomputed, num_moved) :])
         whole = sum(count * self._layer_bytes(layer, skipped) for layer, count in kinds.items())
-        inputs = len(layers[:num_recomputed]) * self._input_bytes()
+        inputs = len(layers[num_moved:num_recomputed]) * self._input_bytes()
+        if moved and layout.stage(pp_rank, chunk) > 0:
+            moved[0] -= self._input_bytes()
+            inputs += self._input_bytes()
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
             whole += self._norm_bytes()  # the final one
             inputs += num_depths * self._input_bytes()
             whole += (model.mtp_depths - num_depths) * self._layer_bytes(model.num_layers - 1, skipped)
-        return _Kept(inputs, whole)
+        return _Kept(inputs, whole, tuple(moved), len(layers) - num_moved)
+
+    def largest_layer_bytes(self) -> int:
+        """What backward needs of one layer."""
+        layers = alike(self.config.model, range(self.config.model.num_layers))
+        return max(self._layer_bytes(layer, _recomputed_modules(self.config)) for layer in layers)
 
     def alive_bytes(self) -> int:
         """What comes to life again at one time where activations are recomputed."""
@@ -107,7 +143,7 @@ class _Rank:
                 names = _recomputed_modules(self.config)
                 return max(self._module_bytes(layer).get(name, 0) for layer in layers for name in names)
             case "full":
-                return max(self._layer_bytes(layer, skipped=()) for layer in layers)
+                return self.largest_layer_bytes()
             case _ as never:
                 assert_never(never)
 

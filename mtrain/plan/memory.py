@@ -7,7 +7,7 @@ from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
-from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, activation_bytes, element_bytes
+from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, activation_bytes, element_bytes, host_bytes
 from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds_narrow
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.layout import Layout
@@ -31,6 +31,8 @@ class MemoryEstimate:
     """Most that exists at one time while gradients are computed."""
     update_bytes: int
     """Most that the optimizer makes beside its state, when no activations are left."""
+    host_bytes: int = 0
+    """Pinned memory of the host that activations move to; no part of the total."""
 
     @property
     def total_bytes(self) -> int:
@@ -55,6 +57,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
         optimizer_bytes=FP32_BYTES * own_share(config, layout, kept),
         activations_bytes=activation_bytes(config, layout, pp_rank),
         update_bytes=_update_bytes(own_share(config, layout, held), largest),
+        host_bytes=host_bytes(config, layout, pp_rank),
     )
 
 

@@ -9,6 +9,8 @@ from mtrain.plan.phases import data_phases
 
 _GIB = 2**30
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
+_HOST_COLUMN = ("pinned on the host",)
+"""Where activations move there."""
 
 
 def print_plan(config: Config, world_size: int) -> None:
@@ -33,7 +35,7 @@ def print_plan(config: Config, world_size: int) -> None:
         print(f"note: {note}")
     print()
     print("Memory of a rank, GiB (activations and update do not coincide)")
-    rows = [_COLUMNS, *_memory_of_stages(config, layout)]
+    rows = [_COLUMNS + (_HOST_COLUMN if config.train.offload_layers else ()), *_memory_of_stages(config, layout)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
@@ -79,7 +81,7 @@ def _rows(config: Config, layout: Layout) -> str:
 
 
 def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...]]:
-    """One row for each pipeline rank, under _COLUMNS."""
+    """One row for each pipeline rank, under _COLUMNS and _HOST_COLUMN."""
     num_layers = config.model.num_layers
     for pp_rank in range(layout.pp):
         memory = plan.memory_per_rank(config, layout, pp_rank)
@@ -90,6 +92,7 @@ def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...
             memory.activations_bytes,
             memory.update_bytes,
             memory.total_bytes,
+            *([memory.host_bytes] if config.train.offload_layers else []),
         )
         yield (
             str(pp_rank),

@@ -90,6 +90,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "model.backend=te is not enough for train.compile=layers, which compiles our layers alone",
     ),
     (
+        {"model__backend": "te", "train__offload_layers": 2},
+        "model.backend=te is not enough for train.offload_layers=2, which moves what our layers keep alone",
+    ),
+    (
+        {"train__compile": "layers", "train__offload_layers": 2},
+        "train.compile=layers does not go with train.offload_layers, as graphs hide what a layer keeps",
+    ),
+    (
+        {"train__fp8": "hybrid", "train__offload_layers": 2},
+        "train.fp8=hybrid needs TransformerEngine's layers, which train.offload_layers=2 leaves out; remove one of the",
+    ),
+    (
         {"model__hidden_dropout": 0.1, "train__compile": "layers"},
         "train.compile=layers does not go with model.hidden_dropout, as a compiled layer draws other numbers",
     ),

@@ -13,6 +13,7 @@ from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
+from tests.mcore.offload.copies import Copies
 from tests.parity.ranks import Built, build
 from tests.plan.allocations import Allocations
 
@@ -30,6 +31,8 @@ class Measured(NamedTuple):
     """Most beyond those three while gradients are computed."""
     update_bytes: int
     """Most beyond those three while the optimizer works."""
+    host_bytes: int
+    """That have left for the host; with one microbatch a step, all at one time."""
 
 
 def measured(groups: Groups, configs: Sequence[Config]) -> list[Measured]:
@@ -42,7 +45,7 @@ def _measured(groups: Groups, config: Config) -> Measured:
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     for _ in range(2):
         batches = None if loader is None else loader.batches(0)
-        with Allocations() as forward:
+        with Copies() as copies, Allocations() as forward:
             totals = built.training.forward_backward(batches)
         gradients = _gradients(built)
         with Allocations() as update:
@@ -59,6 +62,7 @@ def _measured(groups: Groups, config: Config) -> Measured:
         _size([*weights, *states]) - _size(weights),
         forward.peak,
         update.peak,
+        sum(copies.gone),
     )
 
 

@@ -25,6 +25,7 @@ RECOMPUTED: tuple[tuple[str, ...], ...] = (
     ("train.recompute=none",),
     (SELECTIVE,),
     (SELECTIVE, "train.recompute_modules=[core_attn, mlp]"),
+    ("train.recompute=none", "train.offload_layers=3"),
 )
 SMALL = (
     "model.num_layers=4",
@@ -62,6 +63,7 @@ def assert_estimated(found: list[Measured], config: Config, layout: Layout) -> N
     update = max(each.update_bytes for each in found)
     assert estimate.update_bytes == pytest.approx(update, rel=0.15)
     assert estimate.total_bytes == pytest.approx(sum(states) + max(worst, update), rel=0.1)
+    assert estimate.host_bytes == pytest.approx(max(each.host_bytes for each in found), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,10 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
         assert_estimated([rank[number] for rank in ranks], each, layout)
     for rank in ranks:
         assert all(each.gradients == rank[0].gradients for each in rank)
-    full, part, nothing, _, modules = (each.forward_backward_bytes for each in ranks[0])
+    full, part, nothing, _, modules, moved = (each.forward_backward_bytes for each in ranks[0])
     assert full < part < nothing
     assert full < modules < nothing
+    assert moved < nothing
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])

@@ -38,3 +38,18 @@ def test_fields_that_pass_to_megatron_are_named_as_proven(capsys: pytest.Capture
     assert "deterministic_mode=True (each proven by tests/parity; no other field passes)" in capsys.readouterr().out
     print_plan(config(), world_size=1)
     assert "passed" not in capsys.readouterr().out
+
+
+def test_what_activations_pin_on_the_host_has_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    def table(**changes: int) -> tuple[str, list[str]]:
+        print_plan(config(data={"kind": "mock", "seq_length": 65536}, model__num_layers=4, **changes), world_size=1)
+        heading, row = capsys.readouterr().out.splitlines()[-2:]
+        return heading, row.split()
+
+    heading, plain = table()
+    assert heading.endswith("total")
+    heading, moved = table(train__offload_layers=2)
+    assert heading.endswith("pinned on the host")
+    activations, host = float(moved[-4]), float(moved[-1])
+    assert activations < float(plain[-3])
+    assert host == pytest.approx(2 * (float(table(train__offload_layers=4)[1][-1]) / 4), abs=0.002) > 0

@@ -25,12 +25,13 @@ if __name__ == "__main__":
 import mtrain.mcore  # noqa: F401
 from mtrain.base.errors import MtrainError
 from mtrain.config import Config
+from mtrain.mcore.offload import activations
 from mtrain.mcore.state import save
 from mtrain.mcore.state.save import Saver
 from mtrain.training import trainer
 from mtrain.training.faults.attempt import StepTrial
 from tests.simulated_gpu.probe import probed
-from tests.simulated_gpu.tensors import SimulatedGpu
+from tests.simulated_gpu.tensors import MEMORY, SimulatedGpu
 from tests.simulated_gpu.transfers import begin_step, found
 
 
@@ -38,13 +39,19 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One rank of a run."""
     make = StepTrial.make
 
+    peaks = {}
+
     def noted(self: StepTrial, own: Any, lr: float, step: int, *others: Any) -> Any:
         begin_step(step)
-        return make(self, own, lr, step, *others)
+        MEMORY.peak = before = MEMORY.now
+        made = make(self, own, lr, step, *others)
+        peaks[step] = MEMORY.peak - before
+        return made
 
     tried: Any = StepTrial
     tried.make = noted
     _hold_saves()
+    activations.SMALLEST_BYTES = 2**10  # those of small models move, too
     sections["run"] = {"dir": str(folder)}
     error = None
     try:
@@ -54,7 +61,7 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
         error = str(refused)
     except Exception:  # whoever asked for the run shows it
         error = traceback.format_exc()
-    return {"steps": found(), "error": error}
+    return {"steps": found(), "peaks": peaks, "error": error}
 
 
 def _hold_saves() -> None:
@@ -95,7 +102,7 @@ def run(name: str, sections: dict[str, Any], ranks: int, folder: Path) -> list[d
             os._exit(0)
         os.close(writer)
         readers.append(reader)
-    results = []
+    results: list[dict[str, Any]] = []
     for reader in readers:
         with os.fdopen(reader) as given:
             text = given.read()

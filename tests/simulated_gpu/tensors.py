@@ -7,6 +7,7 @@ operation, memory of the CPU in a collective of NCCL), and what the host would w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,32 @@ _SIZED_BY_VALUES = (
 """Operations whose output, or its size, the host has to know: a kernel's result is fetched in the middle of them."""
 
 
+class _Memory:
+    """Bytes of the GPU: storages count once, and until nobody holds them."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def note(self, held: Tensor) -> None:
+        """A tensor of the GPU has been made."""
+        storage = held.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._known:
+            return
+
+        def freed(_: object) -> None:
+            self.now -= size
+            del self._known[place]
+
+        self._known[place] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+MEMORY = _Memory()
+
+
 class SimulatedTensor(Tensor):
     """A tensor of the GPU that is not there."""
 
@@ -53,6 +80,7 @@ class SimulatedTensor(Tensor):
             device=DEVICE,
         )
         made.held = held
+        MEMORY.note(held)
         return made  # type: ignore[no-any-return]
 
     @classmethod
@@ -71,6 +99,10 @@ class SimulatedTensor(Tensor):
         assert isinstance(value, SimulatedTensor)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.held = value.held
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the numbers; views share it, as on a GPU."""
+        return self.held.untyped_storage()
 
     def tolist(self) -> Any:
         """torch refuses it for subclasses."""

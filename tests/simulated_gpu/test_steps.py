@@ -57,6 +57,7 @@ class Case:
     """The one that is looked at, the last one: what is made once is there by then."""
 
 
+LAYERS = {"model__num_layers": 4, "data__seq_length": 64}
 TP2, PP2 = {"tp": 2, "sp": True}, {"pp": 2, "vpp": 2}
 CASES = {
     "dense": Case(),
@@ -75,6 +76,9 @@ CASES = {
     "pipeline": Case({"model__num_layers": 4, "layout": PP2}, ranks=2),
     # In flight since step 3; whether ranks were ready in step 4 is read in step 5.
     "a save in flight": Case({"train__num_steps": 5, "checkpoint__interval_steps": 3}, ranks=2, waits=1, step=5),
+    "four layers": Case(LAYERS),
+    "moved activations": Case(LAYERS | {"train__offload_layers": 3}),
+    "moved activations of stages": Case(LAYERS | {"train__offload_layers": 4, "layout": PP2}, ranks=2),
     # The plan, the totals, and the norm with the overflow.
     "fp16": Case({"train__precision": "fp16"}, reads=3),
 }
@@ -152,3 +156,20 @@ def test_it_gives_the_numbers_of_a_cpu(results: dict[str, Any], runs: Path, tmp_
     )
     assert len(expected) == 6
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_moved_activations_are_not_on_the_device_between_their_passes(results: dict[str, Any], runs: Path) -> None:
+    """Of four layers the first three move, one at a time comes and one goes."""
+    kept, moved = (results[name][0] for name in ("four layers", "moved activations"))
+    # two layers in the place of four, and what both have beside them
+    assert moved["peaks"]["3"] < 0.6 * kept["peaks"]["3"]
+    copies = [
+        count for kind, where, count in moved["steps"]["3"] if kind == "copy" and "mtrain/mcore/offload/" in where
+    ]
+    assert len(copies) == 2  # the lines of both ways
+    assert copies[0] == copies[1] >= 4 * 3 * 10  # microbatches, layers, what one keeps at least
+    plain, *others = (
+        [record["loss"] for record in records(runs / name)]
+        for name in ("four layers", "moved activations", "moved activations of stages")
+    )
+    assert others == [plain, plain]

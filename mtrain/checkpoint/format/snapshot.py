@@ -38,7 +38,9 @@ class Snapshot:
         # grows and never shrinks: fresh pages cost several times the copy (docs/checkpoints.md, first save)
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
-            self._buffer = pinned_memory(sum(sizes)) if on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)
+            self._buffer = (
+                pinned_memory(sum(sizes), "snapshots") if on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)
+            )
         # numpy's slices hold the buffer alive as long as a copy is in use
         memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
         for shard, size in zip(shards, sizes, strict=True):
@@ -54,7 +56,7 @@ class Snapshot:
         return copies
 
 
-def pinned_memory(size_bytes: int) -> torch.Tensor:
+def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
     """Memory on the host to which a GPU copies by itself; plain memory, and a warning, where the driver refuses.
 
     torch's own pinned memory comes in powers of two: of 70 GiB for a state each rank would take 128. So plain memory of
@@ -62,6 +64,7 @@ def pinned_memory(size_bytes: int) -> torch.Tensor:
 
     Args:
         size_bytes: Of the memory.
+        purpose: What it is for, in a warning: snapshots, for instance.
 
     Returns:
         [size_bytes] uint8.
@@ -73,8 +76,8 @@ def pinned_memory(size_bytes: int) -> torch.Tensor:
     fault = int(driver.cudaHostRegister(memory.data_ptr(), size_bytes, 0))
     if fault:
         print(
-            f"warning: {size_bytes / 2**30:.1f} GiB for snapshots could not be pinned (CUDA error {fault}); training "
-            "waits longer for saves",
+            f"warning: {size_bytes / 2**30:.1f} GiB for {purpose} could not be pinned (CUDA error {fault}); training "
+            "waits for each copy",
             file=sys.stderr,
             flush=True,
         )

@@ -32,6 +32,7 @@ from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.model.rotary.positions import Rotary
 from mtrain.mcore.model.swiglu import use_own_swiglu
 from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
+from mtrain.mcore.offload.layers import move_activations
 from mtrain.plan import padded_vocab_size
 from mtrain.plan.adapters import holds_narrow
 from mtrain.plan.layout import Layout
@@ -137,6 +138,8 @@ def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]
         draw_weights(chunk, config, groups)
     wrapped = [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
     compile_layers(wrapped, config, groups)
+    if config.train.offload_layers is not None:
+        move_activations([unwrap(chunk).decoder for chunk in wrapped], config.train.offload_layers, groups.device)
     return wrapped
 
 

@@ -83,6 +83,7 @@ def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -
         "recompute": "none",
         "recompute_modules": None,
         "recompute_layers": None,
+        "offload_layers": None,
         "distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,

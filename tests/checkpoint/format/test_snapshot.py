@@ -55,19 +55,19 @@ def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> D
 
 
 def test_memory_is_pinned_to_the_byte_and_given_back_once(driver: Driver) -> None:
-    memory = pinned_memory(SIZE_BYTES)
+    memory = pinned_memory(SIZE_BYTES, "snapshots")
     assert memory.shape == (SIZE_BYTES,)
     assert driver.pinned == {memory.data_ptr(): SIZE_BYTES}
     del memory
     gc.collect()
     assert driver.pinned == {}
-    assert pinned_memory(0).numel() == 0
+    assert pinned_memory(0, "snapshots").numel() == 0
     assert driver.pinned == {}
 
 
 @pytest.mark.parametrize("driver", [2], indirect=True)
 def test_memory_that_cannot_be_pinned_is_used_all_the_same(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
-    memory = pinned_memory(SIZE_BYTES)
+    memory = pinned_memory(SIZE_BYTES, "snapshots")
     assert memory.fill_(7).sum() == 7 * SIZE_BYTES
     assert "warning: 0.0 GiB for snapshots could not be pinned (CUDA error 2)" in capsys.readouterr().err
 

@@ -1,0 +1,230 @@
+"""What backward needs of a layer, on the host between its forward and its backward pass.
+
+autograd hands each tensor that it keeps to a hook. The memory behind those of a moved layer goes to the host while the
+next layer computes, once for all tensors that share it, and comes back while the layer behind is in its backward pass.
+Weights stay where they are, and so does what is small, what lies on the host, and what others hold anyway. Values are
+copied as they are, so no number changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple, assert_never
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mtrain.mcore.offload.host_memory import CopyStream, HostMemory, copy_from_host, copy_to_host
+
+SMALLEST_BYTES = 2**18
+"""Of memory that is moved: less takes longer to start than to copy."""
+
+
+class HostSide:
+    """Where moved memory goes: one for all layers and microbatches of a rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Args:
+        device: What computes.
+        """
+        self.device, self.stream = device, CopyStream(device)
+        self.host = HostMemory(is_pinned=device.type == "cuda")
+
+
+class _Moved:
+    """The memory behind one or several tensors; freed on both sides as soon as backward needs none of them."""
+
+    def __init__(self, tensor: Tensor, side: HostSide) -> None:
+        self._side, self._dtype, self._pieces = side, tensor.dtype, list[Tensor]()
+        self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self.on_device: Tensor | None = tensor.as_strided((self._size,), (1,), 0)
+        """[elements]: all of it."""
+        weakref.finalize(self, side.host.give_back, self._pieces).atexit = False
+
+    def copy_to_host(self) -> None:
+        """Inside of `CopyStream.copying`; once."""
+        if self._pieces:
+            return
+        assert self.on_device is not None
+        self._pieces += self._side.host.take(self.on_device.nbytes)
+        copy_to_host(self.on_device, self._pieces)
+
+    def allocate(self) -> None:
+        """Memory of the device for its return."""
+        self.on_device = torch.empty(self._size, dtype=self._dtype, device=self._side.device)
+
+    def copy_from_host(self) -> None:
+        """Inside of `CopyStream.copying`."""
+        assert self.on_device is not None
+        copy_from_host(self._pieces, self.on_device)
+
+
+class KeptByLayer:
+    """What one forward pass of one layer keeps."""
+
+    def __init__(self, side: HostSide, before: KeptByLayer | None) -> None:
+        """Args:
+        side: Where it goes.
+        before: Of the layer that is next in backward; None where there is none.
+        """
+        self._side, self._before = side, before
+        self._found: dict[_Moved, None] = {}
+        """While its forward pass runs, in their order."""
+        self._known: list[weakref.ref[_Moved]] = []
+        """Then: backward alone decides how long they live."""
+        self._gone: Any = None
+        """When the copies to the host are done."""
+        self._back: Any = None
+        """When those from the host are."""
+        self._is_wanted = self._is_needed = False
+
+    def add(self, moved: _Moved) -> None:
+        """One that this layer keeps, perhaps like a layer before it."""
+        self._found[moved] = None
+
+    def leave(self) -> None:
+        """Starts the copies to the host; nothing is added any more."""
+        found, self._found = self._found, {}
+        self._known = [weakref.ref(each) for each in found]
+        with self._side.stream.copying():
+            for each in found:
+                each.copy_to_host()
+        self._gone = self._side.stream.moment()
+
+    def free(self) -> None:
+        """Gives back the memory of the device, unless backward has come first; what that is given next waits for the
+        copies."""
+        self._side.stream.wait(self._gone)
+        if not self._is_wanted:
+            for each in self._living():
+                each.on_device = None
+
+    def want(self) -> None:
+        """Starts the copies from the host."""
+        if self._is_wanted:
+            return
+        self._is_wanted = True
+        gone = [each for each in self._living() if each.on_device is None]
+        # memory of the stream that computes: whatever it held before is done with when the copies begin
+        for each in gone:
+            each.allocate()
+        with self._side.stream.copying():
+            for each in gone:
+                each.copy_from_host()
+        self._back = self._side.stream.moment()
+
+    def need(self) -> None:
+        """Backward has come to this layer: everything has to be there, and the layer before it is next."""
+        if self._is_needed:
+            return
+        self._is_needed = True
+        self.want()
+        self._side.stream.wait(self._back)
+        if self._before is not None:
+            self._before.want()
+
+    def _living(self) -> list[_Moved]:
+        return [moved for each in self._known if (moved := each()) is not None]
+
+
+class _OfMoved(NamedTuple):
+    """In the place of a tensor that autograd keeps."""
+
+    moved: _Moved
+    layer: KeptByLayer
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """As it was."""
+        self.layer.need()
+        assert self.moved.on_device is not None
+        return self.moved.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class _OfNextLayer(NamedTuple):
+    """A tensor that stays, of the layer behind the last moved one: where backward comes to it, that one is next."""
+
+    value: Tensor
+    layer: KeptByLayer
+
+    def tensor(self) -> Tensor:
+        """As it was."""
+        self.layer.need()
+        return self.value
+
+
+_Packed = Tensor | _OfMoved | _OfNextLayer
+
+
+class MovingPass:
+    """A forward pass through layers whose activations move."""
+
+    def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
+        """Args:
+        side: Where they go.
+        staying: Tensors whose memory stays: the weights, and what others hold until backward is through.
+        """
+        self._side = side
+        self._staying = {each.untyped_storage()._cdata for each in staying}
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        """By the address of the storage, which cannot be another's as long as it is referred to."""
+        self._layer = KeptByLayer(side, None)
+        self._moves = False
+
+    def hooks(self) -> contextlib.AbstractContextManager[None]:
+        """Inside of it tensors are looked at."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def begin_layer(self, moves: bool) -> KeptByLayer:
+        """Goes on to the next layer.
+
+        Args:
+            moves: Whether it moves; one behind those that do only has to say when its backward pass begins.
+
+        Returns:
+            What the layer before has kept, on its way to the host.
+        """
+        before = self._layer
+        before.leave()
+        self._layer, self._moves = KeptByLayer(self._side, before), moves
+        return before
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        if not self._moves:
+            return _OfNextLayer(tensor, self._layer)
+        moved = self._moved(tensor.detach())
+        if moved is None:
+            return tensor
+        return _OfMoved(moved, self._layer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _moved(self, tensor: Tensor) -> _Moved | None:
+        """The memory behind a tensor; None where it stays."""
+        if tensor.layout != torch.strided or tensor.device.type != self._side.device.type:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALLEST_BYTES or storage.nbytes() % 8 or storage._cdata in self._staying:
+            return None
+        known = self._known.get(storage._cdata)
+        moved = None if known is None else known[1]()
+        if moved is None:
+            moved = _Moved(tensor, self._side)
+            held: Any = StorageWeakRef
+            self._known[storage._cdata] = held(storage), weakref.ref(moved)
+        self._layer.add(moved)
+        return moved
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    match packed:
+        case Tensor():
+            return packed
+        case _OfMoved() | _OfNextLayer():
+            return packed.tensor()
+        case _:
+            assert_never(packed)
