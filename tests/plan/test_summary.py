@@ -52,4 +52,5 @@ def test_what_activations_pin_on_the_host_has_a_column(capsys: pytest.CaptureFix
     assert heading.endswith("pinned on the host")
     activations, host = float(moved[-4]), float(moved[-1])
     assert activations < float(plain[-3])
-    assert host == pytest.approx(2 * (float(table(train__offload_layers=4)[1][-1]) / 4), abs=0.002) > 0
+    assert host == pytest.approx(float(table(train__offload_layers=4)[1][-1]) / 2, abs=0.002)
+    assert host > 0
