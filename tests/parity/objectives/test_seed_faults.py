@@ -54,9 +54,9 @@ def assert_ours_is_exact(pool: Pool, one: Case, batch: GlobalBatch, **changes: A
 def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool) -> None:
     """verl issue 2857: on four ranks sequence parallelism turns ranks into micro-steps, and the run changes."""
     cases = [
-        case(num_layers=2, dp=4),
-        case(num_layers=2, cp=2, cp_comm="ulysses", dp=2),
-        case(num_layers=2, cp=4, cp_comm="ulysses"),
+        case(2, num_layers=2, dp=4),
+        case(2, num_layers=2, cp=2, cp_comm="ulysses", dp=2),
+        case(2, num_layers=2, cp=4, cp_comm="ulysses"),
     ]
     found = [naive_gradients(pool, one, RAGGED, "mean_of_micro_steps") for one in cases]
     (exact,) = run_oracle(cases[0].config(), [RAGGED])
