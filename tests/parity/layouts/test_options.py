@@ -87,7 +87,10 @@ DOCUMENTS = [
 ]
 
 
-ROWS = [Row(name, changes, lean(each), two_steps()) for name, changes, each in (*ENGINE, *ARCHITECTURE)]
+ROWS = [
+    *(Row(name, changes, lean(each), two_steps()) for name, changes, each in ENGINE),
+    *(Row(name, changes, lean(each), two_steps()[:1]) for name, changes, each in ARCHITECTURE),
+]
 RECOMPUTED = ISOLATED | WINDOW | {"train__recompute": "full"}
 
 

@@ -75,7 +75,10 @@ AGGREGATIONS: list[tuple[str, dict[str, Any], Case]] = [
 Z_LOSS = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.05}}}
 DOCUMENTS = [case(), case(cp=4), case(cp=2, cp_comm="ulysses", dp=2), case(tp=2, sp=True, pp=2, cp=2)]
 LEAN = [
-    *(Row(name, changes, lean(each), two_steps()[:1]) for name, changes, each in ROWS),
+    *(
+        Row(name, changes, lean(each), two_steps()[: 2 if OVERLAP.items() <= changes.items() else 1])
+        for name, changes, each in ROWS
+    ),
     *(Row("documents", TWO | {"data__isolate_documents": True}, lean(each), documents_steps()) for each in DOCUMENTS),
     *(
         Row(name, TWO | Z_LOSS | {"loss__aggregation": name} | changes, lean(each), weighted_steps()[:2])
