@@ -123,16 +123,6 @@ def test_resuming_on_the_same_layout_is_exact(
     assert (applied < 5) == (config.train.precision == "fp16")
 
 
-def test_a_state_that_ranks_had_divided_is_loaded_whole(pool: Pool, tmp_path: Path) -> None:
-    """The form of tensor-parallel runs without replicas before they updated whole parameters."""
-    layout = Layout(tp=2, sp=True)
-    divided, whole = configured(**BF16, **OVERLAP), configured(**BF16)
-    straight: Outcome = pool.run(ranks.train, layout, divided, tmp_path, None, 3, 2, ["save"])[0]
-    resumed: Outcome = pool.run(ranks.train, layout, whole, tmp_path, 2, 3, None, ["begin"])[0]
-    assert_same_model(straight.whole["save"], resumed.whole["begin"])
-    np.testing.assert_allclose(resumed.steps, straight.steps[2:], rtol=1e-12)  # squares are added in another order
-
-
 def test_saving_leaves_the_run_as_it_was(pool: Pool, tmp_path: Path) -> None:
     layout, config = Layout(pp=2, dp=2), configured(**BF16, **TIED, **OVERLAP, **DROPOUT)
     without: list[Outcome] = pool.run(ranks.train, layout, config, tmp_path, None, 3)
@@ -163,7 +153,7 @@ def resharding(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 ELSEWHERE: list[tuple[bool, Layout, dict[str, Any]]] = [
     (False, Layout(), {}),
-    (False, Layout(tp=4, sp=True), {}),
+    (False, Layout(tp=4, sp=True), {}),  # of replicas that divided the state, by ranks that have it whole
     (False, Layout(pp=2, vpp=2), OVERLAP),
     (False, Layout(dp=4), {}),
     (False, Layout(tp=2, cp=2), OVERLAP),
