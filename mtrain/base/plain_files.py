@@ -6,6 +6,7 @@ A folder, a device or a pipe in the place of a file is refused; a pipe would be 
 import errno
 import json
 import math
+import mmap
 import os
 import re
 import stat
@@ -143,3 +144,14 @@ def _finite_number(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:100]} is too large for a number")
     return number
+
+
+def read_ahead(content: mmap.mmap, start: int, stop: int) -> None:
+    """Asks the system to read these bytes of a mapped file, in large pieces, and does not wait for them.
+
+    Pages that are touched unread are read one small piece after another, and nothing else happens meanwhile.
+    """
+    first = start - start % mmap.PAGESIZE
+    size = min(stop, len(content)) - first  # a damaged file may end early, which who reads it says
+    if size > 0:
+        content.madvise(mmap.MADV_WILLNEED, first, size)

@@ -1,13 +1,16 @@
 """Files that others wrote: nothing but plain files and plain JSON, with a limit."""
 
+import ctypes
+import mmap
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, parsed_yaml, read_plain_file
+from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, parsed_yaml, read_ahead, read_plain_file
 
 
 def test_a_file_is_read_whole_up_to_the_limit(tmp_path: Path) -> None:
@@ -119,3 +122,32 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}
 def test_what_is_no_plain_yaml_is_a_value_error(content: bytes) -> None:
     with pytest.raises(ValueError):
         parsed_yaml(content)
+
+
+def resident_pages(content: mmap.mmap) -> list[bool]:
+    """Which pages of a mapped file are in memory, by mincore."""
+    count = -(-len(content) // mmap.PAGESIZE)
+    found, start = (ctypes.c_ubyte * count)(), ctypes.c_char.from_buffer(content)
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(content)), found)
+    assert libc.mincore(*arguments) == 0, os.strerror(ctypes.get_errno())
+    del start
+    return [bool(each & 1) for each in found]
+
+
+def test_bytes_that_are_expected_are_read_and_no_others(tmp_path: Path) -> None:
+    path, page = tmp_path / "file", mmap.PAGESIZE
+    path.write_bytes(os.urandom(4096 * page + 5))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    is_on_disk = not any(resident_pages(content))  # a file system in memory holds all of it
+    read_ahead(content, 1024 * page + 7, 1100 * page)
+    read_ahead(content, 4096 * page + 1, 2**40)  # a damaged header: what there is
+    deadline = time.monotonic() + 600
+    while not all(resident_pages(content)[1024:1100]) or not resident_pages(content)[-1]:
+        assert time.monotonic() < deadline, "the bytes were not read"
+        time.sleep(0.01)
+    assert not is_on_disk or not any(resident_pages(content)[:512])
+    content.close()

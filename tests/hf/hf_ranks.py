@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
 from mtrain.convert.logits import our_logits, random_tokens
 from mtrain.convert.origin import source_of
+from mtrain.hf.io.source import FolderTensors
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import build_frozen_model, build_model
@@ -60,6 +62,26 @@ def shards_beside_parameters(groups: Groups, config: Config) -> int:
     with mock.patch.object(load, "load_shards", counted):
         load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
     return outside
+
+
+def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, TensorSlice]]:
+    """What a start from `model.hf` asks of the folder, in turn: read or expect, key, slice."""
+    chunks = build_model(config, groups)
+    asked: list[tuple[str, str, TensorSlice]] = []
+
+    def noted(name: str) -> Any:
+        method = getattr(FolderTensors, name)
+
+        def call(self: FolderTensors, key: str, wanted: TensorSlice) -> Any:
+            asked.append((name, key, wanted))
+            return method(self, key, wanted)
+
+        return mock.patch.object(FolderTensors, name, call)
+
+    assert config.model.hf is not None
+    with noted("read"), noted("expect"):
+        load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
+    return asked
 
 
 def gathered(chunks: list[Any], groups: Groups) -> dict[str, Any]:

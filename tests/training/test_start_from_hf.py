@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_weights_of_the_parameters_dtype_are_read_where_they_belong(pool: Pool, 
     )
     assert held == 0
     assert rounded > 0, "bfloat16 on disk"
+
+
+def test_the_next_tensor_is_on_its_way_while_one_is_copied(pool: Pool, tmp_path: Path) -> None:
+    save("llama-tied", tmp_path / "hf")
+    asked = pool.run(hf_ranks.reads_of_a_start, Layout(), configured(tmp_path, "train.precision=bf16"))[0]
+    asked = [(name, key, wanted.offset) for name, key, wanted in asked]
+    places = [each[1:] for each in asked if each[0] == "read"]
+    assert len(places) > 10
+    for previous, place in pairwise(places):
+        assert asked.index(("expect", *place)) < asked.index(("read", *previous)), place
 
 
 def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.base.plain_files import open_plain_file
+from mtrain.base.plain_files import open_plain_file, read_ahead
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.safe_metadata import SavedSlice, read_metadata
 from mtrain.checkpoint.format.torch_save_reader import FAULTS, mapped_tensor
@@ -63,20 +63,34 @@ class CheckpointTensors:
             raise DataError(f"{self.folder}: {key} is not whole: slices of {list(tensor.shape)} overlap")
         return result
 
+    def expect(self, key: str, wanted: TensorSlice) -> None:
+        """Lets the system read the saved slices of one that will be asked for soon.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
+        for saved in self.tensors[key].slices:
+            if saved.at.intersect(wanted) is not None:
+                read_ahead(self._map_of(saved), saved.start_bytes, saved.start_bytes + saved.length_bytes)
+
     def _inside(self, key: str, saved: SavedSlice, wanted: TensorSlice) -> Tensor:
         return wanted.within(saved.at).of(self._mapped(key, saved))
 
     def _mapped(self, key: str, saved: SavedSlice) -> Tensor:
-        # a file is mapped once and stays mapped: views of it are handed out
-        if saved.file not in self._maps:
-            self._maps[saved.file] = _map(self.folder / saved.file)
+        content = self._map_of(saved)
         try:
             record = range(saved.start_bytes, saved.start_bytes + saved.length_bytes)
-            return mapped_tensor(self._maps[saved.file], record, self.tensors[key].dtype, saved.at.shape)
+            return mapped_tensor(content, record, self.tensors[key].dtype, saved.at.shape)
         except FAULTS as fault:  # the bytes have a checksum only in our own checkpoints, so a record may hold anything
             raise DataError(
                 f"{self.folder / saved.file}: {key} at byte {saved.start_bytes} is damaged: {fault}; restore the file"
             ) from fault
+
+    def _map_of(self, saved: SavedSlice) -> mmap.mmap:
+        # a file is mapped once and stays mapped: views of it are handed out
+        if saved.file not in self._maps:
+            self._maps[saved.file] = _map(self.folder / saved.file)
+        return self._maps[saved.file]
 
 
 def _map(path: Path) -> mmap.mmap:

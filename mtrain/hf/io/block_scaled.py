@@ -36,6 +36,10 @@ class Weights(Protocol):
         """One tensor; not to be written to."""
         ...
 
+    def expect(self, name: str) -> None:
+        """Lets the system read a tensor that will be asked for soon."""
+        ...
+
 
 class Dequantised:
     """A folder's weights with the scaled ones as bfloat16; one at a time is in memory."""
@@ -85,6 +89,10 @@ class Dequantised:
             # multiplied in float32 and rounded once: bf16 factors would lose digits of the scale
             result[start : start + self._rows] = (rows * factors).bfloat16()
         return result
+
+    def expect(self, name: str) -> None:
+        """Lets the system read what is stored; the scales are few."""
+        self._folder.expect(name)
 
     def _check(self, name: str) -> None:
         dtype, shape = self._folder.facts(name)

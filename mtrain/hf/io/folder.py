@@ -48,6 +48,10 @@ class HfFolder:
         """One tensor as a view; not to be written to."""
         return self.files[self._place[name]].tensor(name)
 
+    def expect(self, name: str) -> None:
+        """Lets the system read a tensor that will be asked for soon."""
+        self.files[self._place[name]].expect(name)
+
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
         """Dtype and shape of a tensor."""
         entry = self.files[self._place[name]].entries[name]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.base.plain_files import open_plain_file
+from mtrain.base.plain_files import open_plain_file, read_ahead
 from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.schema.header import METADATA, PREFIX_BYTES, Header, read_header
 
@@ -81,6 +81,11 @@ class SafetensorsFile:
             return torch.empty(shape, dtype=dtype)
         # frombuffer keeps the mapping alive as long as a tensor uses it
         return torch.frombuffer(self._content, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    def expect(self, name: str) -> None:
+        """Lets the system read a tensor that will be asked for soon."""
+        entry = self.entries[name]
+        read_ahead(self._content, entry.start, entry.stop)
 
     def _checked(self, header: Header) -> dict[str, TensorEntry]:
         entries = {name: self._entry(name, said, header.end) for name, said in header.tensors.items()}

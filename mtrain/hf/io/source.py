@@ -118,6 +118,14 @@ class FolderTensors:
             raise DataError(f"{self.folder}: parts of {key} are missing")
         return result
 
+    def expect(self, key: str, wanted: TensorSlice) -> None:
+        """Lets the system read the tensors of a slice that will be asked for soon; of a tensor always the whole, which
+        the ranks of a machine share in its page cache."""
+        for filled in self._slices[key]:
+            if wanted.intersect(filled.at) is not None:
+                for tensor in filled.tensors:
+                    self._weights.expect(tensor.name)
+
     def _read_from(self, filled: FilledSlice, wanted: TensorSlice) -> Tensor:
         # in order: a view of the mapped file will do
         if not any(tensor.arrangement.is_reordered for tensor in filled.tensors):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -59,6 +60,10 @@ class GlobalTensors(Protocol):
         """One slice; not to be written to."""
         ...
 
+    def expect(self, key: str, wanted: TensorSlice) -> None:
+        """Lets the system read a slice that will be asked for soon."""
+        ...
+
 
 def load_shards(
     saved: GlobalTensors, shards: Sequence[Shard], may_be_left: Callable[[str], bool], vocab_size: int
@@ -88,7 +93,9 @@ def load_shards(
 @torch.no_grad()
 def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
     """Rows that the checkpoint has not are padding, and zero."""
-    for shard in shards:
+    for shard, following in zip_longest(shards, shards[1:]):
+        if following is not None:  # read by the system while this one is copied
+            saved.expect(following.key, following.at)
         target = shard.data.view(shard.at.shape)  # a shard's data is flat, its place has the global tensor's axes
         if shard.may_be_padded:
             # The table on disk may be padded for another tp: this rank's rows can lie wholly behind its end.

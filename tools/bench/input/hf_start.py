@@ -2,9 +2,9 @@
 
 A Llama-shaped model with random bfloat16 weights is written into FOLDER and deleted at the end. On one process and on
 two ranks of tp and of pp, in turn in one run: `model.hf` into a built model with its main weights in float32, a plain
-read of as many bytes of the same files into memory that is there, and the same read with a second pass that copies them
-into float32 memory, which main weights need whoever fills them. The files leave the page cache before each. GB/s of a
-rank's own bytes in bfloat16, medians of the slowest rank.
+read of as many bytes of the same files, each rank others, into memory that is there, and the same read with a second
+pass that copies them into float32 memory, which main weights need whoever fills them. The files leave the page cache
+before each. GB/s of a rank's own bytes in bfloat16, medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Sp
     whole = torch.zeros(num_bytes // 2)
 
     def plain() -> None:
-        _read(folder, read)
+        _read(folder, read, groups.rank * num_bytes)
 
     def filled() -> None:
-        _read(folder, read)
+        _read(folder, read, groups.rank * num_bytes)
         whole.copy_(read)
 
     actions: list[Callable[[], None]] = [
@@ -79,10 +79,14 @@ def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Sp
     return Speed(num_bytes, *(statistics.median(found) for found in seconds))
 
 
-def _read(folder: Path, memory: torch.Tensor) -> None:
+def _read(folder: Path, memory: torch.Tensor, skipped: int) -> None:
+    """Fills the memory from behind the skipped bytes: no rank finds in the page cache what another one has read."""
     left = raw_bytes(memory)
     for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        start, skipped = min(skipped, size), max(0, skipped - size)
         with path.open("rb", buffering=0) as file:
+            file.seek(start)
             while len(left) and (count := file.readinto(left)):
                 left = left[count:]
 
