@@ -7,6 +7,7 @@ memory in a second, and what the host needs for each, is fitted to steps of one 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def links(groups: Groups, rounds: int = ROUNDS) -> Links:
     seconds = []
     for count in (SMALL, LARGE):
         own, whole = torch.zeros(count), torch.zeros(count * groups.layout.world_size)
-        seconds.append(least_seconds(lambda own=own, whole=whole: dist.all_gather_into_tensor(whole, own), rounds))
+        seconds.append(least_seconds(functools.partial(dist.all_gather_into_tensor, whole, own), rounds))
     sent = 4 * (LARGE - SMALL) * (groups.layout.world_size - 1)
     found = torch.tensor([seconds[0], max(seconds[1] - seconds[0], 1e-9) / sent], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
