@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import matplotlib.image
 import pytest
 
+from mtrain.__main__ import main
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.compare.page import comparison_page
 from mtrain.compare.report import comparison_picture
@@ -216,6 +220,21 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line, in this process."""
+    command, output, errors = ["mtrain", "compare", *map(str, arguments)], io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        pytest.raises(SystemExit) as end,
+    ):
+        main()
+    code = end.value.code or 0
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
+
+
+def compare_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command line, where importing torch is an error."""
     blocked = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('mtrain', run_name='__main__')"
     command = [sys.executable, "-c", blocked, "compare", *map(str, arguments)]
@@ -225,7 +244,7 @@ def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_command_tells_and_draws_a_divergence(tmp_path: Path, chromium: Browser) -> None:
     a = run(tmp_path / "a", steps(), environment={**ENVIRONMENT, "torch": "2.10"})
     b = run(tmp_path / "b", changed(3, denominator=999.0, loss=1.5), CONFIG.replace("num_layers: 2", "num_layers: 3"))
-    done = compare(a, b, "--output", tmp_path / "new" / "out")
+    done = compare_without_torch(a, b, "--output", tmp_path / "new" / "out")
     assert (done.returncode, done.stderr) == (1, "")
     reported = {line[:15].strip(): line[15:] for line in done.stdout.splitlines()}
     assert reported["configuration"] == "model.num_layers: 2 -> 3"

@@ -263,7 +263,7 @@ def configs(draw: st.DrawFn) -> Config:
     return config(**changes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(saved=configs())
 def test_a_saved_configuration_loads_equal(saved: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "roundtrip.yaml"

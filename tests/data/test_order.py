@@ -24,8 +24,8 @@ SEEDS = st.integers(0, 2**63)
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
 
-@settings(max_examples=40)
-@given(weights=WEIGHTS, n=st.integers(0, 3000))
+@settings(max_examples=25)
+@given(weights=WEIGHTS, n=st.integers(0, 600))
 def test_every_prefix_of_a_blend_holds_each_share_within_one(weights: list[float], n: int) -> None:
     blend = Blend(weights)
     turns = [blend.locate(i) for i in range(n)]
@@ -54,12 +54,12 @@ def test_shares_hold_far_from_the_start(parts: list[int], start: int) -> None:
         assert abs(turn.number - n * parts[turn.source] / sum(parts)) <= 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(weights=WEIGHTS)
 def test_a_blend_numbers_the_samples_of_each_source_without_gaps(weights: list[float]) -> None:
     blend = Blend(weights)
     seen: Counter[int] = Counter()
-    for n in range(200):
+    for n in range(100):
         turn = blend.locate(n)
         assert turn.number == seen[turn.source]
         seen[turn.source] += 1
@@ -154,7 +154,7 @@ def test_the_ranks_slots_make_up_the_global_batch(dp: int, micro: int, count: in
     assert read == list(range(dp * micro * count))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3),
     sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),

@@ -45,11 +45,11 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]
     return lambda: file.stat().st_size > 0
 
 
-@pytest.mark.parametrize(("encoder", "num_workers"), [(ByteEncoder, 1), (EndlessEncoder, 2)])
+@pytest.mark.parametrize(("encoder", "num_workers", "count"), [(ByteEncoder, 1, 30_000), (EndlessEncoder, 2, 3_000)])
 def test_a_build_is_left_and_the_next_one_is_whole(
-    tmp_path: Path, begun: Callable[[], bool], encoder: type[SampleEncoder], num_workers: int
+    tmp_path: Path, begun: Callable[[], bool], encoder: type[SampleEncoder], num_workers: int, count: int
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [f"text {number}" for number in range(30_000)])
+    path = write(tmp_path / "a.jsonl", [f"text {number}" for number in range(count)])
     job, cache = EncodingJob(tuple(record_files(str(path))), encoder), tmp_path / "cache"
     with StopSignal():
         thread = signalled(begun)
@@ -58,7 +58,7 @@ def test_a_build_is_left_and_the_next_one_is_whole(
         thread.join()
     assert [found for found in (cache / "entries").iterdir() if not found.name.startswith(".lock")] == []
     job = EncodingJob(job.files, ByteEncoder)
-    assert len(token_cache(job, "bytes", CacheOptions(cache, num_workers=1))) == 30_000
+    assert len(token_cache(job, "bytes", CacheOptions(cache, num_workers=1))) == count
 
 
 def test_who_waits_for_another_build_or_reads_a_file_leaves_too(tmp_path: Path, begun: Callable[[], bool]) -> None:

@@ -78,6 +78,7 @@ def test_texts_are_the_sources_in_a_fixed_order(library: Path, tmp_path: Path) -
     assert [file.path.read_bytes() for file in build_stdlib_corpus("text", tmp_path / "out", library)] == first
 
 
+@pytest.mark.nightly  # a large library; what is made of one is shown by the other tests
 def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp_path: Path) -> None:
     before = set(sys.modules)
     counts = [sum(file.num_documents for file in build_stdlib_corpus(kind, tmp_path)) for kind in ("text", "qa")]
