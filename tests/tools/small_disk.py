@@ -57,10 +57,15 @@ class SmallDisk:
         """As `start`, to its end."""
         return self.exit_code(self.start(name, arguments, variables))
 
+    def count(self, pattern: str, file: str) -> int:
+        """How many lines of a file have this pattern."""
+        path = self.folder / file
+        return len(re.findall(f".*{pattern}", path.read_text())) if path.exists() else 0
+
     def wait_for(self, count: int, pattern: str, file: str) -> None:
         """Until so many lines of a file have this pattern."""
-        deadline, path = time.monotonic() + DEADLINE_S, self.folder / file
-        while not path.exists() or len(re.findall(f".*{pattern}", path.read_text())) < count:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.count(pattern, file) < count:
             assert time.monotonic() < deadline, f"{file} never says {pattern!r}"
             time.sleep(0.05)
 

@@ -30,6 +30,8 @@ def full_for_a_while(disk: SmallDisk, on_two_ranks: Sequence[str], alone: Sequen
         disk.wait_for(1, "no checkpoint of step", "first.err")
     disk.wait_for(1, "run/metrics.jsonl has what was waiting", "first.err")
     disk.wait_for(1, "tfevents.* has what was waiting", "first.err")
+    # a checkpoint behind what waited: the next start will not write those steps again
+    disk.wait_for(disk.count('"save"', "run/events.jsonl") + 1, '"save"', "run/events.jsonl")
     with disk.filled():
         disk.wait_for(2, "could not write run/metrics.jsonl", "first.err")
         os.kill(started, signal.SIGTERM)
