@@ -28,7 +28,7 @@ class DenseFeedForward(LayerPart):
         return _num_matrices(model) * model.hidden_size * model.ffn_hidden_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """The first projection's two halves, each as it enters the product, and the product; without a gate, two."""
+        """What lies between the projections."""
         return _kept_widths(model) * model.ffn_hidden_size // layout.tp
 
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
@@ -101,6 +101,10 @@ class ExpertFeedForward(LayerPart):
 
 
 def _kept_widths(model: ModelSection) -> int:
+    """SwiGLU is a function of our own, which keeps the projection, the activated half and the product; autograd keeps
+    the halves once more."""
+    if model.activation == "swiglu":
+        return 4
     return 5 if model.is_gated else 2
 
 
