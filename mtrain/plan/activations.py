@@ -198,6 +198,7 @@ class _Rank:
         if adapter is not None:
             elements += adapted.kept_in_attention(model, adapter, layout, layer) + self._changed_mlp(layer)
             elements -= adapted.spared_in_norms(model, adapter, layout)
+            elements -= adapted.spared_in_attention(model, adapter, layout) if self.is_on_cpu else 0
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
         # in `elements` are feed-forward parts, but not what core attention keeps for itself

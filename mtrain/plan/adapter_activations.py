@@ -31,6 +31,14 @@ def spared_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout:
     return model.ffn_hidden_size // layout.tp
 
 
+def spared_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
+    """Elements a token of a layer on a CPU. There queries, keys and values are written apart, so nothing keeps the
+    projection that they came from, and what the second projection reads is a copy, which a frozen one does not keep."""
+    if model.mla is not None or layout.cp > 1 or "proj" in adapter.parts:
+        return 0
+    return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
+
+
 def kept_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
     """Elements a token that adapters of attention keep."""
     own = [each for each in in_layer(model, adapter, layer) if "self_attention" in each.linear]
