@@ -5,7 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -21,6 +21,8 @@ def one_message() -> Iterator[None]:
         rank, text = this_rank(), _told(error)
         if text is None and (rank == 0 or not error.on_every_rank):
             text = f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}\n"
+        with suppress(OSError):  # nobody may read it any more
+            sys.stdout.flush()  # what was printed before the error stands before it in a log of both
         print(text or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -55,7 +55,7 @@ def test_programs_get_seconds_and_bytes() -> None:
     found = json.loads(text)
     assert found["gpu"]["name"] == "a100"
     one, two = found["choices"]
-    assert one["step_seconds"]["total"] < two["step_seconds"]["total"]
+    assert one["step_seconds"]["total"] <= two["step_seconds"]["total"]
     assert one["step_seconds"]["total"] == pytest.approx(sum(one["step_seconds"].values()) / 2)
     assert one["tokens_per_second"] == pytest.approx(64 * 4096 / one["step_seconds"]["total"])
     assert {"weights_bytes", "activations_bytes", "total_bytes"} <= one["memory_bytes"].keys()

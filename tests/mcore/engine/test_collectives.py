@@ -174,10 +174,12 @@ def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case:
     """A selection makes the same calls on fewer tokens; under sequence parallelism one all-gather a microbatch less."""
     configs = [case.config(loss__chunk_tokens=each) for each in ("whole", "auto", 40)]
     batch = three_steps()[0]
+    num_microbatches = len(batch) // case.micro_batch_size
     for whole, selected, chunked in pool.run(count_our_steps, case.resolved(configs[0]), configs, batch):
-        assert whole.reads == selected.reads == chunked.reads
+        # on a CPU a factor of 1 is left out, which a look tells; tests/simulated_gpu counts none on a GPU
+        looks = Counter({"mtrain/loss/vocab_parallel/chunks.py": num_microbatches})
+        assert whole.reads + looks == selected.reads == chunked.reads
         calls = [_calls(counts.collectives) for counts in (whole, selected, chunked)]
-        num_microbatches = len(batch) // case.micro_batch_size
         spared = Counter({"_allgather_base_": num_microbatches if "sp" in case.layout else 0})
         assert calls[0] - calls[1] == +spared
         assert not calls[1] - calls[0]
