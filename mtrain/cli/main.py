@@ -19,7 +19,7 @@ class Verb:
     place: str
     """`module:name` below `mtrain.cli`: the function, or the typer application where the verb has verbs of its own."""
     summary: str
-    """One line for the list of verbs; `mtrain VERB --help` shows the docstring."""
+    """One line of `mtrain --help`; `mtrain VERB --help` shows the docstring."""
 
 
 VERBS = {

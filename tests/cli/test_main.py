@@ -56,7 +56,7 @@ SLOW_TO_IMPORT = (
     "importlib.metadata",
     "mtrain.config",
 )
-"""What the list of verbs does without."""
+"""What `mtrain --help` does without."""
 
 
 def test_help_names_the_verbs_and_imports_none() -> None:

@@ -11,28 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Allocations(TorchDispatchMode):
-    """Counts every storage that an operation makes, inside the `with` block, until nobody holds it any more.
-
-    Views share a storage, which counts once, and results in storages that were there before count nothing. What an
-    operation allocates and frees within itself is not seen.
-    """
+class LiveStorages:
+    """Bytes of storages, each once and until nobody holds it any more."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.now = self.peak = 0
         """Bytes."""
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
-            self._note(tensor, is_new=False)
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self._note(tensor, is_new=True)
-        return result
-
-    def _note(self, tensor: Tensor, is_new: bool) -> None:
+    def note(self, tensor: Tensor, is_new: bool = True) -> None:
+        """One that was there before counts nothing."""
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place in self._known:
@@ -46,6 +34,31 @@ class Allocations(TorchDispatchMode):
         self._known[place] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts every storage that an operation makes, inside the `with` block, until nobody holds it any more.
+
+    Views share a storage, which counts once, and results in storages that were there before count nothing. What an
+    operation allocates and frees within itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages = LiveStorages()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._storages.note(tensor, is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._storages.note(tensor, is_new=True)
+        return result
+
+    @property
+    def peak(self) -> int:
+        """Bytes, at most at one time."""
+        return self._storages.peak
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ operation, memory of the CPU in a collective of NCCL), and what the host would w
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tests.plan.allocations import LiveStorages
 from tests.simulated_gpu.kernels import KERNELS
 from tests.simulated_gpu.transfers import Kind, note
 
@@ -34,30 +34,8 @@ _SIZED_BY_VALUES = (
 """Operations whose output, or its size, the host has to know: a kernel's result is fetched in the middle of them."""
 
 
-class _Memory:
-    """Bytes of the GPU: storages count once, and until nobody holds them."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def note(self, held: Tensor) -> None:
-        """A tensor of the GPU has been made."""
-        storage = held.untyped_storage()
-        place, size = storage._cdata, storage.nbytes()
-        if place in self._known:
-            return
-
-        def freed(_: object) -> None:
-            self.now -= size
-            del self._known[place]
-
-        self._known[place] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
-MEMORY = _Memory()
+MEMORY = LiveStorages()
+"""Of the GPU."""
 
 
 class SimulatedTensor(Tensor):
