@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -154,4 +155,5 @@ def read_ahead(content: mmap.mmap, start: int, stop: int) -> None:
     first = start - start % mmap.PAGESIZE
     size = min(stop, len(content)) - first  # a damaged file may end early, which who reads it says
     if size > 0:
-        content.madvise(mmap.MADV_WILLNEED, first, size)
+        with suppress(OSError):  # a file system without it: what is read is the same
+            content.madvise(mmap.MADV_WILLNEED, first, size)
