@@ -159,17 +159,29 @@ def _replace_bias() -> None:
 
 
 def _replace_communication() -> None:
-    """gloo carries what NCCL would; tensors are looked at before they get there."""
+    """gloo carries what NCCL would; tensors are looked at before they get there.
+
+    Groups that are asked of gloo by name are those of hosts.
+    """
     import torch.distributed as dist
 
+    from tests.simulated_gpu.tensors import HOST_GROUPS
+
     distributed: Any = dist
-    original = dist.init_process_group
+    original, new_group = dist.init_process_group, distributed.distributed_c10d.new_group
 
     def init_process_group(backend: str, device_id: object = None, **options: Any) -> None:
         assert backend == "nccl"
         original("gloo", **options)
 
+    def noted(*given: Any, backend: str | None = None, **options: Any) -> Any:
+        group = new_group(*given, backend=backend, **options)
+        if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+            HOST_GROUPS.add(group.group_name)
+        return group
+
     distributed.init_process_group = init_process_group
+    distributed.new_group = distributed.distributed_c10d.new_group = noted
     distributed.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"  # as of NCCL's groups
 
 

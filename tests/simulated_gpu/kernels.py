@@ -97,7 +97,15 @@ def _varlen_attn_backward(
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
+def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """As on a GPU: a product of half precision may leave the tensor cores in float32."""
+    if out_dtype is not None:
+        left, right = left.to(out_dtype), right.to(out_dtype)
+    return torch.mm(left, right, **options)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
+    "aten::mm": _mm,
     "torch_attn::_varlen_attn": _varlen_attn,
     "torch_attn::_varlen_attn_backward": _varlen_attn_backward,
 }

@@ -20,13 +20,15 @@ def probed() -> dict[str, Any]:
     """What was refused, and what was noted: kind and how often."""
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     with SimulatedGpu():
-        values, host = torch.arange(6.0, device=DEVICE), torch.arange(6.0)
+        values, host, hosts = torch.arange(6.0, device=DEVICE), torch.arange(6.0), dist.new_group(backend="gloo")
         refusals: dict[str, Callable[[], Any]] = {
             "a tensor of the CPU in a collective": lambda: dist.all_reduce(host),
             "a strided tensor in a collective": lambda: dist.all_reduce(values.view(2, 3).t()),
             "tensors of two devices in one operation": lambda: values + host,
             "a number of the CPU beside a tensor": lambda: values + torch.tensor(1.0),
             "a tensor of the GPU in a collective": lambda: dist.all_reduce(values),
+            "a tensor of the GPU in a collective of hosts": lambda: dist.all_reduce(values, group=hosts),
+            "a tensor of the CPU in a collective of hosts": lambda: dist.all_reduce(host, group=hosts),
         }
         refused = [name for name, call in refusals.items() if _is_refused(call)]
         begin_step(_STEP)

@@ -2,7 +2,8 @@
 
 Every operation on them is seen and done on the CPU, so a whole step gives its numbers, with all that depends on them:
 routing, documents, the overflow of fp16. What a GPU would refuse is refused here (tensors of two devices in one
-operation, memory of the CPU in a collective of NCCL), and what the host would wait for is noted.
+operation, memory of the CPU in a collective of NCCL, of the GPU in one between hosts), and what the host would wait for
+is noted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -36,6 +38,8 @@ _SIZED_BY_VALUES = (
 
 MEMORY = LiveStorages()
 """Of the GPU."""
+HOST_GROUPS: set[str] = set()
+"""Names of the process groups that are gloo's; the others are NCCL's."""
 
 
 class SimulatedTensor(Tensor):
@@ -107,7 +111,7 @@ def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if wanted is not None:
         is_on_gpu, kwargs["device"] = torch.device(wanted).type == "cuda", torch.device("cpu")
     if namespace == "c10d":
-        _look_at_collective(name, given)
+        _look_at_collective(name, given, args)
     elif name in ("_to_copy", "copy_"):
         is_on_gpu = _look_at_copy(name, args, kwargs, is_on_gpu)
     elif simulated:
@@ -146,7 +150,12 @@ def _wrapped(value: Any, simulated: Mapping[int, SimulatedTensor]) -> Any:
     return same
 
 
-def _look_at_collective(name: str, given: Sequence[Tensor]) -> None:
+def _look_at_collective(name: str, given: Sequence[Tensor], args: Sequence[Any]) -> None:
+    group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
+    if group.group_name in HOST_GROUPS:
+        if any(isinstance(each, SimulatedTensor) for each in given):
+            raise RuntimeError(f"gloo's {name} was given a tensor of the GPU, for which the host would wait")
+        return
     for each in given:
         if not isinstance(each, SimulatedTensor):
             raise RuntimeError(f"No backend type associated with device type cpu: NCCL's {name} was given one")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.config.samples import content
+from tests.data.conftest import word_tokenizer
 from tests.parity.expert_models import MIXTRAL
 from tests.parity.families import GEMMA
 from tests.paths import ROOT
@@ -24,6 +25,8 @@ from tests.simulated_gpu import cuda
 from tests.training.test_changed import write_corpus
 from tests.training.test_trainer import records
 from tests.warm import completed, program_environment
+
+__all__ = ["word_tokenizer"]
 
 pytestmark = pytest.mark.nightly
 
@@ -41,6 +44,16 @@ BASE: dict[str, Any] = {
     "checkpoint__at_end": False,
 }
 DOCUMENTS: dict[str, Any] = {"data__kind": "indexed", "data__train": [{"path": "CORPUS"}]}
+# Rows of several answers each, whose prompts have no loss.
+PACKED: dict[str, Any] = {
+    "data__kind": "sft",
+    "data__train": [{"path": "ANSWERS"}],
+    "data__tokenizer": "WORDS",
+    "data__cache_dir": "CACHE",
+    "data__packing": {},
+    "train__tokens_per_micro_batch": 32,
+    "train__global_batch_size": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,9 @@ CASES = {
     "experts of float32": Case(MIXTRAL | {"train__precision": "fp32"}),
     "gemma": Case(GEMMA),
     "data-parallel": Case({"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}, ranks=2),
-    # The rank that receives its rows fetches the starts of documents, and asks for each microbatch's number of tokens.
-    "tensor-parallel, documents": Case(DOCUMENTS | {"layout": TP2}, ranks=2, reads=2, waits=4),
+    "tensor-parallel": Case({"layout": TP2}, ranks=2),
+    "tensor-parallel, documents": Case(DOCUMENTS | {"layout": TP2}, ranks=2),
+    "tensor-parallel, packed": Case(PACKED | {"layout": TP2 | {"cp": 2}}, ranks=4),
     "context-parallel, documents": Case(DOCUMENTS | {"layout": {"cp": 2}}, ranks=2),
     "ulysses": Case({"layout": {"cp": 2, "cp_comm": "ulysses"}}, ranks=2),
     "pipeline": Case({"model__num_layers": 4, "layout": PP2}, ranks=2),
@@ -98,15 +112,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sections(changes: dict[str, Any], runs: Path) -> dict[str, Any]:
     """A configuration."""
-    corpus = str(runs / "corpus")
-    made: dict[str, Any] = json.loads(json.dumps(content(**BASE | changes)).replace("CORPUS", corpus))
+    text = json.dumps(content(**BASE | changes))
+    for name, place in {"CORPUS": "corpus", "WORDS": "words", "CACHE": "cache", "ANSWERS": "answers.jsonl"}.items():
+        text = text.replace(f'"{name}"', json.dumps(str(runs / place)))
+    made: dict[str, Any] = json.loads(text)
     return made
 
 
 @pytest.fixture(scope="module")
-def results(simulated_gpu: Path, runs: Path) -> dict[str, Any]:
+def results(simulated_gpu: Path, runs: Path, word_tokenizer: Path) -> dict[str, Any]:
     """Case -> what each rank says."""
     write_corpus(runs / "corpus", 0)
+    (runs / "words").symlink_to(word_tokenizer)
+    lines = [{"prompt": "a b", "response": " ".join("abcdefghij"[: 1 + number % 10])} for number in range(40)]
+    (runs / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     cases = {name: {"sections": sections(case.changes, runs), "ranks": case.ranks} for name, case in CASES.items()}
     command = [sys.executable, "-m", "tests.simulated_gpu.program", str(simulated_gpu), str(runs)]
     given, environment = json.dumps(cases), program_environment()
@@ -122,6 +141,7 @@ def test_the_device_notices_what_a_gpu_would(results: dict[str, Any]) -> None:
         "a tensor of the CPU in a collective",
         "a strided tensor in a collective",
         "tensors of two devices in one operation",
+        "a tensor of the GPU in a collective of hosts",
     ]
     assert dict(found["noted"]) == {"read": 9, "waiting copy": 4, "copy": 3, "wait": 2}
 

@@ -1,4 +1,8 @@
-"""One rank of a tensor-parallel group reads the data; the others receive it."""
+"""One rank of a tensor-parallel group reads the data; the others receive it.
+
+Rows go from device to device. What the host decides by goes from host to host: one that asked its device for it would
+wait for all that is queued there.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ def broadcast_batches(
 ) -> list[Microbatch]:
     """Full rows on the device of every rank of the tensor-parallel group.
 
-    Two broadcasts over TP for all microbatches together; where rows are packed a third one in front, of two numbers
-    that the host waits for.
+    Two broadcasts over TP for all microbatches together. Between the hosts of TP one of the starts of documents, where
+    rows have some, and in front of all one of two numbers, where rows are packed.
 
     Args:
         batches: The step's microbatches on tensor-parallel rank 0, elsewhere None.
@@ -50,6 +54,7 @@ def broadcast_batches(
     is_packed, has_routers = config.data.packing is not None, model.experts is not None
     flags = is_packed, has_routers, model.mtp_depths, extras, bool(config.data.source_names)
     fields = field_dtypes(terms, config.data.isolate_documents, *flags)
+    has_documents = fields.pop(DOCUMENT_STARTS, None) is not None
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, config.row_width)  # whole rows; they are cut for CP afterwards
@@ -59,7 +64,7 @@ def broadcast_batches(
         _broadcast(batches, reals, torch.float64, (count, len(reals), *shape), groups),
     ]
     paths = [*integers, *reals]
-    starts = _document_starts(batches, integers, packed[0])
+    starts = _document_starts(batches, (count, *shape), groups) if has_documents else None
     return [
         Microbatch.of(
             {path: rows.to(fields[path]) for path, rows in zip(paths, [*whole, *real])}
@@ -70,26 +75,39 @@ def broadcast_batches(
     ]
 
 
-def _document_starts(
-    batches: Sequence[Microbatch] | None, paths: Sequence[FieldPath], packed: Tensor
-) -> Sequence[Tensor] | None:
-    """Of each microbatch, on the CPU: attention cuts rows by document on the host. None where rows are one document.
+def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: Groups) -> Tensor:
+    """A tensor of tensor-parallel rank 0 on the CPU of every rank of the group.
 
-    At most one copy from the device for all of them; none where this rank has read them.
+    One broadcast between hosts, none where the group has one rank. No host waits for a device.
+
+    Args:
+        own: On the CPU on tensor-parallel rank 0, elsewhere None.
+        shape: Its own.
+        dtype: In which it travels.
+        groups: The process groups.
     """
-    if DOCUMENT_STARTS not in paths:
-        return None
-    if batches is not None:
-        return [batch.tensors()[DOCUMENT_STARTS] for batch in batches]
-    return packed[:, paths.index(DOCUMENT_STARTS)].to("cpu", torch.int32).unbind()
+    numbers = torch.empty(shape, dtype=dtype) if own is None else own.to(dtype).contiguous()
+    assert numbers.shape == shape, f"{tuple(numbers.shape)} in the place of {shape}"
+    if groups.layout.tp > 1:
+        # `src` is a rank of the world: the first one of this TP group.
+        dist.broadcast(numbers, dist.get_process_group_ranks(groups.tp_host)[0], group=groups.tp_host)
+    return numbers
+
+
+def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...], groups: Groups) -> Sequence[Tensor]:
+    """Of each microbatch, on the CPU: attention cuts rows by document on the host. One broadcast between hosts."""
+    own = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
+    return broadcast_on_hosts(own, shape, torch.int32, groups).unbind()
 
 
 def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
-    """How many microbatches tensor-parallel rank 0 has, and how many sequences the one with most. One broadcast."""
-    own = [] if batches is None else [batch.num_sequences for batch in batches]
-    counts = torch.tensor([len(own), max(own, default=0)], device=groups.device)
-    dist.broadcast(counts, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
-    num_microbatches, num_sequences = counts.tolist()
+    """How many microbatches tensor-parallel rank 0 has, and how many sequences the one with most. One broadcast between
+    hosts."""
+    own = None
+    if batches is not None:
+        own = torch.tensor([len(batches), max((batch.num_sequences for batch in batches), default=0)])
+    # numpy: nothing here is an operation on a device
+    num_microbatches, num_sequences = broadcast_on_hosts(own, (2,), torch.int64, groups).numpy().tolist()
     return num_microbatches, num_sequences
 
 

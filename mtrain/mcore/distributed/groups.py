@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, MachineError
 from mtrain.plan.layout import Layout
 
 
@@ -25,6 +25,8 @@ class Groups:
     device: torch.device
     collection: ProcessGroupCollection
     """megatron-core's groups."""
+    tp_host: dist.ProcessGroup
+    """The hosts of the tensor-parallel group, for tensors of the CPU: over gloo on GPUs, on CPUs `tp` itself."""
     rank: int
     tp_rank: int
     pp_rank: int
@@ -86,6 +88,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
 
     Raises:
         ConfigError: This process has such groups already.
+        MachineError: Hosts of a tensor-parallel group do not reach each other.
     """
     if parallel_state.is_initialized():
         raise ConfigError(
@@ -106,11 +109,16 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
             # The gloo twins serve the gathers of DistributedOptimizer's checkpoints; ranks here write their own shards.
             create_gloo_process_groups=False,
         )
-        _set_timeouts(others, timedelta(seconds=timeout_s))
+        collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
+        # On CPUs the group serves already, and a lone rank has nobody to send to.
+        is_apart = device.type != "cpu" and layout.tp > 1
+        tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
+        _set_timeouts(others, timeout)
         groups = Groups(
             layout=layout,
             device=device,
-            collection=ProcessGroupCollection.use_mpu_process_groups(),
+            collection=collection,
+            tp_host=tp_host,
             rank=dist.get_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -122,6 +130,38 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     finally:
         # It forgets the groups and does not close them: mtrain/mcore/distributed/init.py closes them with the world.
         parallel_state.destroy_model_parallel()
+
+
+def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of the same ranks over gloo, for what their hosts tell each other beside NCCL (ADR 53).
+
+    Collective over the world.
+
+    Args:
+        tp: This rank's tensor-parallel group; the world is cut into such groups of neighbours.
+        timeout: How long ranks wait for each other.
+
+    Raises:
+        MachineError: They do not reach each other.
+    """
+    ranks, world = dist.get_process_group_ranks(tp), dist.group.WORLD
+    assert world is not None, "torch.distributed is open"
+    # Where the world is bound to a GPU, torch takes the ranks outside of each new group through a split of NCCL's
+    # communicator over the whole world, also where the group is not one of NCCL.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        own, _ = dist.new_subgroups(  # type: ignore[no-untyped-call]
+            len(ranks), timeout=timeout, backend="gloo", group_desc="HOSTS_OF_TENSOR_PARALLEL"
+        )
+    except RuntimeError as error:
+        raise MachineError(
+            f"rank {dist.get_rank()} cannot connect to the hosts of its tensor-parallel group, ranks {ranks}, beside "
+            f"NCCL: {error}; set GLOO_SOCKET_IFNAME to the network interface by which their machines reach each other"
+        ) from error
+    finally:
+        world.bound_device_id = bound
+    assert dist.get_process_group_ranks(own) == ranks, "neighbours"
+    return own
 
 
 def _set_timeouts(others: Set[dist.ProcessGroup], timeout: timedelta) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from mtrain.config.schema.loss import depth_term
 from mtrain.data.batch import Microbatch
 from mtrain.data.zigzag import slice_for_context_parallel
+from mtrain.mcore.distributed.broadcast import broadcast_on_hosts
 from mtrain.mcore.distributed.groups import Groups
 
 
@@ -36,14 +37,7 @@ class WeighedTokens:
         groups: The process groups.
         """
         self._numbers = {id(batch): number for number, batch in enumerate(rows)}
-        if groups.device.type == "cpu":
-            self._read = _counted(rows)
-        elif whole is not None:
-            self._read = _counted(
-                [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
-            )
-        else:
-            self._read = _copied(rows)
+        self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
 
     def of(self, batch: Microbatch) -> list[int]:
         """Of the main logits, then of each depth.
@@ -51,33 +45,26 @@ class WeighedTokens:
         Args:
             batch: One of the pass's own, the very object.
         """
-        return self._read()[self._numbers[id(batch)]]
+        return self._counts[self._numbers[id(batch)]]
 
 
-def _counted(batches: Sequence[Microbatch]) -> Callable[[], list[list[int]]]:
+def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
     """Of batches on the CPU."""
     # numpy: nothing here is an operation on a device
-    counts = [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
-    return lambda: counts
+    return [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
 
 
-def _copied(rows: Sequence[Microbatch]) -> Callable[[], list[list[int]]]:
-    """Of batches on a GPU, which other ranks have sent: the counts follow by an asynchronous copy."""
-    counts = torch.stack(
-        [torch.stack([weighed(batch, terms).sum() for terms in terms_by_distribution(batch)]) for batch in rows]
-    )
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    # asked for behind the kernels of a whole forward pass, which were queued after this copy: it has arrived by then
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-
-    def read() -> list[list[int]]:
-        arrived.synchronize()
-        found: list[list[int]] = host.numpy().tolist()
-        return found
-
-    return read
+def _counts_of_reader(
+    whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
+) -> list[list[int]]:
+    """Of batches on a device, counted by the host that has read them. One broadcast between the hosts of TP."""
+    own = None
+    if whole is not None:  # those of other context-parallel ranks are cut differently, and are in other groups of TP
+        cut = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
+        own = torch.tensor(_counted(cut))
+    shape = (len(rows), len(terms_by_distribution(rows[0])))
+    found: list[list[int]] = broadcast_on_hosts(own, shape, torch.int64, groups).numpy().tolist()
+    return found
 
 
 def places(is_weighed: Tensor, count: int) -> Tensor:

@@ -1,44 +1,115 @@
-"""What a rank of a tensor-parallel group gets, and what it copies from its device for that."""
+"""What a rank of a tensor-parallel group gets, and by which way."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.broadcast import broadcast_batches
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
+from mtrain.mcore.distributed.groups import Groups, open_host_group
+from mtrain.training.output.weighed_tokens import WeighedTokens
+
+TIMEOUT = timedelta(minutes=10)
 
 
-def batch(number: int, width: int) -> Microbatch:
-    """A row of documents whose lengths depend on its number."""
+class Received(NamedTuple):
+    """What one rank has got."""
+
+    members: list[int]
+    """Of the group of hosts."""
+    is_same: bool
+    """Whether all rows are those that were read."""
+    of_hosts: list[list[Any]]
+    """Where rows never came to the device: number of sequences, starts of documents and counted tokens of each
+    microbatch."""
+    expected: list[list[Any]]
+    """The same where they came."""
+
+
+def batch(number: int, width: int, config: Config) -> Microbatch:
+    """A row of documents whose lengths, and places without loss, depend on its number."""
     rows = torch.arange(width).view(1, -1) + number
-    starts = (torch.arange(width) // (number + 3) * (number + 3)).to(torch.int32).view(1, -1)
-    weights = {MAIN_TERM: torch.rand(1, width, generator=torch.Generator().manual_seed(number))}
+    ids = (torch.arange(width) // (number + 3)).view(1, -1)
+    weights = {MAIN_TERM: torch.rand(1, width, generator=torch.Generator().manual_seed(number)) * (rows % 3 > 0)}
     shares = {MAIN_TERM: weights[MAIN_TERM].double()}
-    return Microbatch(rows, rows + 1, rows + 2, weights, shares, starts, None)
+    starts = (ids * (number + 3)).to(torch.int32) if config.data.isolate_documents else None
+    read = Microbatch(rows, rows + 1, rows + 2, weights, shares, starts, None, num_sequences=1)
+    if config.data.packing is None:
+        return read
+    return replace(read, sequence_ids=ids, num_sequences=int(ids.max()) + 1)
 
 
-def received(groups: Groups, config: Config, count: int) -> tuple[bool, int]:
-    """Whether all rows are those of rank 0; and how often this rank has moved something to the host."""
-    batches = [batch(number, config.row_width) for number in range(count)]
-    to, moved = Tensor.to, list[object]()
+def received(groups: Groups, configs: Sequence[Config], count: int) -> list[Received]:
+    """Of each configuration, by a group of hosts beside the one of devices."""
+    hosts = replace(groups, tp_host=open_host_group(groups.tp, TIMEOUT))
+    return [_received(hosts, config, count) for config in configs]
 
-    def counted(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
-        moved.extend(each for each in (*given, *options.values()) if str(each) == "cpu" and given[:1] == ("cpu",))
-        return to(tensor, *given, **options)
 
-    with mock.patch.object(Tensor, "to", counted):
-        found = broadcast_batches(batches if groups.tp_rank == 0 else None, count, [MAIN_TERM], config, groups)
+def _received(groups: Groups, config: Config, count: int) -> Received:
+    batches = [batch(number, config.row_width, config) for number in range(count)]
+    own = batches if groups.tp_rank == 0 else None
+    # where rows are packed, ranks that do not read do not know how many they are
+    known = None if config.data.packing is not None else count
+    found = broadcast_batches(own, known, [MAIN_TERM], config, groups)
     pairs = [(one.tensors(), other.tensors()) for one, other in zip(found, batches, strict=True)]
-    same = all(
+    is_same = all(
         one.keys() == other.keys()
         and all(torch.equal(one[path], other[path]) and one[path].dtype == other[path].dtype for path in one)
         for one, other in pairs
     )
-    return same, len(moved)
+    return Received(
+        dist.get_process_group_ranks(groups.tp_host),
+        is_same,
+        _without_rows(own, known, config, replace(groups, device=torch.device("meta"))),
+        _facts(WeighedTokens(own, rows := slice_for_rank(found, groups), groups), rows),
+    )
+
+
+def _without_rows(own: list[Microbatch] | None, count: int | None, config: Config, groups: Groups) -> list[list[Any]]:
+    """On a device whose tensors cannot be read, and to which nothing is sent."""
+    send = dist.broadcast
+
+    def among_hosts(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        if group is groups.tp_host:
+            send(tensor, source, group=group)
+
+    with mock.patch.object(dist, "broadcast", among_hosts):
+        rows = slice_for_rank(broadcast_batches(own, count, [MAIN_TERM], config, groups), groups)
+        return _facts(WeighedTokens(own, rows, groups), rows)
+
+
+def _facts(counts: WeighedTokens, rows: list[Microbatch]) -> list[list[Any]]:
+    starts = [each.document_starts for each in rows]
+    return [
+        [each.num_sequences, None if start is None else start.tolist(), counts.of(each)]
+        for each, start in zip(rows, starts, strict=True)
+    ]
+
+
+def splits_of_nccl(groups: Groups) -> tuple[int, str]:
+    """How often a group of hosts is made by splitting the communicator of a world that is bound to a GPU, which every
+    rank would have to take part in; and what the world is bound to afterwards."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
+        open_host_group(groups.tp, TIMEOUT)
+    bound, world.bound_device_id = world.bound_device_id, None
+    return split.call_count, str(bound)
+
+
+def through_a_missing_interface(groups: Groups) -> None:
+    """gloo is to use a network interface that this machine has not."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+    open_host_group(groups.tp, TIMEOUT)

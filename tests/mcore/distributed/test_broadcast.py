@@ -1,12 +1,49 @@
 """Rows that one rank of a tensor-parallel group reads reach the others as they are."""
 
+from typing import Any
+
+import pytest
+
+from mtrain.base.errors import MachineError
 from mtrain.plan.layout import Layout
 from tests.config.samples import INDEXED, config
+from tests.fault_table import Notice
 from tests.mcore.distributed import broadcast_ranks
 from tests.pool import Pool
 
+PACKED: dict[str, Any] = {"kind": "mock", "seq_length": 64, "isolate_documents": True, "packing": {}}
 
-def test_starts_of_documents_come_to_the_host_once_a_step(pool: Pool) -> None:
-    """A GPU is waited for at each copy: none where the rows were read, one elsewhere, however many microbatches."""
-    run = config(layout={"tp": 2}, data={**INDEXED, "isolate_documents": True})
-    assert pool.run(broadcast_ranks.received, Layout(tp=2), run, 3) == [(True, 0), (True, 1)]
+
+def test_hosts_need_nothing_of_their_devices(pool: Pool) -> None:
+    """A GPU would be waited for: what the host decides by has come another way before any row is there."""
+    layout = {"tp": 2, "cp": 2}
+    data = [PACKED, {**INDEXED, "isolate_documents": True}, INDEXED]
+    runs = [config(layout=layout, data=each) for each in data]
+    ranks = pool.run(broadcast_ranks.received, Layout(tp=2, cp=2), runs, 3)
+    for rank, found in enumerate(ranks):
+        for each, other in zip(found, ranks[rank // 2 * 2], strict=True):
+            assert each.is_same
+            assert each.members == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert each.of_hosts == each.expected == other.expected
+    packed, documents, alone = (each.expected for each in ranks[0])
+    assert [number for number, _, _ in packed] == [22] * 3, "those of the microbatch that has most"
+    assert [each[1:] for each in packed] == [each[1:] for each in documents]
+    assert [starts for _, starts, _ in alone] == [None] * 3
+    # tokens that count: other ones in other parts of the row
+    assert packed[0][2] != ranks[2][0].expected[0][2]
+
+
+def test_a_group_of_hosts_asks_nothing_of_the_ranks_outside(pool: Pool) -> None:
+    assert pool.run(broadcast_ranks.splits_of_nccl, Layout(tp=2, dp=2)) == [(0, "cuda:0")] * 4
+
+
+@pytest.mark.fault(
+    "ranks",
+    "GLOO_SOCKET_IFNAME names a network interface that is not there, under tensor parallelism on GPUs",
+    happens="one message with the ranks that cannot be reached and what to set",
+    exit_code=7,
+)
+def test_hosts_that_cannot_be_reached_say_what_to_set(pool: Pool, notice: Notice) -> None:
+    with notice, pytest.raises(MachineError, match=r"ranks \[0, 1\].*none0.*set GLOO_SOCKET_IFNAME") as error:
+        pool.run(broadcast_ranks.through_a_missing_interface, Layout(tp=2))
+    assert error.value.exit_code == notice.exit_code

@@ -20,7 +20,9 @@ from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.training.trainer import train_on
 
 
-def with_short_timeouts(groups: Groups, store: str, timeout_s: float, action: Callable[[Groups], None]) -> None:
+def with_short_timeouts(
+    groups: Groups, store: str, timeout_s: float, action: Callable[[Groups], None], device: str = "cpu"
+) -> None:
     """On the same ranks, but in a world opened anew; `store` is a file that is not there yet."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
@@ -28,7 +30,7 @@ def with_short_timeouts(groups: Groups, store: str, timeout_s: float, action: Ca
     dist.destroy_process_group()
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    with opened_groups(groups.layout, groups.device, 1234, timeout_s) as again:
+    with opened_groups(groups.layout, torch.device(device), 1234, timeout_s) as again:
         action(again)
 
 
@@ -65,7 +67,8 @@ def wait_in_vain(groups: Groups, store: str, timeout_s: float) -> list[Waited]:
                 waited.append(Waited(name, call, time.monotonic() - began))
         ended.touch()
 
-    with_short_timeouts(groups, store, timeout_s, action)
+    # no CPU, so that hosts have a group of their own
+    with_short_timeouts(groups, store, timeout_s, action, device="meta")
     return waited
 
 
