@@ -16,8 +16,9 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
+from mtrain.mcore.distributed.broadcast import broadcast_batches, broadcast_on_hosts, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups, open_host_group
+from mtrain.mcore.distributed.init import naming_lost_ranks
 from mtrain.training.output.weighed_tokens import WeighedTokens
 
 TIMEOUT = timedelta(minutes=10)
@@ -107,6 +108,14 @@ def splits_of_nccl(groups: Groups) -> tuple[int, str]:
         open_host_group(groups.tp, TIMEOUT)
     bound, world.bound_device_id = world.bound_device_id, None
     return split.call_count, str(bound)
+
+
+def from_a_rank_that_leaves(groups: Groups) -> None:
+    """The one that reads ends before it has sent anything."""
+    hosts = replace(groups, tp_host=open_host_group(groups.tp, TIMEOUT))
+    if groups.tp_rank != 0:
+        with naming_lost_ranks(lambda: ""):
+            broadcast_on_hosts(None, (2,), torch.int64, hosts)
 
 
 def through_a_missing_interface(groups: Groups) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.base.errors import MachineError
+from mtrain.base.errors import MachineError, RankLostError
 from mtrain.plan.layout import Layout
 from tests.config.samples import INDEXED, config
 from tests.fault_table import Notice
@@ -35,6 +35,12 @@ def test_hosts_need_nothing_of_their_devices(pool: Pool) -> None:
 
 def test_a_group_of_hosts_asks_nothing_of_the_ranks_outside(pool: Pool) -> None:
     assert pool.run(broadcast_ranks.splits_of_nccl, Layout(tp=2, dp=2)) == [(0, "cuda:0")] * 4
+
+
+def test_a_host_that_waits_for_a_lost_one_says_so(pool: Pool) -> None:
+    with pytest.raises(RankLostError, match="rank 1 lost the connection to another rank") as error:
+        pool.run(broadcast_ranks.from_a_rank_that_leaves, Layout(tp=2))
+    assert error.value.exit_code == 5
 
 
 @pytest.mark.fault(
