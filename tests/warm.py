@@ -8,6 +8,7 @@ Tests of what happens during imports start a real interpreter.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -199,6 +200,7 @@ def run_here(
     """
     from mtrain.launch import local
 
+    gc.freeze()  # as after the imports of a program that starts by itself
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)

@@ -31,6 +31,9 @@ from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
 from mtrain.loss.preference.term import head_term, score_term
 
+_EXPONENT = 0x7FF << 52
+"""Of a positive float64: its bits without those of the mantissa."""
+
 AnyLoss = LossFunction | PreferenceLoss
 
 
@@ -216,7 +219,10 @@ class Objective:
         }
 
     def scalar(
-        self, pairs: Mapping[str, LossPair], factors: Mapping[str, float | Tensor], numerator_scale: float = 1.0
+        self,
+        pairs: Mapping[str, LossPair],
+        factors: Mapping[str, float | Tensor],
+        numerator_scale: float | Tensor = 1.0,
     ) -> Tensor:
         """What a microbatch back-propagates from its logits: (N_main + sum_k factor_k N_k) x numerator_scale.
 
@@ -224,7 +230,7 @@ class Objective:
             pairs: As `pairs` gives them; what is not there is left out of the sum.
             factors: One a side term: its coefficient, or from `side_term_factors` where a term is `apart`.
             numerator_scale: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
-                sums; the caller takes it out again when it divides by D_main.
+                sums; the caller takes it out again when it divides by D_main. A number, or a scalar on the device.
         """
         # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to float32,
         # since the main numerator, alone or not, is differentiated in one dtype.
@@ -233,7 +239,8 @@ class Objective:
             for term, pair in pairs.items()
         ]
         # a power of two moves exponents only, so the division takes it out without rounding; 1.0 outside fp16
-        return functools.reduce(torch.add, parts) * numerator_scale
+        scalar = functools.reduce(torch.add, parts)
+        return (scalar * numerator_scale).to(scalar.dtype)
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
@@ -256,17 +263,21 @@ def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dic
     }
 
 
-def power_of_two_near(x: float) -> float:
-    """The exact power of two 2^round(log2 x).
+def power_of_two_near(x: Tensor) -> Tensor:
+    """The exact power of two 2^round(log2 x), without a host synchronisation.
 
     Multiplying by it only moves exponents, so it can be taken out again without rounding.
 
-    Raises:
-        ValueError: `x` is not a positive finite number.
+    Args:
+        x: Float64 scalar.
+
+    Returns:
+        Float64 scalar on the same device; 1 where `x` is not a positive finite number.
     """
-    if not (math.isfinite(x) and x > 0):
-        raise ValueError(f"`x` must be positive and finite, but is {x} instead.")
-    return math.ldexp(1.0, round(math.log2(x)))
+    # An exponent alone is a power of two, whatever the device rounds; with a factor of sqrt(2) in front the next lower
+    # one is the nearest.
+    power = ((x * math.sqrt(2)).view(torch.int64) & _EXPONENT).view(torch.float64)
+    return torch.where(x.isfinite() & (x > 0), power, 1.0)
 
 
 def _preference(function: Callable[..., Any], section: LossSection) -> PreferenceLoss | None:

@@ -97,7 +97,7 @@ class TrainingStep:
 
         One collective of a short float64 vector over all ranks carries both the losses and the gradient norm; a second
         one, beside the first forward pass, where terms of several denominators (within each pipeline stage) or fp16
-        need the plan. The host waits for the device once, at the end; in fp16 once more for the plan.
+        need the plan. The host waits for the device once, at the end.
 
         Args:
             batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
@@ -144,9 +144,9 @@ class TrainingStep:
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
-            # starts its collective now and waits for it behind the first forward pass (fp16: at once)
-            step.factors = self._parts.factors([*planned.values()], objective, self._optimizer.unscales, self._groups)
-            step.sums.numerator_scale = step.factors.numerator_scale
+            # starts its collective now and waits for it behind the first forward pass (fp16 on CPUs: at once)
+            is_fp16 = self._optimizer.scales_loss
+            step.factors = self._parts.factors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise ConfigError(
                 f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
@@ -178,6 +178,8 @@ class TrainingStep:
             self._parts.run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
         # a rank that asked for no factor ends its part of the collective here, before it takes part in the next one
         factors.wait()
+        if self._optimizer.scales_loss:
+            step.sums.gradient_scale = factors.numerator_scale * loss_scale  # the same in every pass of a step
 
     def _compared(
         self,
@@ -213,9 +215,8 @@ class TrainingStep:
             self.local_gradients = largest_local_gradients(self._chunks)
         if step.is_deferred:
             start_grad_sync(self._chunks, self._config)
-        # fp16: gradients carry the loss scale until the update takes it out, so their norm is taken there
-        local_grad_norm_sq = None if self._optimizer.unscales else self._optimizer.local_grad_norm_sq
-        reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, local_grad_norm_sq)
+        norm_sq = self._optimizer.local_grad_norm_sq
+        reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if (compared := step.preference) is not None:
@@ -252,11 +253,10 @@ class TrainingStep:
         """
         if totals.is_empty:
             return None
-        if totals.grad_norm is None:
-            update = self._optimizer.unscale_and_update(lr, judge)
-        else:
+        assert totals.grad_norm is not None, "of a forward pass alone"
+        if not self._optimizer.overflowed(totals.grad_norm):
             judge(totals.grad_norm)
-            update = self._optimizer.update(lr, totals.grad_norm)
+        update = self._optimizer.update(lr, totals.grad_norm)
         # biases move with the weights: on an overflow neither does
         if not update.overflowed:
             self.routers.move_biases()

@@ -101,7 +101,7 @@ def train_each(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
 def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
     """Gradients of a batch, gathered, and the update of step `number`."""
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
-    gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale())
+    gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)))
     update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
     norm = 0.0 if update is None else update.grad_norm
     return StepOutcome(totals.objective, dict(totals.terms), norm, gradients, totals.diagnostics)
@@ -140,9 +140,9 @@ def set_parameters(chunks: Sequence[Any], groups: Groups, parameters: Mapping[st
             part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
 
 
-def arrays(tensors: Mapping[str, Tensor] | None, divisor: float = 1.0) -> Arrays | None:
-    """Tensors as numpy, half precision as float32, divided by a power of two."""
-    return None if tensors is None else {name: (value.float() / divisor).numpy() for name, value in tensors.items()}
+def arrays(tensors: Mapping[str, Tensor] | None) -> Arrays | None:
+    """Tensors as numpy, half precision as float32."""
+    return None if tensors is None else {name: value.float().numpy() for name, value in tensors.items()}
 
 
 class Bits(NamedTuple):
@@ -249,9 +249,9 @@ def scaled_gradients(
             accumulator,
             config,
         )
-        sums = StepSums(accumulator, {MAIN_TERM: 0.0}, numerator_scale=numerator_scale)
-        finalize_gradients(built.chunks, sums, groups)
-        found.append(arrays(gather_whole(gradient_shards(built.chunks, groups)), built.optimizer.loss_scale()))
+        scale = numerator_scale * built.optimizer.loss_scale()
+        finalize_gradients(built.chunks, StepSums(accumulator, {MAIN_TERM: 0.0}, gradient_scale=scale), groups)
+        found.append(arrays(gather_whole(gradient_shards(built.chunks, groups))))
     return found
 
 

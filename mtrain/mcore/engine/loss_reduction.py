@@ -123,8 +123,9 @@ class StepSums:
     """Of this rank's batches; 0 where it reads none."""
     num_positions: int = 0
     """Of the global batch, in all rows of all ranks: known without asking them, as all have as many rows."""
-    numerator_scale: float = 1.0
-    """What objectives were multiplied by before backward; the division takes it out."""
+    gradient_scale: float | Tensor = 1.0
+    """What objectives were multiplied by before backward, the loss scale of fp16 included; the division takes it out.
+    """
 
     def add_batches(self, planned: Mapping[str, float], tokens: TokenCounts) -> None:
         """Adds what one pass promises."""
@@ -145,7 +146,8 @@ class StepTotals:
     num_positions: int
     """Of the global batch, with and without text."""
     grad_norm_sq: float | None
-    """Squared norm of the gradient before it is divided; None in fp16, where the update finds it."""
+    """Squared norm of the gradient before it is divided by the denominator; not finite where fp16 overflowed. None
+    where there is no gradient."""
     coefficients: Mapping[str, float]
     """Of the terms in the objective."""
     sources: tuple[Totals, ...] = ()
@@ -166,7 +168,7 @@ class StepTotals:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the normalised gradient, before clipping; None in fp16."""
+        """Global L2 norm of the normalised gradient, before clipping; None where there is no gradient."""
         divisor = self.terms[MAIN_TERM].denominator or math.inf  # an empty batch has no gradient
         return None if self.grad_norm_sq is None else math.sqrt(self.grad_norm_sq) / divisor
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,7 +23,6 @@ class NumeratorFactors:
         planned: The denominator of each term over this rank's batch.
         objective: The terms.
         is_fp16: Gradients are kept near 1 by a numerator_scale, an exact power of two that all stages must agree on.
-            One host synchronisation.
         groups: The process groups.
         """
         self._coefficients, self._router_terms = objective.coefficients, objective.router_terms
@@ -33,8 +31,14 @@ class NumeratorFactors:
         # Over the world in fp16: all stages multiply by one power of two. Else a stage has all it needs itself.
         self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
-        # The host waits here: the scale chooses a Python float that loss and division share.
-        self.numerator_scale = self._power_of_two() if is_fp16 else 1.0
+        self.numerator_scale: float | Tensor = 1.0
+        """What loss and division share: in fp16 a float64 scalar on the device, else 1. A power of two changes no
+        mantissa, so the one division takes it out exactly."""
+        if is_fp16:
+            assert self._totals is not None
+            # Asked for here, where no stage waits for another one: on CPUs all ranks take part in the later rounds of
+            # the collective. On GPUs nothing waits for it but what comes next on the stream.
+            self.numerator_scale = power_of_two_near(self._totals.on_device()[0].reciprocal())
 
     def of_terms(self) -> Mapping[str, float | Tensor]:
         """One a side term; first called after the first forward pass of the last stage, or by the first router."""
@@ -56,9 +60,3 @@ class NumeratorFactors:
         # leave its partners waiting.
         if self._totals is not None:
             self._totals.on_device()
-
-    def _power_of_two(self) -> float:
-        assert self._totals is not None
-        main = float(self._totals.on_device()[0])
-        # A power of two changes no mantissa, so the one division takes it out exactly; 1 for an empty batch.
-        return power_of_two_near(1 / main) if math.isfinite(main) and main > 0 else 1.0

@@ -1,9 +1,9 @@
-"""megatron-core's optimizer, stepped in the open: unscale, norm, check, clip, update."""
+"""megatron-core's optimizer, stepped in the open: norm, check, clip, update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from mtrain.base.errors import NonFiniteError, NumericError
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
-from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.muon import Muon
 from mtrain.mcore.engine.optimizer_state import fuse
@@ -34,7 +33,7 @@ class Update:
     """What one optimizer step did."""
 
     grad_norm: float
-    """Global L2 norm of the normalised gradient, before clipping; NaN or inf where fp16 overflowed."""
+    """Global L2 norm of the normalised gradient, before clipping; NaN where fp16 overflowed."""
     overflowed: bool
     """fp16: gradients were not finite, the loss scale went down and the weights stayed."""
 
@@ -141,27 +140,37 @@ class Optimizer:
         self.inner.zero_grad()
 
     @property
-    def unscales(self) -> bool:
-        """fp16: the norm is known only after `unscale_and_update` has divided by the loss scale."""
+    def scales_loss(self) -> bool:
+        """fp16: the loss is multiplied by a scale that falls where a gradient overflows."""
         return self._is_fp16
+
+    def overflowed(self, grad_norm: float) -> bool:
+        """Whether a norm is that of a gradient which `update` leaves out to go on with a smaller loss scale."""
+        return self._is_fp16 and not math.isfinite(grad_norm)
 
     @torch.no_grad()
     def local_grad_norm_sq(self) -> Tensor:
-        """What this rank adds to the squared global L2 norm of the reduced gradients; not in fp16.
+        """What this rank adds to the squared global L2 norm of the reduced gradients.
 
         A float64 scalar on the device, to be summed over the world. No communication, no host synchronisation. The
-        gradients may still be scaled in place: the optimizer holds views of the same float32 memory.
+        gradients may still be scaled in place: the optimizer holds views of the same float32 memory. Not finite where a
+        gradient is not: float64 holds the squares of all that float32 does.
         """
-        assert not self._is_fp16
-        # Points `.grad` of the main weights at the reduced buffers; bf16 and fp32 have no scaler that judges them.
-        self.inner.prepare_grads()
+        for part in self._optimizers():
+            # Points `.grad` of the main weights at the reduced buffers.
+            if not self._is_fp16:
+                part.prepare_grads()  # without a scaler it does nothing else
+            elif not part.is_stub_optimizer:
+                # `prepare_grads` would judge the gradients by part, dense and experts, and the host would wait for each
+                part._copy_model_grads_to_main_grads()
         return self._sum_of_squares()
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
-        """One step on the gradients whose norm was taken.
+        """One step on the gradients whose norm was taken; in fp16 none where they overflowed.
 
-        The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM.
+        The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM. One host synchronisation where
+        the loss scale has moved.
 
         Args:
             lr: The learning rate.
@@ -170,7 +179,13 @@ class Optimizer:
         Raises:
             NonFiniteError: The gradient norm is not finite, or float32 does not hold what it stands for; weights and
                 state are untouched.
+            NumericError: fp16 overflowed too often, see `Skips.count`.
         """
+        if self.overflowed(grad_norm):
+            self._move_scales(overflowed=True)
+            # The same scale on all ranks, so a run that gives up does so everywhere.
+            self._skips.count(self.loss_scale())
+            return Update(math.nan, overflowed=True)
         # Before anything is touched: the norm is the same number on all ranks, so all of them raise or none.
         check_norm(grad_norm, self._clip_grad)
         for group in self.inner.param_groups:
@@ -187,54 +202,16 @@ class Optimizer:
         if self._overlaps_gather and not self.overlaps_param_gather:
             # After the first update, and again where gather_parameters() took them away.
             self._set_gather_hooks(True, sync=False)
+        if self._is_fp16:
+            self._move_scales(overflowed=False)
+            self._skips.clear()
         return Update(grad_norm, overflowed=False)
 
-    @torch.no_grad()
-    def unscale_and_update(self, lr: float, judge: Callable[[float], None] = lambda grad_norm: None) -> Update:
-        """One step in fp16, unless a gradient overflowed. One host synchronisation; one more where it did.
-
-        Args:
-            lr: The learning rate.
-            judge: Is given the norm before anything but the loss scale has changed, and raises where the gradient must
-                not be applied.
-
-        Raises:
-            NumericError: As `update` and `Skips.count`.
-        """
-        overflowed, grad_norm = self._unscaled()
-        if overflowed:
-            # The same scale on all ranks, so a run that gives up does so everywhere.
-            self._skips.count(self.loss_scale())
-            return Update(math.nan, overflowed=True)
-        judge(grad_norm)
-        update = self.update(lr, grad_norm)
-        self._skips.clear()
-        return update
-
-    def _unscaled(self) -> tuple[bool, float]:
-        """Divides all gradients by the loss scale and moves it.
-
-        Returns:
-            Whether one was not finite, on all ranks alike; and their norm, which says nothing where one was not.
-
-        megatron-core does so for dense parameters and for experts apart, with a scale each, which part when one of them
-        overflows.
-        """
-        # One flag for all parts, summed over the world: experts live on other ranks than dense parameters.
-        found = torch.zeros(1, device=self._device)
-        for part in self._optimizers():
-            if not part.is_stub_optimizer:  # this rank has no parameter of the kind, and no gradient to look at
-                part._copy_model_grads_to_main_grads()
-                gradients = part._collect_main_grad_data_for_unscaling()
-                # One pass over the gradients both divides them by the scale and sets the flag.
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale)
-        # A collective of its own: when the losses were summed, the gradients still carried the loss scale.
-        num_found, sum_of_squares = AsyncAllReduce(torch.cat([found, self._sum_of_squares().view(1)])).get().tolist()
-        overflowed = num_found > 0
+    def _move_scales(self, overflowed: bool) -> None:
+        """One scale for dense parameters and experts, which megatron-core gives a scaler each."""
         for part in self._optimizers():
             # On stubs too: every scaler of every rank counts the same successes and overflows.
             part.grad_scaler.update(overflowed)
-        return overflowed, math.nan if overflowed else math.sqrt(sum_of_squares)
 
     def _sum_of_squares(self) -> Tensor:
         """Every element counts on one rank: to be summed over the world."""

@@ -48,8 +48,7 @@ def attempt_record(run: Run, done: int, made: Attempt, lr: float, seconds: float
     record = step_record(run, done, made.totals, made.update, lr, seconds)
     if made.refused is None:
         return record
-    # what was judged; in fp16 it is not known
-    norm = made.totals.grad_norm
+    norm = made.totals.grad_norm  # what was judged
     return replace(record, skipped=made.refused, grad_norm=math.nan if norm is None else norm)
 
 

@@ -9,6 +9,7 @@ seen CUDA cannot be forked.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -144,6 +145,7 @@ class _Ranks:
 def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
     import torch
 
+    gc.freeze()  # what the fork server has imported is nobody's garbage: no collection looks through it
     torch.set_num_threads(1)
     try:
         answer = (True, _call(*job))

@@ -98,7 +98,7 @@ ROWS = (
         "experts in fp16",
         _has_two_scales,
         "fixed",
-        "All gradients are unscaled and looked at together, and the scales move together.",
+        "One norm of all gradients says whether one overflowed, and the scales move together.",
         ("mtrain/mcore/engine/optimizer.py",),
         (f"{_TESTS}loss_scales_part_when_experts_overflow",),
     ),

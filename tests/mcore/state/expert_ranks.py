@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain.config import Config
+from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
@@ -58,5 +59,6 @@ def loss_scales_after_an_overflow(groups: Groups, config: Config) -> list[float]
         if groups.rank == dist.get_world_size() - 1:
             layers = [layer for chunk in parts.chunks for layer in unwrap(chunk).decoder.layers]
             layers[-1].mlp.experts.linear_fc1.weight.main_grad.fill_(float("inf"))
-        assert parts.optimizer.unscale_and_update(0.01).overflowed
+        norm_sq = AsyncAllReduce(parts.optimizer.local_grad_norm_sq().view(1)).get()
+        assert parts.optimizer.update(0.01, float(norm_sq)).overflowed
     return [float(part.grad_scaler.scale) for part in parts.optimizer.inner.chained_optimizers]
