@@ -126,7 +126,7 @@ def train(
         folder: Of its checkpoints.
         resume_at: The step of a checkpoint.
         stop: Steps in all.
-        save_at: Before this step.
+        save_at: Before this step, or after the last.
         gathered_at: When the whole model is gathered: "begin", "save", "end".
     """
     config = in_few_passes(config, groups)
@@ -136,11 +136,13 @@ def train(
     begin, wholes = standing(parts), {"begin": whole(parts, groups)} if "begin" in gathered_at else {}
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     steps = []
-    for step in range(resume_at or 0, stop):
+    for step in range(resume_at or 0, stop + 1):
         if step == save_at:
             save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
             saved = standing(parts)
             wholes |= {"save": whole(parts, groups)} if "save" in gathered_at else {}
+        if step == stop:
+            break
         totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
         update = parts.training.update(totals, config.optimizer.lr)
         assert update is not None
@@ -150,11 +152,28 @@ def train(
     return Outcome(steps, begin, standing(parts), loaded, saved, wholes)
 
 
-def start_from(groups: Groups, config: Config, folder: Path, step: int) -> tuple[int, Whole]:
-    """Takes the weights of a checkpoint into a new run: updates that Adam has made, and the model."""
-    parts = build(groups, config)
-    load_weights(_entry(folder, step), parts.chunks, parts.optimizer, groups, config)
-    return adam_step(parts.optimizer.inner), whole(parts, groups)
+def train_and_resume(
+    groups: Groups, config: Config, folder: Path, stop: int, save_at: int, gathered_at: Collection[str] = ()
+) -> tuple[Outcome, Outcome]:
+    """A run that saves on its way, and another, built anew on the same ranks, that resumes there."""
+    straight = train(groups, config, folder, None, stop, save_at, gathered_at)
+    return straight, train(groups, config, folder, save_at, stop)
+
+
+def begin_and_resume(groups: Groups, config: Config, folder: Path, stop: int, saved_at: int) -> tuple[Outcome, Outcome]:
+    """A run before its first step, and another that resumes at a checkpoint; the model when each begins."""
+    fresh = train(groups, config, folder, None, 0, None, ["begin"])
+    return fresh, train(groups, config, folder, saved_at, stop, None, ["begin"])
+
+
+def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: int) -> list[tuple[int, Whole]]:
+    """Takes the weights of a checkpoint into new runs: updates that Adam has made, and the model."""
+    found = []
+    for config in configs:
+        parts = build(groups, config)
+        load_weights(_entry(folder, step), parts.chunks, parts.optimizer, groups, config)
+        found.append((adam_step(parts.optimizer.inner), whole(parts, groups)))
+    return found
 
 
 def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> None:

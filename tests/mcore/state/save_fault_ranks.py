@@ -26,7 +26,7 @@ from mtrain.mcore.state.pending_save import PendingSave
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
-from tests.mcore.state.checkpoint_ranks import Parts, build
+from tests.mcore.state.checkpoint_ranks import Parts, build, in_few_passes
 
 _LIMIT_S = 3600.0
 """Of a save."""
@@ -45,13 +45,20 @@ class Ending(NamedTuple):
 
 
 def train_and_save(
-    groups: Groups, config: Config, folder: Path, saves: list[int], fault: str | None, num_steps: int = 4
+    groups: Groups,
+    config: Config,
+    folder: Path,
+    saves: list[int],
+    fault: str | None,
+    num_steps: int = 4,
+    first: int = 0,
 ) -> Ending:
-    """Trains some steps and saves after those named, numbered as they are; a fault strikes once."""
+    """Trains from step `first` on and saves after the steps named, numbered as they are; a fault strikes once."""
     if fault is not None:
         os.environ[fault_points.VARIABLE] = fault
-    parts = build(groups, config)
-    return _ending(lambda count: _train(groups, config, parts, Saver(folder, groups, config), saves, num_steps, count))
+    config = in_few_passes(config, groups)
+    parts, steps = build(groups, config), range(first, num_steps)
+    return _ending(lambda count: _train(groups, config, parts, Saver(folder, groups, config), saves, steps, count))
 
 
 def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
@@ -101,18 +108,18 @@ def _train(
     parts: Parts,
     saver: Saver,
     saves: list[int],
-    num_steps: int,
+    steps: range,
     count: Callable[[], None],
 ) -> None:
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
-    for step in range(num_steps):
+    for step in steps:
         totals = parts.training.forward_backward(loader.batches(step) if groups.tp_rank == 0 else None)
         parts.training.update(totals, config.optimizer.lr)
         saver.confirm(step)
         saver.poll()
         count()
-        if step + 1 == num_steps:
-            saver.confirm(num_steps)  # the trainer does so after a forward pass
+        if step + 1 == steps.stop:
+            saver.confirm(steps.stop)  # the trainer does so after a forward pass
         if step + 1 in saves:
             saver.save(parts.chunks, parts.optimizer, step + 1)
     saver.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, newest_good
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
+from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state import checkpoint_ranks
@@ -23,9 +25,9 @@ WAITS = {"checkpoint.async_save": False}
 BEFORE = 1
 """The step that is saved before the fault strikes in the save of the next."""
 POINTS = [
-    *((0, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.20", "write.44", "written")),
+    *((0, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.20", "write.26", "written")),
     *((0, phase) for phase in ("list", "state", "publish", "rename", "retention", "end")),
-    *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.20", "write.44", "written")),
+    *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.20", "write.26", "written")),
 ]
 """Rank and phase; all but `snapshot` lie in the thread that writes."""
 
@@ -38,12 +40,24 @@ def newest_whole(folder: Path) -> CheckpointEntry:
     return entry
 
 
-@pytest.fixture
-def saved(pool: Pool, tmp_path: Path) -> Path:
+def small(**changes: Any) -> Config:
+    """Two layers: more would write the same tensors once more."""
+    return configured(**{"model.num_layers": 2} | changes)
+
+
+@pytest.fixture(scope="module")
+def saved_once(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one checkpoint."""
-    (ending, _) = pool.run(ranks.train_and_save, LAYOUT, configured(), tmp_path, [BEFORE], None, 1)
+    folder = tmp_path_factory.mktemp("saved")
+    (ending, _) = pool.run(ranks.train_and_save, LAYOUT, small(), folder, [BEFORE], None, 1)
     assert ending.error == ("nothing", "")
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """The same folder for one test alone."""
+    return shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True, symlinks=True)
 
 
 @pytest.mark.fault(
@@ -58,7 +72,7 @@ def test_a_process_killed_at_any_of_many_points_of_a_save(pool: Pool, saved: Pat
         step = 2
         fault = f"kill rank={rank} step={step} phase={phase}"
         with notice, pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|peer"):
-            pool.run(ranks.train_and_save, LAYOUT, configured(), saved, [step], fault)
+            pool.run(ranks.train_and_save, LAYOUT, small(), saved, [step], fault, step, BEFORE)
         is_published = phase in ("retention", "end")
         assert newest_whole(saved).step == (step if is_published else BEFORE), fault
         clean_leftovers(saved)
@@ -90,7 +104,7 @@ def test_a_full_disk_fails_one_save_and_training_goes_on(
 ) -> None:
     fault = f"full rank={victim} step=2 phase=write.20"
     with notice:
-        endings = pool.run(ranks.train_and_save, LAYOUT, configured(**changes), saved, [2, 4], fault)
+        endings = pool.run(ranks.train_and_save, LAYOUT, small(**changes), saved, [2, 4], fault)
     assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
     assert newest_whole(saved).step == 4
     assert published_steps(saved) == [BEFORE, 4]
@@ -111,7 +125,7 @@ def test_a_checkpoint_counts_though_latest_cannot_be_written(pool: Pool, saved: 
     (saved / "latest").unlink()
     (saved / "latest").mkdir()
     with notice:
-        endings = pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 1}), saved, [2, 4], None)
+        endings = pool.run(ranks.train_and_save, LAYOUT, small(**{"checkpoint.keep_last": 1}), saved, [2, 4], None)
     assert [(ending.steps, ending.error) for ending in endings] == [(4, ("nothing", ""))] * 2
     assert notice.exit_code is None
     assert BEFORE not in published_steps(saved)
@@ -132,7 +146,7 @@ def test_a_failed_save_stops_training_where_it_is_told_to(
     pool: Pool, saved: Path, fault: str, phase: str, notice: Notice
 ) -> None:
     """A writer that hangs is noticed within checkpoint.save_timeout_s."""
-    config = configured(**{"checkpoint.on_save_failure": "stop", "checkpoint.save_timeout_s": 1})
+    config = small(**{"checkpoint.on_save_failure": "stop", "checkpoint.save_timeout_s": 1})
     injected = f"{fault} rank=0 step=2 phase={phase}"
     with notice:
         endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2], injected, 2000)
@@ -155,7 +169,7 @@ def test_a_failed_save_stops_training_where_it_is_told_to(
 )
 def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, saved: Path, notice: Notice) -> None:
     """The next save fails at once, as its writer would add a second copy of the state; the last one must succeed."""
-    config = configured(**{"checkpoint.save_timeout_s": 1})
+    config = small(**{"checkpoint.save_timeout_s": 1})
     with notice:
         endings = pool.run(ranks.train_and_save, LAYOUT, config, saved, [2, 4], "hang rank=1 step=2 phase=open", 6)
     assert notice.exit_code == MachineError.exit_code
@@ -208,19 +222,22 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     exit_code=None,
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, saved: Path, notice: Notice) -> None:
-    for step, (damage, why) in enumerate(DAMAGES.values(), start=2):
-        pool.run(ranks.train_and_save, LAYOUT, configured(**{"checkpoint.keep_last": 9}), saved, [step], None, step)
+    steps = [BEFORE + 1 + number for number in range(len(DAMAGES))]
+    config = small(**{"checkpoint.keep_last": 9})
+    pool.run(ranks.train_and_save, LAYOUT, config, saved, steps, None, steps[-1], BEFORE)
+    assert published_steps(saved) == [BEFORE, *steps]
+    for step, (damage, _) in zip(steps, DAMAGES.values(), strict=True):
         damage(saved / step_name(step))
-        with notice:
-            found = pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved)
-        for taken, warnings, error in found:
-            assert error == ("nothing", "")
-            assert taken == BEFORE
-            assert len(warnings) == step - BEFORE
-            assert why in warnings[0]
-            assert f"step {step} is passed over" in warnings[0]
+    with notice:
+        found = pool.run(ranks.resume_or_initialize, Layout(tp=2), small(), saved)
+    for taken, warnings, error in found:
+        assert error == ("nothing", "")
+        assert taken == BEFORE
+        for line, step, (_, why) in zip(warnings, reversed(steps), reversed(DAMAGES.values()), strict=True):
+            assert why in line
+            assert f"step {step} is passed over" in line
     _flip(saved / step_name(BEFORE) / "training_state.json")
-    for _, _, (kind, text) in pool.run(ranks.resume_or_initialize, Layout(tp=2), configured(), saved):
+    for _, _, (kind, text) in pool.run(ranks.resume_or_initialize, Layout(tp=2), small(), saved):
         assert kind == "DataError"
         assert "no usable checkpoint" in text
 
