@@ -31,6 +31,8 @@ FOLDED_VOCAB_SIZE = 997
 """Of the user's tokens where they are too many: larger tables would take minutes. Token ids are taken modulo this."""
 SEQ_LENGTH = 32
 BATCH_SIZE = 16
+FEW_SAMPLES = 4
+"""Of a step, where a run is stopped and goes on: what microbatches add up to is compared by `verify parity`."""
 CHUNK_TOKENS = 20
 """Several chunks in the smallest microbatches, of unequal lengths."""
 _MAX_VOCAB = 16384
@@ -81,7 +83,13 @@ def in_float32(config: Config) -> dict[str, dict[str, Any]]:
     return changed
 
 
-def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mapping[str, Mapping[str, Any]]) -> Shrunk:
+def small(
+    config: Config,
+    trials: Sequence[Trial],
+    seq_length: int,
+    also: Mapping[str, Mapping[str, Any]],
+    batch_size: int = BATCH_SIZE,
+) -> Shrunk:
     """The small configuration; precision, dropout and schedule are the user's.
 
     Args:
@@ -89,11 +97,12 @@ def small(config: Config, trials: Sequence[Trial], seq_length: int, also: Mappin
         trials: As for `shrink`.
         seq_length: As for `shrink`.
         also: Section -> key -> value, of what else is changed.
+        batch_size: Wanted samples of a step; made a multiple of what the trials need.
     """
     # extras of the user's samples are numbers of the large model, which say nothing of the small one
     reads_files = has_files(config.data) and not config.data.extras
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
-    batch = multiple_from(BATCH_SIZE, [trial.batch_divisor for trial in trials])
+    batch = multiple_from(batch_size, [trial.batch_divisor for trial in trials])
     content = config.model_dump()
     content["model"] |= _model(config, trials, length, reads_files)
     content["adapter"] = None if config.adapter is None else _adapter(config.adapter)

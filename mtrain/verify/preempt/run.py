@@ -26,7 +26,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import Prepared, Trial, full_trial, parse_trials, prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
-from mtrain.verify.core.shrink import Shrunk, small
+from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, small
 from mtrain.verify.parity.run import Progress, Request, device_for
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.preempt.inject import PREEMPT_FAULTS, plant
@@ -113,13 +113,13 @@ def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Pr
 
 def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, dict[str, Any]]) -> Shrunk:
     """Real ranks read the tokens as they are, so nothing folds them: the vocabulary stays whole."""
-    shrunk = small(config, [trial], length, also)
+    shrunk = small(config, [trial], length, also, FEW_SAMPLES)
     if not shrunk.reads_files:
         return shrunk
     own = {"model": {"vocab_size": config.model.vocab_size}}
     if isinstance(config.data, FilesSection):
         own["data"] = {"valid": config.data.model_dump()["valid"]}
-    return small(config, [trial], length, also | own)
+    return small(config, [trial], length, also | own, FEW_SAMPLES)
 
 
 def _can_validate(config: Config) -> bool:

@@ -30,7 +30,7 @@ from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
-from mtrain.verify.core.shrink import Shrunk, has_files, in_float32, small
+from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, small
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
@@ -136,7 +136,7 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
     also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config, request.num_steps)}
     also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
     also |= {"data": _curriculum(config, request)}
-    shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, also), config)
+    shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, also, FEW_SAMPLES), config)
     model, train = shrunk.config.model, shrunk.config.train
     changed = in_float32(config)
     quiet = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {}))
