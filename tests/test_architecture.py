@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tests.tools.sources import Module, imports, module_names, modules
 
 PACKAGES_BY_LAYER: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "base", "hf"}),
@@ -38,73 +39,6 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
-@dataclass(frozen=True)
-class Module:
-    """One Python file."""
-
-    name: str
-    path: Path
-    tree: ast.Module
-
-    @property
-    def package(self) -> str:
-        package = package_of(self.name)
-        assert package is not None, self.name
-        return package
-
-
-@dataclass(frozen=True)
-class Import:
-    """One name that a module asks for."""
-
-    target: str
-    """Dotted; a module where the tree has it, else the imported name."""
-    line: int
-    is_for_types_only: bool
-
-
-@cache
-def modules() -> tuple[Module, ...]:
-    paths = [*ROOT.glob("mtrain/**/*.py"), *ROOT.glob("tools/*.py")]
-    return tuple(Module(_module_name(path), path, ast.parse(path.read_text())) for path in sorted(paths))
-
-
-def _module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def module_names() -> frozenset[str]:
-    return frozenset(module.name for module in modules())
-
-
-def imports(module: Module) -> Iterator[Import]:
-    """Every import at any depth."""
-    for_types = {
-        id(inner)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module.path}:{node.lineno}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            yield Import(_as_module(name), node.lineno, id(node) in for_types)
-
-
-def _as_module(name: str) -> str:
-    parent = name.rpartition(".")[0]
-    return parent if name not in module_names() and parent in module_names() else name
-
-
 def package_of(target: str) -> str | None:
     """Package of an imported name; None where it is not ours."""
     parts = target.split(".")
@@ -116,22 +50,29 @@ def package_of(target: str) -> str | None:
     return nested if nested in LAYERS else parts[1] if len(parts) > 1 else "__init__"
 
 
+def own_package(module: Module) -> str:
+    package = package_of(module.name)
+    assert package is not None, module.name
+    return package
+
+
 def is_allowed(package: str, target_package: str) -> bool:
     layer, target_layer = LAYERS[package], LAYERS[target_package]
     return target_layer < layer or package == target_package or (layer == target_layer != APART_LAYER)
 
 
 def test_every_package_has_a_layer() -> None:
-    assert {module.package for module in modules()} - LAYERS.keys() == set()
+    assert {own_package(module) for module in modules()} - LAYERS.keys() == set()
 
 
 def test_imports_go_downwards() -> None:
     wrong = [
-        f"{module.path.relative_to(ROOT)}:{each.line}: layer {LAYERS[module.package]} imports {each.target}"
+        f"{module.path.relative_to(ROOT)}:{each.line}: layer {LAYERS[own_package(module)]} imports {each.target}"
         for module in modules()
         for each in imports(module)
         if not (module.name == "mtrain" and each.is_for_types_only)  # the public API, named for type checkers
-        if (target_package := package_of(each.target)) is not None and not is_allowed(module.package, target_package)
+        if (target_package := package_of(each.target)) is not None
+        and not is_allowed(own_package(module), target_package)
     ]
     assert wrong == []
 
@@ -175,7 +116,7 @@ def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
     """Names, attributes and imports, not comments or texts."""
 
     def find(module: Module) -> Iterator[int]:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             match node:
                 case ast.Name(id=found) | ast.Attribute(attr=found) if found == name:
                     yield node.lineno
@@ -189,7 +130,7 @@ def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
 
 def _replaced_cuda_functions(module: Module) -> Iterator[int]:
     """Assignments to attributes of torch or of torch.cuda."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Assign):
             continue
         for target in node.targets:
@@ -301,7 +242,7 @@ def test_the_reference_shares_no_code_with_what_it_judges() -> None:
 
 
 def test_the_lowest_layers_load_neither_torch_nor_megatron() -> None:
-    names = [module.name for module in modules() if LAYERS[module.package] <= LAST_WITHOUT_TORCH]
+    names = [module.name for module in modules() if LAYERS[own_package(module)] <= LAST_WITHOUT_TORCH]
     program = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
     program += "print(*sorted({'torch', 'megatron', 'numpy', 'transformers'} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -325,22 +266,36 @@ def test_folders_show_what_they_hold() -> None:
 def test_class_names_are_distinct() -> None:
     places: dict[str, list[str]] = {}
     for module in modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module.name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def functions(block: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Of a block of statements, at any depth; expressions hold none."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(block, name, [])
+        for each in inner if isinstance(inner, list) else []:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield each
+            yield from functions(each)
+
+
 def test_functions_are_short() -> None:
+    parsed = {module.path: module.tree for module in modules()}
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines"
         for path in python_files()
-        if path.read_text().count("\n") >= MAX_FUNCTION_LINES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= MAX_FUNCTION_LINES
+        if (text := path.read_text()).count("\n") >= MAX_FUNCTION_LINES
+        for node in functions(parsed[path] if path in parsed else ast.parse(text))
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= MAX_FUNCTION_LINES
     ]
     assert wrong == []
+    deep = (
+        "for x in y:\n  pass\nelse:\n  match x:\n    case 1:\n      try: pass\n      except E:\n        def f(): pass\n"
+    )
+    assert len(list(functions(ast.parse(f"{deep}      finally:\n        async def g(): pass")))) == 2
 
 
 OPEN_SUBJECTS = {
@@ -385,15 +340,21 @@ FORBIDDEN = {
 TEXT_SUFFIXES = {".py", ".sh", ".sbatch", ".md", ".yaml", ".toml", ""}
 
 
-@pytest.mark.parametrize(("what", "pattern"), FORBIDDEN.items(), ids=FORBIDDEN.keys())
-def test_nothing_holds(what: str, pattern: str) -> None:
+@cache
+def texts() -> dict[Path, str]:
+    """Of every file of the repository that people read."""
     parts = ("*", ".ci/*", "configs/**/*", "docs/**/*", "launch/**/*", "mtrain/**/*", "tests/**/*", "tools/**/*")
     paths = sorted(path for part in parts for path in ROOT.glob(part) if path.name != ".git")
+    return {path: path.read_text(errors="replace") for path in paths if path.suffix in TEXT_SUFFIXES and path.is_file()}
+
+
+@pytest.mark.parametrize(("what", "pattern"), FORBIDDEN.items(), ids=FORBIDDEN.keys())
+def test_nothing_holds(what: str, pattern: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {what}: {line.strip()[:80]}"
-        for path in paths
-        if path.suffix in TEXT_SUFFIXES and path.is_file()
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        for path, text in texts().items()
+        if re.search(pattern, text)
+        for number, line in enumerate(text.splitlines(), start=1)
         if re.search(pattern, line)
     ]
     assert wrong == []

@@ -13,7 +13,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan import adapter_activations as adapted
 from mtrain.plan.adapters import holds_narrow
-from mtrain.plan.features import LAYER_PARTS, alike
+from mtrain.plan.features import LAYER_PARTS, alike, kinds
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.logits import tokens_at_once
@@ -47,7 +47,8 @@ def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     behind = kept - largest.whole
     last_back = behind + min(largest.whole, rank.largest_layer_bytes()) + max(largest.moved, default=0)
     moments = [kept, last_back, behind + rank.alive_bytes() + sum(sorted(largest.moved)[-2:])]
-    moments = [each + rank.passing_bytes() for each in moments]
+    passing = rank.passing_bytes()
+    moments = [each + passing for each in moments]
     # where no layer follows, the last one is still on its way when the forward pass is over
     leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
     if pp_rank == layout.pp - 1:
@@ -59,6 +60,8 @@ def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
 
 def host_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     """Of activations on the host, at most, on a rank of pipeline rank `pp_rank` (train.offload_layers)."""
+    if not config.train.offload_layers:
+        return 0
     rank = _Rank(config, layout)
     largest = max(sum(rank.kept(pp_rank, chunk).moved) for chunk in range(layout.vpp))
     return _chunks_in_flight(config, layout, pp_rank) * largest
@@ -116,8 +119,8 @@ class _Rank:
             self._input_bytes() if number < num_recomputed else self._layer_bytes(layer, skipped)
             for number, layer in enumerate(layers[:num_moved])
         ]
-        kinds = alike(model, layers[max(num_recomputed, num_moved) :])
-        whole = sum(count * self._layer_bytes(layer, skipped) for layer, count in kinds.items())
+        others = alike(model, layers[max(num_recomputed, num_moved) :])
+        whole = sum(count * self._layer_bytes(layer, skipped) for layer, count in others.items())
         inputs = len(layers[num_moved:num_recomputed]) * self._input_bytes()
         if moved and layout.stage(pp_rank, chunk) > 0:
             moved[0] -= self._input_bytes()
@@ -130,12 +133,12 @@ class _Rank:
 
     def largest_layer_bytes(self) -> int:
         """What backward needs of one layer."""
-        layers = alike(self.config.model, range(self.config.model.num_layers))
+        layers = set(kinds(self.config.model))
         return max(self._layer_bytes(layer, _recomputed_modules(self.config)) for layer in layers)
 
     def alive_bytes(self) -> int:
         """What comes to life again at one time where activations are recomputed."""
-        layers = alike(self.config.model, range(self.config.model.num_layers))
+        layers = set(kinds(self.config.model))
         match self.config.train.recompute:
             case "none":
                 return 0
@@ -150,7 +153,7 @@ class _Rank:
     def passing_bytes(self) -> int:
         """Gradients between the projections of a feed-forward part, and of its weight before it is added in float32."""
         model, adapter = self.config.model, self.config.adapter
-        wide = max(_feed_forward_width(model, self.layout, layer) for layer in alike(model, range(model.num_layers)))
+        wide = max(_feed_forward_width(model, self.layout, layer) for layer in set(kinds(model)))
         beside = 2 * hidden_local(model, self.layout)
         if adapter is None:
             return (self.tokens * (wide + beside) + wide * model.hidden_size) * element_bytes(self.config)

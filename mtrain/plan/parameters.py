@@ -68,7 +68,7 @@ def layer_matrices(model: ModelSection, layer: int) -> Parameters:
 
 def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
     rows = vocab_size + (0 if model.ties_output else vocab_size if model.num_labels is None else model.num_labels)
-    layers = sum(layer_parameters(model, layer).total for layer in range(model.num_layers))
+    layers = _of_layers(model, range(model.num_layers)).total
     ahead = model.mtp_depths * multi_token_layer(model).total if model.mtp_depths else 0
     return rows * model.hidden_size + layers + ahead + norm_elements(model, model.hidden_size)
 

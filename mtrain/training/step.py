@@ -148,10 +148,7 @@ class TrainingStep:
             is_fp16 = self._optimizer.scales_loss
             step.factors = self._parts.factors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
-            raise ConfigError(
-                f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
-                "the main one must be known before the first backward pass; give the whole global batch in one call"
-            )
+            raise _denominators_too_late(objective)
         step.sums.pairs.diagnostics.expect(objective.reported)
         factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
@@ -275,3 +272,10 @@ class TrainingStep:
         """
         model = (self._config, self._groups, self._chunks, self._optimizer, self._objective)
         forward_totals(*model, [batches], self._teacher)
+
+
+def _denominators_too_late(objective: Objective) -> ConfigError:
+    return ConfigError(
+        f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
+        "the main one must be known before the first backward pass; give the whole global batch in one call"
+    )

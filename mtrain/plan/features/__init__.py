@@ -1,5 +1,6 @@
 """Features of models, each in one object; `docs/extending/model-feature.md` shows how one is added."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from mtrain.config.schema.model import ModelSection
@@ -11,7 +12,7 @@ from mtrain.plan.features.attention import (
     SlidingWindow,
     UnturnedLayers,
 )
-from mtrain.plan.features.feature import Feature, LayerPart, SmallRun
+from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, once_a_model
 from mtrain.plan.features.feed_forward import DenseFeedForward, ExpertFeedForward
 from mtrain.plan.features.mla import MultiHeadLatentAttention
 from mtrain.plan.features.mtp import MultiTokenPrediction
@@ -34,12 +35,15 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
 
 def alike(model: ModelSection, layers: Iterable[int]) -> dict[int, int]:
     """Layers of the same parts cost the same: one of each kind, and how many there are of it."""
+    return Counter(map(kinds(model).__getitem__, layers))
+
+
+@once_a_model
+def kinds(model: ModelSection) -> tuple[int, ...]:
+    """For each layer of a model the first one that has the same parts."""
     first: dict[tuple[bool, ...], int] = {}
-    counts: dict[int, int] = {}
-    for layer in layers:
-        one = first.setdefault(tuple(part.is_in(model, layer) for part in LAYER_PARTS), layer)
-        counts[one] = counts.get(one, 0) + 1
-    return counts
+    layers = range(model.num_layers)
+    return tuple(first.setdefault(tuple(part.is_in(model, each) for part in LAYER_PARTS), each) for each in layers)
 
 
 FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnturnedLayers(), MultiTokenPrediction())
@@ -61,4 +65,5 @@ __all__ = [
     "Residual",
     "SmallRun",
     "alike",
+    "kinds",
 ]

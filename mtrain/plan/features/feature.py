@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from functools import wraps
+from typing import Any, TypeVar, assert_never
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
@@ -20,6 +21,29 @@ from mtrain.plan.layout import Layout
 
 SMALL_HEAD_DIM = 8
 """Dimensions of a head in models that are made small."""
+
+
+T = TypeVar("T")
+_MODELS_AT_ONCE = 8
+
+
+def once_a_model(function: Callable[[ModelSection], T]) -> Callable[[ModelSection], T]:
+    """Keeps what `function` says of each of the last models: a search asks the same one thousands of times.
+
+    A model never changes, and is known here as the same object: comparing all its keys would cost more than is saved.
+    """
+    kept: dict[int, tuple[ModelSection, T]] = {}
+
+    @wraps(function)
+    def asked(model: ModelSection) -> T:
+        found = kept.get(id(model))
+        if found is None:
+            if len(kept) == _MODELS_AT_ONCE:
+                kept.clear()
+            found = kept[id(model)] = model, function(model)  # holds the model, so no other one gets its id
+        return found[1]
+
+    return asked
 
 
 @dataclass(frozen=True)

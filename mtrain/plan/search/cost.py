@@ -14,9 +14,11 @@ from itertools import accumulate
 from typing import assert_never
 
 from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
 from mtrain.plan.activations import FP32_BYTES, element_bytes
 from mtrain.plan.counts import RankParameters
-from mtrain.plan.features.feature import hidden_local
+from mtrain.plan.features import kinds
+from mtrain.plan.features.feature import hidden_local, once_a_model
 from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.memory import own_share, trained_parameters
@@ -137,18 +139,17 @@ def step_mfu(config: Config, layout: Layout, cluster: Cluster, seconds: float) -
 def _stages(config: Config, layout: Layout, cluster: Cluster) -> list[_Stage]:
     """Of every pipeline rank; layers of one kind cost the same."""
     model = config.model
-    kinds = [_kind(config, layer) for layer in range(model.num_layers)]
-    costs = {kind: layer_cost(config, layout, cluster, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    of_layers, before = _kinds(model)
+    costs = {kind: layer_cost(config, layout, cluster, kind) for kind in before}
     tokens = config.train.micro_batch_size * config.row_width / layout.cp
     logits = logits_seconds(config, layout, cluster, tokens) * (1 + model.mtp_depths)
-    before = {kind: list(accumulate((each == kind for each in kinds), initial=0)) for kind in costs}
     ends = list(accumulate(layout.layers_per_stage(model.num_layers), initial=0))
     found = []
     for pp_rank in range(layout.pp):
         own = [layout.stage(pp_rank, chunk) for chunk in range(layout.vpp)]
         held = {kind: sum(of[ends[each + 1]] - of[ends[each]] for each in own) for kind, of in before.items()}
         if pp_rank == layout.pp - 1:
-            held[kinds[-1]] += model.mtp_depths
+            held[of_layers[-1]] += model.mtp_depths
         stage, total = _Stage(), sum(held.values())
         for kind, count in held.items():
             _add(stage, config, layout, costs[kind], count, count / total * _num_again(config, layout, total))
@@ -158,9 +159,14 @@ def _stages(config: Config, layout: Layout, cluster: Cluster) -> list[_Stage]:
     return found
 
 
-def _kind(config: Config, layer: int) -> tuple[bool, bool]:
-    """Whether it has experts, and whether it sees everything."""
-    return config.model.has_experts(layer), sees_everything(config.model, layer)
+@once_a_model
+def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
+    """For each layer the first one that costs the same: of the same parts, and with the same window or none; and for
+    each of these, how many of its kind are among the first n layers."""
+    first: dict[tuple[int, bool], int] = {}
+    keys = ((parts, sees_everything(model, layer)) for layer, parts in enumerate(kinds(model)))
+    found = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
+    return found, {kind: list(accumulate((each == kind for each in found), initial=0)) for kind in first.values()}
 
 
 def _num_again(config: Config, layout: Layout, num_layers: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
+from mtrain.plan.features import kinds
 from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.search.candidates import Candidate, batches, candidates, divisions, stage_split, state_bytes
@@ -133,7 +134,7 @@ def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _B
 
 def recomputations(config: Config) -> Iterator[Config]:
     """Ways to recompute, from nothing to everything, each of which takes longer than the one before."""
-    has_dense = any(not config.model.has_experts(layer) for layer in range(config.model.num_layers))
+    has_dense = any(not config.model.has_experts(layer) for layer in dict.fromkeys(kinds(config.model)))
     parts = (["mlp"] if has_dense else []) + (["moe"] if config.model.experts is not None else [])
     for recompute, modules in (
         ("none", None),

@@ -1,0 +1,82 @@
+"""The package's Python files, each parsed once, and what they import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+from tests.paths import ROOT
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree, which most tests here look through."""
+        return list(ast.walk(self.tree))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module asks for."""
+
+    target: str
+    """Dotted; a module where the tree has it, else the imported name."""
+    line: int
+    is_for_types_only: bool
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    paths = [*ROOT.glob("mtrain/**/*.py"), *ROOT.glob("tools/*.py")]
+    return tuple(Module(_module_name(path), path, ast.parse(path.read_text())) for path in sorted(paths))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def module_names() -> frozenset[str]:
+    return frozenset(module.name for module in modules())
+
+
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
+    """Every import at any depth."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[Import]:
+    for_types = {
+        id(inner)
+        for node in module.nodes
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.path}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(_as_module(name), node.lineno, id(node) in for_types)
+
+
+def _as_module(name: str) -> str:
+    parent = name.rpartition(".")[0]
+    return parent if name not in module_names() and parent in module_names() else name
