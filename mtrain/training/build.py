@@ -93,7 +93,7 @@ TeacherOf = Callable[[Config, Groups], Teacher | None]
 
 
 def build_parts(config: Config, groups: Groups, objective: Objective, teacher_of: TeacherOf = load_teacher) -> Parts:
-    """The model on its initial weights, its optimizer and its step. Collective over the world.
+    """The model, whose weights are still to be loaded or drawn, its optimizer and its step. Collective over the world.
 
     Args:
         config: Of the run.
@@ -105,7 +105,7 @@ def build_parts(config: Config, groups: Groups, objective: Objective, teacher_of
         ConfigError: A backend is not there, or the teacher does not fit.
         DataError: The teacher is missing or damaged.
     """
-    chunks = build_model(config, groups)
+    chunks = build_model(config, groups, weights_follow=True)
     optimizer = Optimizer(config, chunks, groups)
     teacher = teacher_of(config, groups)
     return Parts(chunks, optimizer, teacher, TrainingStep(config, groups, chunks, optimizer, objective, teacher))

@@ -20,6 +20,8 @@ from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.state.base import settle_base
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.mcore.state.import_megatron import load_megatron_weights
@@ -82,7 +84,7 @@ def resume_or_initialize(
 
 
 def load_base(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
-    """Loads the model that adapters stand beside, where it is not drawn. Collective over the world.
+    """Loads or draws the model that adapters stand beside. Collective over the world.
 
     Raises:
         DataError: It is missing, damaged, of another model or not finite.
@@ -116,7 +118,7 @@ def _refuse_non_finite(source: Path, chunks: list[Any], optimizer: Optimizer, gr
 
 
 def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
-    """Loads the weights that a run starts from, where it does not draw them. Collective over the world.
+    """Loads the weights that a run starts from, or draws them. Collective over the world.
 
     Raises:
         DataError: They are missing, damaged, of another model or not finite.
@@ -201,6 +203,9 @@ def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Op
             say(f"loading {config.model.hf}")
         load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
         return Path(config.model.hf)
+    for chunk in chunks:
+        draw_weights(unwrap(chunk), config, groups)
+    optimizer.take_weights()
     return None
 
 

@@ -66,7 +66,7 @@ class Built(NamedTuple):
 
 def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None) -> Built:
     """Model, optimizer and step, on given global parameters or on the initial weights."""
-    chunks = build_model(config, groups)
+    chunks = build_model(config, groups, weights_follow=parameters is not None)
     if parameters is not None:
         set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,12 +14,23 @@ from megatron.core import parallel_state
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model import init_weights
 from mtrain.training.trainer import train, train_on
 
 
 def train_fresh(groups: Groups, config: Config) -> None:
     """One run in a process that has seen none."""
     train_on(groups, config, StopSignal())
+
+
+def count_drawn(groups: Groups, configs: Sequence[Config]) -> list[int]:
+    """How many tensors each run draws."""
+    found = []
+    for config in configs:
+        with mock.patch.object(init_weights, "draw", wraps=init_weights.draw) as draw:
+            train_on(groups, config, StopSignal())
+        found.append(draw.call_count)
+    return found
 
 
 def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) -> None:

@@ -16,9 +16,12 @@ from mtrain.checkpoint.store.directory import begin_staging, newest_good, publis
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
+from mtrain.plan.layout import Layout
 from mtrain.training.changed import change_of_data
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
+from tests.pool import Pool
+from tests.training import one_process
 from tests.training.test_trainer import command, finished, numbers, start
 
 __all__ = ["command", "start"]
@@ -156,3 +159,13 @@ def test_the_test_hook_does_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -
     fault_points.fault_point("write.0", 1, 1)
     with pytest.raises(OSError, match="No space left"):
         fault_points.fault_point("write.0", 0, 1)
+
+
+def test_weights_are_drawn_by_a_run_that_begins_and_by_none_that_loads_them(pool: Pool, tmp_path: Path) -> None:
+    sizes = {"model.num_layers": 1, "train.num_steps": 1, "metrics.tensorboard": False}
+    first = configured(**{"run.dir": str(tmp_path / "first"), **sizes})
+    start = {"checkpoint.initialize_from": str(tmp_path / "first")}
+    other = configured(**{"run.dir": str(tmp_path / "other"), **sizes, **start})
+    ((begun, resumed, started),) = pool.run(one_process.count_drawn, Layout(), [first, first, other])
+    assert begun > 0
+    assert resumed == started == 0

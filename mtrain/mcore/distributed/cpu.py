@@ -130,7 +130,7 @@ def _patch_cuda() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     # There is one generator: dropout on the CPU draws from torch's own, which the tracker of tensor_parallel/random.py
     # saves and restores through these names.
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **options: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _returning(None), _returning(None)

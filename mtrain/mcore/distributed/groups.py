@@ -179,5 +179,7 @@ def seed_generators(seed: int, step: int, groups: Groups) -> None:
     # Not in the digest: tp_rank. megatron-core adds it to the seed of the state for activations that TP divides.
     digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
     derived = int.from_bytes(digest[:4], "little") >> 1
-    torch.manual_seed(derived)  # the CPU's generator; the next call seeds those of the device alone
+    # The CPU's generator alone, the next call seeds those of the device: torch.manual_seed() notes a stack trace for
+    # every kind of device that is not there.
+    torch.default_generator.manual_seed(derived)
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)

@@ -132,6 +132,10 @@ class Optimizer:
             self._known_scale = (scale, float(scale.item()))
         return self._known_scale[1]
 
+    def take_weights(self) -> None:
+        """Main weights become those of the model, which were set from outside."""
+        self.inner.reload_model_params()
+
     def zero_grad(self) -> None:
         """Clears gradients before a step."""
         for chunk in self.chunks:

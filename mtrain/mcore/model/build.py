@@ -124,10 +124,16 @@ class LanguageModel(GPTModel):
         return DeferredLogits(hidden_states, self.output_layer, table)
 
 
-def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]:
+def build_model(config: Config, groups: Groups, weights_follow: bool = False) -> list[DistributedDataParallel]:
     """This rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
 
     Collective over the world where `train.compile` asks for compiled layers.
+
+    Args:
+        config: The configuration.
+        groups: The process groups.
+        weights_follow: The caller loads weights, or draws them when it knows that there are none to load: until then
+            they are nan.
 
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
@@ -135,7 +141,7 @@ def build_model(config: Config, groups: Groups) -> list[DistributedDataParallel]
     translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
         # Before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those.
-        draw_weights(chunk, config, groups)
+        draw_weights(chunk, config, groups, others_follow=weights_follow)
     wrapped = [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
     compile_layers(wrapped, config, groups)
     if config.train.offload_layers is not None:

@@ -54,12 +54,19 @@ def sharded_tensors(
 
 
 @torch.no_grad()
-def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None:
+def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_follow: bool = False) -> None:
     """Fills matrices from a normal distribution; norms (ones) and biases (zeros) stay as built.
 
     Standard deviation: model.init_std; projections back into the residual stream: init_std / sqrt(2 * num_layers).
     Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
     stays zero, so that a model begins as its frozen part.
+
+    Args:
+        module: An unwrapped model chunk.
+        config: The configuration.
+        groups: The process groups.
+        others_follow: Draws what files of weights may lack: heads and adapters. All else is nan until it is loaded or
+            drawn, so that what is forgotten does not pass for a weight.
     """
     num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups):
@@ -74,15 +81,24 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups) -> None
             # The last stage's copy of a tied table: drawn as the first stage draws it, so the two begin alike without a
             # broadcast.
             name = _EMBEDDING
-        # on the host, in the parameter's dtype: of a GPU's one copy for the whole shard
-        host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
-        deviation = _deviation(name, shape, config)
-        draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+        if others_follow and not _is_beside(name, config):
+            shard.data.fill_(math.nan)
+        else:
+            # on the host, in the parameter's dtype: of a GPU's one copy for the whole shard
+            host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
+            deviation = _deviation(name, shape, config)
+            draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+            if host is not shard.data:
+                shard.data.copy_(host)
         if name in _VOCABULARY:
             # How many rows only pad depends on tp: zeros, which no layout can tell from each other.
-            host[max(0, config.model.vocab_size - offset[0]) :] = 0.0
-        if host is not shard.data:
-            shard.data.copy_(host)
+            shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
+
+
+def _is_beside(name: str, config: Config) -> bool:
+    """Whether files of a model of tokens lack it."""
+    is_head = config.model.num_labels is not None and name == "output_layer.weight"
+    return is_head or name.endswith((LORA_A, _EMBEDDING_B))
 
 
 def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:

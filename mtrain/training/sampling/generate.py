@@ -139,7 +139,7 @@ def _for_generation(config: Config, world_size: int) -> Config:
 
 def _loaded(entry: CheckpointEntry | None, config: Config, groups: Groups) -> list[Any]:
     """A whole model, or adapters and the frozen model that they stand beside."""
-    chunks = build_model(config, groups)
+    chunks = build_model(config, groups, weights_follow=True)
     optimizer = Optimizer(config, chunks, groups)
     if entry is None:
         initialize(config, groups, chunks, optimizer)

@@ -117,7 +117,7 @@ class _Runner:
         # where modules are watched, every rank has to know which sample stands where
         reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
-        self._chunks = build_model(config, groups)
+        self._chunks = build_model(config, groups, weights_follow=True)
         made_of.change_model(self._chunks)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = made_of.optimizer(config, self._chunks, groups)

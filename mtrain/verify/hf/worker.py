@@ -36,7 +36,7 @@ def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators)
     config = made_of.config(config)
     assert config.model.hf is not None, "the command line names it"
     loader = opened_loader(groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate))
-    chunks = build_model(config, groups)
+    chunks = build_model(config, groups, weights_follow=True)
     made_of.change_model(chunks)
     optimizer = made_of.optimizer(config, chunks, groups)
     load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)

@@ -9,9 +9,11 @@ import torch
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.model.init_weights import draw
+from mtrain.mcore.model.build import build_model, unwrap
+from mtrain.mcore.model.init_weights import draw, sharded_tensors
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.plan.layout import Layout
+from tests.parity.batches import VOCAB
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding
 from tests.parity.ranks import Arrays, arrays
@@ -88,6 +90,38 @@ def test_tensors_and_seeds_differ(pool: Pool, single: Arrays) -> None:
     assert len({row.tobytes() for row in blocks}) == len(blocks)
     other = weights_of(pool, case(), train__seed=7)
     assert all(other[name].tobytes() != single[name].tobytes() for name in layers)
+
+
+def built_twice(groups: Groups, configs: list[Config]) -> list[list[Arrays]]:
+    """Of each: weights that are drawn, and those of a model whose weights follow."""
+    models = [[build_model(config, groups, weights_follow=follow) for follow in (False, True)] for config in configs]
+    return [
+        [
+            {each.key: each.data.detach().float().numpy() for each in sharded_tensors(unwrap(chunk), groups)}
+            for (chunk,) in both
+        ]
+        for both in models
+    ]
+
+
+def test_weights_that_follow_are_no_numbers_until_then_but_for_those_that_files_lack(pool: Pool) -> None:
+    one = case(num_layers=1)
+    adapters = one.config(train__precision="bf16", adapter={"rank": 2, "targets": ["qkv", "embedding"]})
+    head = one.config(model__num_labels=3, loss__function="classification")
+    for drawn, built in pool.run(built_twice, Layout(), [adapters, head])[0]:
+        beside = {
+            name
+            for name in built
+            if "adapter" in name or built["output_layer.weight"].shape[0] == 3 == len(built[name])
+        }
+        assert len(beside) >= 1
+        for name, value in built.items():
+            if name in beside:
+                assert value.tobytes() == drawn[name].tobytes(), name
+            elif value.ndim > 1:
+                real = value[:VOCAB] if value.shape[0] == 65 else value
+                assert np.isnan(real).all(), name
+                assert not value[len(real) :].any(), "rows that only pad"
 
 
 WHOLE = (600, 3, 20)

@@ -29,7 +29,7 @@ def num_open(groups: Groups, config: Config, folder: str) -> int:
             super().__init__(*arguments)
             Path(folder, str(groups.rank)).touch()
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise _Built
 
     with mock.patch.object(worker, "SOUND", Collaborators(loader=Late)), mock.patch.object(worker, "build_model", stop):
