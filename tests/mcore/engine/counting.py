@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,37 +85,35 @@ def _asking_file() -> str:
     return "torch"
 
 
-class Steps(NamedTuple):
-    """The same step in three ways."""
-
-    ours: Counts
-    megatrons: Counts
-    """megatron-core's own normalisation, logging of the loss, and optimizer step."""
-    bare: Counts
-    """Gradients reduced and stepped on, without any normalisation."""
+Way = Literal["ours", "megatrons", "bare"]
+"""Of making a step: megatron-core's own normalisation, logging of the loss, and optimizer step; or gradients reduced
+and stepped on, without any normalisation."""
+Steps = Mapping[Way, Counts]
+"""The same step in several ways."""
 
 
-def count_steps(groups: Groups, config: Config, batch: GlobalBatch) -> Steps:
-    """Each way on a model of its own, its second step: the first one allocates."""
-    ours, megatrons, bare = (build(groups, config) for _ in range(3))
-    return Steps(
-        ours=_second(lambda: _our_step(ours, groups, config, batch)),
-        megatrons=_second(lambda: _plain_step(megatrons, groups, config, batch, normalises=True)),
-        bare=_second(lambda: _plain_step(bare, groups, config, batch, normalises=False)),
-    )
+def count_steps(
+    groups: Groups, configs: Sequence[Config], batch: GlobalBatch, ways: Sequence[Way] = ("ours",)
+) -> list[Steps]:
+    """Under each configuration, each way on a model of its own."""
+    return [{way: _counted(groups, config, batch, way) for way in ways} for config in configs]
 
 
-def count_our_steps(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Counts]:
-    """Our step under each configuration, on a model of its own."""
-    steps = [functools.partial(_our_step, build(groups, config), groups, config, batch) for config in configs]
-    return [_second(step) for step in steps]
-
-
-def _second(step: Callable[[], None]) -> Counts:
-    step()
+def _counted(groups: Groups, config: Config, batch: GlobalBatch, way: Way) -> Counts:
+    """Of the second step where it is ours, which could leave something to the next one; else of the first."""
+    built = build(groups, config)
+    if way == "ours":
+        _our_step(built, groups, config, batch)
     with Counting() as counting:
-        step()
+        _step(built, groups, config, batch, way)
     return counting.counts
+
+
+def _step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, way: Way) -> None:
+    if way == "ours":
+        _our_step(built, groups, config, batch)
+    else:
+        _plain_step(built, groups, config, batch, normalises=way == "megatrons")
 
 
 def _our_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch) -> None:

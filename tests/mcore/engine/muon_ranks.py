@@ -12,11 +12,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer_state import MAIN, flat_slice_states
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.sharded_parameters import sharded_parameters
-from tests.mcore.engine.counting import Counting, Counts
 from tests.mcore.state.checkpoint_ranks import Parts, build
-from tests.parity.batches import GlobalBatch
-from tests.parity.ranks import build as build_on_oracle_weights
-from tests.parity.ranks import own_microbatches
 
 
 class Share(NamedTuple):
@@ -49,20 +45,6 @@ def share(groups: Groups, config: Config) -> Share:
         counts[is_alone] += states["exp_avg"].numel()
         names |= set() if is_alone else {keys[flat_slice.parameter].split(".layers.")[-1]}
     return Share(counts[True], counts[False], frozenset(names))
-
-
-def count_second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Counts:
-    """Of one training step; the first one allocates."""
-    built = build_on_oracle_weights(groups, config)
-
-    def step() -> None:
-        totals = built.training.forward_backward(own_microbatches(batch, groups, config))
-        assert built.training.update(totals, config.optimizer.lr) is not None
-
-    step()
-    with Counting() as counting:
-        step()
-    return counting.counts
 
 
 def overflow(groups: Groups, config: Config) -> Skipped:

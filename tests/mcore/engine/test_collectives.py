@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from tests.mcore.engine.counting import Steps, count_our_steps, count_steps
+from tests.mcore.engine.counting import Counts, Steps, Way, count_steps
 from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case
 from tests.pool import Pool
@@ -21,22 +22,34 @@ CASES = [
     case(8, num_layers=2, tp=2, pp=2),
 ]
 SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
+ONE_TERM_AND_TWO: tuple[Mapping[str, Any], ...] = ({}, {"loss__side_terms": SIDE_TERMS})
+REPLICATED = {"train__distributed_optimizer": False}
+ALIKE = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.1}}}
 OUR_READ = Counter({"mtrain/mcore/engine/loss_reduction.py": 1})
 NORM = {("allreduce_", 1): 1}
 """megatron-core's own, which it calls on one rank as well."""
 
 
-_counted: dict[str, list[Steps]] = {}
+EACH_WAY: tuple[Way, ...] = ("ours", "megatrons", "bare")
+WITHOUT_MEGATRONS: tuple[Way, ...] = ("ours", "bare")
+_counted: dict[str, list[list[Steps]]] = {}
 
 
-def steps_of_all_ranks(pool: Pool, case: Case, **changes: Any) -> list[Steps]:
-    """One report a rank; what was counted once is kept."""
-    key = f"{case} {changes}"
+def steps_of_all_ranks(
+    pool: Pool, case: Case, *changes: Mapping[str, Any], ways: Sequence[Way] = EACH_WAY
+) -> list[list[Steps]]:
+    """One report a rank, on each of the changes; what was counted once is kept."""
+    key = f"{case} {changes} {ways}"
     if key not in _counted:
         # whole logits, so that every sum has the size that it has in megatron-core's own step
-        config = case.config(**{"loss__chunk_tokens": "whole"} | changes)
-        _counted[key] = pool.run(count_steps, case.resolved(config), config, three_steps()[0])
+        configs = [case.config(**{"loss__chunk_tokens": "whole", **each}) for each in changes]
+        _counted[key] = pool.run(count_steps, case.resolved(configs[0]), configs, three_steps()[0], ways)
     return _counted[key]
+
+
+def added_by(one: Counts, other: Counts) -> Counter[tuple[str, int]]:
+    """Collectives that one has beside those of the other."""
+    return one.collectives - other.collectives
 
 
 def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], int]:
@@ -48,32 +61,32 @@ def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], in
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_collective_beside_those_of_a_step_without_normalisation(pool: Pool, case: Case) -> None:
-    for steps in steps_of_all_ranks(pool, case):
-        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=10)
-        assert steps.bare.collectives - steps.ours.collectives == NORM
-        assert (steps.megatrons.collectives - steps.bare.collectives).total() >= 2
+    for steps, _ in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
+        assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=10)
+        assert added_by(steps["bare"], steps["ours"]) == NORM
+        assert added_by(steps["megatrons"], steps["bare"]).total() >= 2
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
 def test_replicated_optimizers_need_one_as_well(pool: Pool, case: Case) -> None:
-    for steps in steps_of_all_ranks(pool, case, train__distributed_optimizer=False):
-        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=10)
-        assert steps.bare.collectives - steps.ours.collectives == NORM
+    for replicated, _ in steps_of_all_ranks(pool, case, REPLICATED, ALIKE, ways=WITHOUT_MEGATRONS):
+        assert added_by(replicated["ours"], replicated["bare"]) == small(case, numbers=10)
+        assert added_by(replicated["bare"], replicated["ours"]) == NORM
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
 def test_side_terms_of_the_same_denominator_cost_none(pool: Pool, case: Case) -> None:
-    alike = {"z": {"function": "z_loss", "coefficient": 0.1}}
-    for steps in steps_of_all_ranks(pool, case, loss__side_terms=alike):
-        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=13)
+    for _, alike in steps_of_all_ranks(pool, case, REPLICATED, ALIKE, ways=WITHOUT_MEGATRONS):
+        assert added_by(alike["ours"], alike["bare"]) == small(case, numbers=13)
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: Pool, case: Case) -> None:
     """Within the stage. A loss function's own collectives over TP are as many as for the main term."""
-    for steps in steps_of_all_ranks(pool, case, loss__side_terms=SIDE_TERMS):
-        added = steps.ours.collectives - steps.bare.collectives
-        assert added == small(case, numbers=13) | small(case, numbers=2, stages=case.layout.get("pp", 1))
+    for _, steps in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
+        assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=13) | small(
+            case, numbers=2, stages=case.layout.get("pp", 1)
+        )
 
 
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
@@ -86,12 +99,11 @@ PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 )
 def test_packed_rows_add_two_numbers_where_ranks_do_not_read(pool: Pool, case: Case) -> None:
     """One broadcast between hosts of TP, and nothing where every rank reads; rows of one sample each here."""
-    alone, packed = (steps_of_all_ranks(pool, case, **each) for each in (PACKED | {"data__packing": None}, PACKED))
-    receives = case.layout.get("tp", 1) > 1
-    for one, other in zip(alone, packed, strict=True):
-        added = other.ours.collectives - one.ours.collectives
+    receives, alone = case.layout.get("tp", 1) > 1, PACKED | {"data__packing": None}
+    for one, other in steps_of_all_ranks(pool, case, alone, PACKED, ways=["ours"]):
+        added = added_by(other["ours"], one["ours"])
         assert added[("broadcast_", 2)] == receives
-        assert other.ours.reads == one.ours.reads
+        assert other["ours"].reads == one["ours"].reads
         # what travels with the rows has one field more, the sequence of each position
         assert added.total() == 2 * receives
 
@@ -111,8 +123,8 @@ EXPERTS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case(4, num_layers=2, tp=2, sp=True), marks=pytest.mark.nightly),  # shares rows as cp does
-        case(4, num_layers=2, cp=2),
+        pytest.param(case(8, num_layers=2, tp=2, sp=True), marks=pytest.mark.nightly),  # shares rows as cp does
+        case(8, num_layers=2, cp=2),
         case(4, num_layers=2, pp=2, dp=2),
     ],
     ids=str,
@@ -122,15 +134,15 @@ def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(poo
     and microbatch where ranks share rows. The host waits for none of it."""
     stages, is_shared = case.layout.get("pp", 1), "dp" not in case.layout
     biases = Counter({("allreduce_", 2 // stages * 4): 1})
-    for steps in steps_of_all_ranks(pool, case, loss__router={"z_coefficient": 0.1}, **EXPERTS):
-        added = steps.ours.collectives - steps.bare.collectives
-        assert added == Counter(small(case, numbers=13) | small(case, numbers=2, stages=stages)) + biases
-    both = {"z_coefficient": 0.1, "sequence_balance_coefficient": 0.1}
-    for steps in steps_of_all_ranks(pool, case, loss__router=both, **EXPERTS):
-        added = steps.ours.collectives - steps.bare.collectives
-        sums = Counter({("allreduce_", 4 * 4): 2 * 4 if is_shared else 0})
-        assert added == Counter(small(case, numbers=16) | small(case, numbers=3, stages=stages)) + biases + sums
-        assert steps.ours.reads - steps.bare.reads == OUR_READ
+    alone = {"z_coefficient": 0.1}
+    routers = [EXPERTS | {"loss__router": each} for each in (alone, alone | {"sequence_balance_coefficient": 0.1})]
+    for one, both in steps_of_all_ranks(pool, case, *routers, ways=WITHOUT_MEGATRONS):
+        planned = Counter(small(case, numbers=13) | small(case, numbers=2, stages=stages))
+        assert added_by(one["ours"], one["bare"]) == planned + biases
+        planned = Counter(small(case, numbers=16) | small(case, numbers=3, stages=stages))
+        sums = Counter({("allreduce_", 8 * 4): 2 * 2 if is_shared else 0})
+        assert added_by(both["ours"], both["bare"]) == planned + biases + sums
+        assert both["ours"].reads - both["bare"].reads == OUR_READ
 
 
 JUDGED: dict[str, Any] = {
@@ -140,41 +152,41 @@ JUDGED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", [case(4, cp=2), case(4, dp=2), case(4, pp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(8, 2, cp=2), case(4, 2, dp=2), case(8, 2, pp=2, cp=2)], ids=str)
 def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them(pool: Pool, case: Case) -> None:
     """One in forward and one in backward for each microbatch, of one number a row, on the last stage."""
     layout, is_shared = case.resolved(case.config(**JUDGED)), "cp" in case.layout
-    for rank, steps in enumerate(steps_of_all_ranks(pool, case, **JUDGED)):
+    for rank, (steps,) in enumerate(steps_of_all_ranks(pool, case, JUDGED, ways=WITHOUT_MEGATRONS)):
         is_last = layout.coordinate(rank).pp == layout.pp - 1
-        sums = Counter({("allreduce_", 4): 2 * 4 if is_shared and is_last else 0})
-        assert steps.ours.collectives - steps.bare.collectives == Counter(small(case, numbers=10)) + sums
-        assert steps.ours.reads - steps.bare.reads == OUR_READ
+        sums = Counter({("allreduce_", 8): 2 * 2 if is_shared and is_last else 0})
+        assert added_by(steps["ours"], steps["bare"]) == Counter(small(case, numbers=10)) + sums
+        assert steps["ours"].reads - steps["bare"].reads == OUR_READ
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("changes", [{}, {"loss__side_terms": SIDE_TERMS}], ids=["one term", "two terms"])
-def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(
-    pool: Pool, changes: dict[str, Any], case: Case
-) -> None:
-    for steps in steps_of_all_ranks(pool, case, **changes):
-        assert steps.ours.reads - steps.megatrons.reads == OUR_READ
-        assert steps.megatrons.reads.total() - steps.ours.reads.total() >= 1
+def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(pool: Pool, case: Case) -> None:
+    """With one term and with two."""
+    for rank in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
+        for steps in rank:
+            assert steps["ours"].reads - steps["megatrons"].reads == OUR_READ
+            assert steps["megatrons"].reads.total() - steps["ours"].reads.total() >= 1
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
-    for steps in steps_of_all_ranks(pool, case, train__precision="bf16"):
-        assert steps.ours.collectives - steps.bare.collectives == small(case, numbers=10)
-        assert steps.ours.reads - steps.megatrons.reads == OUR_READ
+    for (steps,) in steps_of_all_ranks(pool, case, {"train__precision": "bf16"}):
+        assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=10)
+        assert steps["ours"].reads - steps["megatrons"].reads == OUR_READ
 
 
-@pytest.mark.parametrize("case", [case(4, tp=2, sp=True), case(4, tp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(8, 2, tp=2, sp=True), case(8, 2, tp=2)], ids=str)
 def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case: Case) -> None:
     """A selection makes the same calls on fewer tokens; under sequence parallelism one all-gather a microbatch less."""
-    configs = [case.config(loss__chunk_tokens=each) for each in ("whole", "auto", 40)]
+    chunks = [{"loss__chunk_tokens": each} for each in ("whole", "auto", 40)]
     batch = three_steps()[0]
     num_microbatches = len(batch) // case.micro_batch_size
-    for whole, selected, chunked in pool.run(count_our_steps, case.resolved(configs[0]), configs, batch):
+    for counted in steps_of_all_ranks(pool, case, *chunks, ways=["ours"]):
+        whole, selected, chunked = (steps["ours"] for steps in counted)
         # on a CPU a factor of 1 is left out, which a look tells; tests/simulated_gpu counts none on a GPU
         looks = Counter({"mtrain/loss/vocab_parallel/chunks.py": num_microbatches})
         assert whole.reads + looks == selected.reads == chunked.reads
@@ -182,9 +194,9 @@ def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case:
         spared = Counter({"_allgather_base_": num_microbatches if "sp" in case.layout else 0})
         assert calls[0] - calls[1] == +spared
         assert not calls[1] - calls[0]
-        counted = [row.mask.astype(bool).sum() for row in batch if row is not None]
+        in_loss = [row.mask.astype(bool).sum() for row in batch]
         size = case.micro_batch_size
-        tokens = [sum(counted[first : first + size]) for first in range(0, len(counted), size)]
+        tokens = [sum(in_loss[first : first + size]) for first in range(0, len(in_loss), size)]
         further = sum(math.ceil(each / 40) - 1 for each in tokens)
         assert calls[2] - calls[1] == Counter({"allreduce_": 2 * further})
         assert further > 0
