@@ -5,40 +5,42 @@ import pytest
 from mtrain.mcore.engine.loss_reduction import TokenCounts
 from tests.mcore.engine.token_ranks import counted
 from tests.parity.batches import SEQ, cut, three_steps
-from tests.parity.cases import SINGLE, Case, case
+from tests.parity.cases import Case, case
 from tests.pool import Pool
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        SINGLE,
-        case(4, dp=2),
-        case(4, cp=2, dp=2),
-        case(4, tp=2, sp=True, pp=2),
+        case(8, num_layers=1),
+        case(4, num_layers=1, dp=2),
+        case(4, num_layers=1, cp=2, dp=2),
+        case(4, num_layers=2, tp=2, sp=True, pp=2),
         case(4, pp=2, vpp=2, dp=2),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, precision: str, case: Case) -> None:
+def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, case: Case) -> None:
+    """In fp32 and in fp16, where a step scales what it counts in."""
     batch = [cut(sample, SEQ - slot) for slot, sample in enumerate(three_steps()[0])]
     text, padding = sum(SEQ - slot for slot in range(len(batch))), sum(range(len(batch)))
     loss = sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0)
     pairs = sum(length * (length + 1) // 2 for length in range(SEQ - len(batch) + 1, SEQ + 1))
     wanted = text, TokenCounts(padding, loss, pairs, window_pairs=pairs, outputs=loss)
     assert 0 < wanted[1].loss < text
-    config = case.config(train__precision=precision, train__initial_loss_scale=2.0**10)
-    assert pool.run(counted, case.resolved(config), config, batch) == [wanted] * case.resolved(config).world_size
+    scale = {"train__initial_loss_scale": 2.0**10}
+    configs = [case.config(train__precision=precision, **scale) for precision in ("fp32", "fp16")]
+    layout = case.resolved(configs[0])
+    assert pool.run(counted, layout, configs, batch) == [[wanted] * len(configs)] * layout.world_size
 
 
-@pytest.mark.parametrize("case", [case(2, dp=2), case(2, tp=2, sp=True, pp=2)], ids=str)
+@pytest.mark.parametrize("case", [case(2, 1, dp=2), case(2, 2, tp=2, sp=True, pp=2)], ids=str)
 def test_packing_leaves_text_and_loss_tokens_and_takes_padding_away(pool: Pool, case: Case) -> None:
     """In fp16, where the numerators are scaled by what the packed batch plans."""
     batch = [cut(sample, 1 + 2 * slot) for slot, sample in enumerate(three_steps()[0])]
     fp16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**10, "data__isolate_documents": True}
     configs = [case.config(**fp16), case.config(**fp16, data__packing={})]
-    rows = [pool.run(counted, case.resolved(config), config, batch) for config in configs]
+    rows = list(zip(*pool.run(counted, case.resolved(configs[0]), configs, batch), strict=True))
     text, loss = sum(len(sample.tokens) for sample in batch), sum(int((sample.mask > 0).sum()) for sample in batch)
     assert {(found, tokens.loss) for each in rows for found, tokens in each} == {(text, loss)}
     # attention costs what it costs unpacked, whatever row a sample shares

@@ -1,5 +1,7 @@
 """What ranks count of a batch."""
 
+from collections.abc import Sequence
+
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import TokenCounts
@@ -7,7 +9,10 @@ from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 
 
-def counted(groups: Groups, config: Config, batch: GlobalBatch) -> tuple[int, TokenCounts]:
-    """Text, padding and loss tokens as the step tells every rank."""
-    totals = build(groups, config).training.forward_backward(own_microbatches(batch, groups, config))
-    return totals.num_text_tokens, totals.tokens
+def counted(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[tuple[int, TokenCounts]]:
+    """Text, padding and loss tokens as the step under each configuration tells every rank."""
+    found = []
+    for config in configs:
+        totals = build(groups, config).training.forward_backward(own_microbatches(batch, groups, config))
+        found.append((totals.num_text_tokens, totals.tokens))
+    return found

@@ -19,7 +19,7 @@ class Found(NamedTuple):
     """By flipping one bit after the other."""
 
     equal: list[str]
-    """What the check said of the untouched state."""
+    """What the check said of the untouched state, before and after."""
     compared: list[str]
     """Keys of which another rank holds the same slice, counted by hand."""
     flipped: list[str]
@@ -47,9 +47,10 @@ def flipped_one_by_one(groups: Groups, config: Config) -> Found:
     for number, place in enumerate(places[1]):
         if place in others:
             compared.append(place)
-        for _ in range(2):  # there and back
-            if groups.rank == 1:
-                parts[number].data.view(-1).view(torch.uint8)[0] ^= 1
-            if said():
-                flipped.append(place)
-    return Found(equal, compared, flipped)
+        if groups.rank == 1:
+            parts[number].data.view(-1).view(torch.uint8)[0] ^= 1
+        if said():
+            flipped.append(place)
+        if groups.rank == 1:
+            parts[number].data.view(-1).view(torch.uint8)[0] ^= 1  # back
+    return Found(equal + said(), compared, flipped)

@@ -54,8 +54,8 @@ def test_a_flipped_bit_in_a_replica_is_named(
     pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any], key: str, named: str, notice: Notice
 ) -> None:
     given = {"run.dir": str(tmp_path), "train.check_replicas_every_steps": 3, "checkpoint.interval_steps": 2}
-    batch = {"train.global_batch_size": 6} if layout.dp == 3 else {}
-    config = configured(**given, **batch, **changes)
+    small = {"model.num_layers": 1, "train.global_batch_size": 2 * layout.dp, "train.micro_batch_size": 2}
+    config = configured(**given, **small, **changes)
     with notice:
         endings = pool.run(numeric_fault_ranks.run, layout, config, f"flip rank=1 step=3 phase={key}:0")
     for ending in endings:
@@ -67,10 +67,11 @@ def test_a_flipped_bit_in_a_replica_is_named(
 
 def test_what_a_save_would_hold_is_compared_first(pool: Pool, tmp_path: Path) -> None:
     """The interval is far; the save is due."""
-    config = configured(**{"run.dir": str(tmp_path), "checkpoint.interval_steps": 4, **WHOLE})
-    for ending in pool.run(numeric_fault_ranks.run, Layout(dp=2), config, f"flip rank=0 step=4 phase={FC2}:-1"):
+    small = {"model.num_layers": 1, "train.micro_batch_size": 2}
+    config = configured(**{"run.dir": str(tmp_path), "checkpoint.interval_steps": 2, **small, **WHOLE})
+    for ending in pool.run(numeric_fault_ranks.run, Layout(dp=2), config, f"flip rank=0 step=2 phase={FC2}:-1"):
         assert ending.exit_code == 4
-        assert "after step 4: decoder.layers.0.mlp.linear_fc2.weight has other bits" in ending.message
+        assert "after step 2: decoder.layers.0.mlp.linear_fc2.weight has other bits" in ending.message
     assert published_steps(tmp_path / "checkpoints") == []
 
 
