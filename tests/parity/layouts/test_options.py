@@ -103,8 +103,8 @@ def test_options_do_not_break_the_promise(pool: Pool, rows: list[Row]) -> None:
     "rows",
     by_layout(
         [
-            *(Row("documents", ISOLATED, lean(each), documents_steps()) for each in DOCUMENTS),
-            *(Row("window and recompute", RECOMPUTED, lean(each), documents_steps()) for each in DOCUMENTS[:5]),
+            *(Row("documents", ISOLATED, lean(each), documents_steps()[:1]) for each in DOCUMENTS),
+            *(Row("window and recompute", RECOMPUTED, lean(each), documents_steps()[:1]) for each in DOCUMENTS[:5]),
         ]
     ),
 )

@@ -71,7 +71,7 @@ def steps_of(changes: dict[str, Any]) -> list[GlobalBatch]:
 NUM_LAYERS = {"gemma": 4, "olmo3": 4}
 """Of families whose layers follow a pattern; two layers have all that is in the others."""
 ROWS = [
-    Row(name, changes, lean(each, NUM_LAYERS.get(name, 2)), steps_of(changes))
+    Row(name, changes, lean(each, NUM_LAYERS.get(name, 2)), steps_of(changes)[:1])
     for changes, each in CASES
     for name in [family(changes)]
 ]

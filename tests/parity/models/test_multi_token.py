@@ -79,9 +79,12 @@ LEAN = [
         Row(name, changes, lean(each), two_steps()[: 2 if OVERLAP.items() <= changes.items() else 1])
         for name, changes, each in ROWS
     ),
-    *(Row("documents", TWO | {"data__isolate_documents": True}, lean(each), documents_steps()) for each in DOCUMENTS),
     *(
-        Row(name, TWO | Z_LOSS | {"loss__aggregation": name} | changes, lean(each), weighted_steps()[:2])
+        Row("documents", TWO | {"data__isolate_documents": True}, lean(each), documents_steps()[:1])
+        for each in DOCUMENTS
+    ),
+    *(
+        Row(name, TWO | Z_LOSS | {"loss__aggregation": name} | changes, lean(each), weighted_steps()[:1])
         for name, changes, each in AGGREGATIONS
     ),
 ]
