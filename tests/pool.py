@@ -9,6 +9,7 @@ import hashlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from mtrain.plan.layout import Layout
@@ -31,7 +32,7 @@ NUM_KEPT = 100
 
 
 class Pool(ranks.Pool):
-    """Ranks on gloo. What the reference of `mtrain verify` says of the same steps is asked for once."""
+    """Ranks on gloo. What the reference of `mtrain verify` says of the same steps is computed here, once."""
 
     def __init__(self) -> None:
         before = ["pytest", "tests.pool", "mtrain.verify.resume.worker", *FUNCTIONS, *LAZY, *warm.PRELOADED]
@@ -45,7 +46,10 @@ class Pool(ranks.Pool):
             return super().run(function, layout, *arguments, seed=seed)
         key = hashlib.sha256(pickle.dumps((function.__name__, str(layout), arguments, seed))).hexdigest()
         if key not in self._references:
-            self._references[key] = super().run(function, layout, *arguments, seed=seed)
+            import torch
+
+            here = SimpleNamespace(device=torch.device("cpu"))  # all that it needs to know of its groups: no rank
+            self._references[key] = [function(here, *arguments)]
         self._references.move_to_end(key)
         while len(self._references) > NUM_KEPT:
             self._references.popitem(last=False)

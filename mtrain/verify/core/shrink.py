@@ -56,13 +56,16 @@ class Shrunk:
     """Whether the samples come from the user's files; else they are random tokens."""
 
 
-def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH) -> Shrunk:
+def shrink(
+    config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH, batch_size: int = BATCH_SIZE
+) -> Shrunk:
     """The small configuration on which all trials are legal where the user's structure allows it, and comparable.
 
     Args:
         config: The user's.
         trials: Layouts that the sizes must divide over.
         seq_length: Wanted length of a row; made a multiple of what the trials need.
+        batch_size: Wanted samples of a step; made a multiple of what the trials need.
 
     Raises:
         ConfigError: the model has dropout, or something that changes with the layout by definition.
@@ -72,7 +75,7 @@ def shrink(config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH
     if config.data.packing is not None:
         # the reference knows which samples a step holds where it counts samples
         also["data"] = {"packing": {"batch": "sequences"}}
-    return small(config, trials, seq_length, also)
+    return small(config, trials, seq_length, also, batch_size)
 
 
 def in_float32(config: Config) -> dict[str, dict[str, Any]]:
@@ -97,7 +100,7 @@ def small(
         trials: As for `shrink`.
         seq_length: As for `shrink`.
         also: Section -> key -> value, of what else is changed.
-        batch_size: Wanted samples of a step; made a multiple of what the trials need.
+        batch_size: As for `shrink`.
     """
     # extras of the user's samples are numbers of the large model, which say nothing of the small one
     reads_files = has_files(config.data) and not config.data.extras

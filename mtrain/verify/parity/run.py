@@ -24,7 +24,7 @@ from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_tr
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
-from mtrain.verify.core.shrink import Shrunk, shrink
+from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import forward_tolerance, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
@@ -49,7 +49,9 @@ class Request:
     command: str
 
 
-def verify_parity(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> ParityReport:
+def verify_parity(
+    config: Config, request: Request, progress: Progress, pool: Pool | None = None, batch_size: int = BATCH_SIZE
+) -> ParityReport:
     """Runs everything.
 
     Args:
@@ -57,6 +59,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
         request: The command line.
         progress: Called with a line for every finished layout.
         pool: Ranks that are at hand; None starts its own.
+        batch_size: Wanted samples of a step.
 
     Raises:
         ConfigError: the configuration, a layout or a fault cannot be checked.
@@ -65,7 +68,7 @@ def verify_parity(config: Config, request: Request, progress: Progress, pool: Po
     """
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config, request.max_ranks)
-    shrunk, trials = _small(config, request, max_ranks)
+    shrunk, trials = _small(config, request, max_ranks, batch_size)
     plan = _plan(shrunk, config, request, progress)
     check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
     layouts = check.run(progress)
@@ -122,15 +125,15 @@ def device_for(config: Config, max_ranks: int) -> tuple[str, int]:
     return "cuda", min(max_ranks, torch.cuda.device_count())
 
 
-def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, list[Prepared]]:
+def _small(config: Config, request: Request, max_ranks: int, batch_size: int) -> tuple[Shrunk, list[Prepared]]:
     """The shrunk configuration and the layouts on it, first of all one process with one microbatch."""
     base = Trial(micro_batch_size=None)
     if request.layouts is not None:
         named = parse_trials(request.layouts, config, max_ranks)
-        shrunk = _shrunk(config, [base, *named])
+        shrunk = _shrunk(config, [base, *named], batch_size)
         return shrunk, _told_apart(prepared(trial, shrunk.config) for trial in [base, *named])
     derived = derived_trials(config, max_ranks)
-    shrunk = _shrunk(config, derived)
+    shrunk = _shrunk(config, derived, batch_size)
     legal = []
     for trial in derived:
         try:
@@ -145,8 +148,8 @@ def _told_apart(trials: Iterable[Prepared]) -> list[Prepared]:
     return list({trial.name: trial for trial in trials}.values())
 
 
-def _shrunk(config: Config, trials: Sequence[Trial]) -> Shrunk:
-    return with_loss_tokens(lambda length: shrink(config, trials, length), config)
+def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
+    return with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
 
 
 def _plan(shrunk: Shrunk, config: Config, request: Request, progress: Progress) -> SamplePlan:

@@ -10,6 +10,8 @@ from mtrain.verify.core.result import ParityReport
 from mtrain.verify.parity.run import Request, verify_parity
 from tests.config.samples import config
 
+NUM_SAMPLES = 8
+"""Half of what users' checks have: each kind of mask is among them, and microbatches are as many at half their size."""
 Z_LOSS = {"function": "z_loss", "coefficient": 0.01, "aggregation": "seq-mean-token-mean"}
 
 
@@ -57,11 +59,18 @@ def expert_config(**changes: Any) -> Config:
 
 
 def check(
-    pool: Pool, user: Config, layouts: str | None = None, fault: str | None = None, num_steps: int = 3
+    pool: Pool,
+    user: Config,
+    layouts: str | None = None,
+    fault: str | None = None,
+    num_steps: int = 3,
+    batch_size: int = NUM_SAMPLES,
 ) -> ParityReport:
     """The report on some layouts, after one process with one microbatch."""
     reported: list[str] = []
-    report = verify_parity(user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), reported.append, pool)
+    report = verify_parity(
+        user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), reported.append, pool, batch_size
+    )
     of_layouts = [line for line in reported if not line.startswith("--steps ")]  # a note ahead of all layouts
     assert sorted(line.split(":")[0] for line in of_layouts) == sorted(layout.name for layout in report.layouts)
     return report

@@ -22,7 +22,7 @@ from mtrain.verify.core.layouts import parse_trials, prepared
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS, ParityReport
 from mtrain.verify.core.samples import SamplePlan, hard_texts
-from mtrain.verify.core.shrink import shrink
+from mtrain.verify.core.shrink import BATCH_SIZE, shrink
 from mtrain.verify.core.tolerances import forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
 from mtrain.verify.parity.run import refuse_without_reference
@@ -30,16 +30,16 @@ from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
 from tests.paths import ROOT
-from tests.verify.parity.checks import check, expert_config, rich_config
+from tests.verify.parity.checks import NUM_SAMPLES, check, expert_config, rich_config
 from tests.warm import completed
 
 
 @pytest.mark.parametrize(
     ("layouts", "ranks", "num_steps"),
     [
-        ("mbs4,tp2spcp2ulyssesmbs8,pp2vpp2mbs4", [1, 1, 4, 2], 2),
+        ("mbs2,tp2spcp2ulyssesmbs4,pp2vpp2mbs2", [1, 1, 4, 2], 2),
         pytest.param(  # every axis alone, and all together
-            "mbs2,dp4mbs2,tp2spmbs4,pp2vpp2mbs2,cp2ulyssesmbs8,tp2sppp2cp2mbs2",
+            "mbs1,dp4mbs1,tp2spmbs2,pp2vpp2mbs1,cp2ulyssesmbs4,tp2sppp2cp2mbs1",
             [1, 1, 4, 2, 2, 2, 8],
             3,
             marks=pytest.mark.nightly,
@@ -70,7 +70,7 @@ def test_sound_layouts_pass_and_everything_is_compared(
 
 @pytest.mark.parametrize(
     "layouts",
-    ["tp2spdp2ep2etp2", pytest.param("dp4ep4mbs2,pp2cp2dp2ep4", marks=pytest.mark.nightly)],  # without etp
+    ["tp2spdp2ep2etp2mbs2", pytest.param("dp4ep4mbs1,pp2cp2dp2ep4", marks=pytest.mark.nightly)],  # without etp
 )
 def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool, layouts: str) -> None:
     user = expert_config()
@@ -89,7 +89,7 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
     user = expert_config()
     assert user.model.experts is not None
     experts = user.model.experts.model_dump() | {"top_k": 2, "group_top_k": 2, "group_score_top_k": 2}
-    report = check(pool, expert_config(model__experts=experts), "dp2ep2mbs2", num_steps=2)
+    report = check(pool, expert_config(model__experts=experts), "dp2ep2mbs4", num_steps=1)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
@@ -158,17 +158,21 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
 )
 @pytest.mark.parametrize(
     "layouts",
-    ["tp2spcp2mbs8", pytest.param("tp2sppp2dp2mbs4,cp2dp2mbs4", marks=pytest.mark.nightly)],  # pp and dp: other tests
+    ["tp2spcp2mbs4", pytest.param("tp2sppp2dp2mbs2,cp2dp2mbs2", marks=pytest.mark.nightly)],  # pp and dp: other tests
 )
 def test_other_structures_pass(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
     report = check(pool, rich_config(**changes), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
-def test_module_outputs_are_put_together_from_all_ranks(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2sp-cp2-mbs4", "pp2vpp2-mbs2", pytest.param("tp2sp-pp2vpp2-cp2-mbs1", marks=pytest.mark.nightly)],
+)
+def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str) -> None:
     user = rich_config()
-    (trial,) = parse_trials("tp2sp-pp2vpp2-cp2-mbs2", user, 8)
-    shrunk = shrink(user, [trial]).config
+    (trial,) = parse_trials(layout, user, 8)
+    shrunk = shrink(user, [trial], batch_size=NUM_SAMPLES).config
     plan, fitted = SamplePlan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
     found = put_together(pieces_of(everyone), shrunk)
@@ -197,11 +201,11 @@ def corpus(tmp_path: Path) -> str:
 
 def test_the_users_corpus_is_read(pool: Pool, corpus: str) -> None:
     sections = {"data__kind": "indexed", "data__train": [{"path": corpus}], "model__vocab_size": 64}
-    report = check(pool, rich_config(**sections), "tp2sp,cp2dp2mbs4", num_steps=2)
+    report = check(pool, rich_config(**sections), "tp2sp,dp2mbs2", num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert report.num_steps == 5
     assert report.data.startswith("2 steps of the run's own data, then 3 steps of random tokens")
-    full = 16 * 32
+    full = NUM_SAMPLES * 32
     counts = [step.denominators["main"] for step in report.reference.steps]
     assert full * 0.8 < counts[0] < full, "a loss token for nearly every position, but none across an edge"
     assert counts[4] < 16
@@ -254,7 +258,7 @@ def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp
         "data__too_long": "refuse",
         "data__seq_length": 4096,
     }
-    report = check(pool, config(**sections), "mbs4", num_steps=1)
+    report = check(pool, config(**sections), "mbs2", num_steps=1)
     assert report.passed
     assert report.config["data"]["seq_length"] == 64
     assert report.reference.steps[0].denominators["main"] > 16
@@ -268,16 +272,16 @@ def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
     sections = {"data__kind": "sft", "data__train": [{"path": str(path)}], "data__tokenizer": str(word_tokenizer)}
-    report = check(pool, config(**sections), "mbs1", num_steps=4)
-    found = [step.denominators["main"] for layout in report.layouts for step in layout.steps[:4]]
-    assert {step.denominators["main"] for step in report.layouts[0].expected[:4]} == {48.0}, "a whole number"
+    report = check(pool, config(**sections), "mbs1", num_steps=1, batch_size=BATCH_SIZE)
+    found = [step.denominators["main"] for layout in report.layouts for step in layout.steps[:1]]
+    assert {step.denominators["main"] for step in report.layouts[0].expected[:1]} == {48.0}, "a whole number"
     assert any(value != 48.0 for value in found), "no sum was rounded"
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
 def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None:
     with pytest.raises(ConfigError, match="has no 'next_tokens'"):
-        check(pool, config(loss__function="tests.loss.bad_losses:next_tokens"), "mbs4")
+        check(pool, config(loss__function="tests.loss.bad_losses:next_tokens"), "mbs2")
 
 
 def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -321,7 +325,7 @@ def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
 JUDGED: dict[str, Any] = {"loss__options": {"slope": 0.03}, "loss__aggregation": "seq-mean-token-sum"}
 
 
-@pytest.mark.parametrize("layouts", ["cp2mbs4", pytest.param("tp2sppp2cp2mbs2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("layouts", ["cp2mbs2", pytest.param("tp2sppp2cp2mbs1", marks=pytest.mark.nightly)])
 def test_a_loss_of_whole_sequences_passes(pool: Pool, layouts: str) -> None:
     user = rich_config(loss__function="tests.parity.losses:preference", **JUDGED)
     report = check(pool, user, layouts, num_steps=2)
@@ -337,7 +341,7 @@ def test_a_loss_of_whole_sequences_passes(pool: Pool, layouts: str) -> None:
 def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(pool: Pool, notice: Notice) -> None:
     user = rich_config(loss__function="tests.parity.losses:split_preference", **JUDGED)
     with notice:
-        report = check(pool, user, "mbs2,cp2mbs2", num_steps=2)
+        report = check(pool, user, "mbs4,cp2mbs4", num_steps=1)
     assert report.diagnosis is not None
     assert report.diagnosis.axis == "cp"
     assert report.diagnosis.kind == "loss"
@@ -361,7 +365,7 @@ def test_losses_of_policies_are_those_of_their_papers(pool: Pool) -> None:
     user = rich_config(
         loss__function="ppo", loss__options=options, loss__side_terms=sides, data__packing={}, model__vocab_size=64
     )
-    report = check(pool, user, "mbs2,dp2mbs2,tp2pp2mbs2,cp2mbs2", num_steps=3)
+    report = check(pool, user, "dp2mbs2,pp2mbs2,tp2mbs8,cp2mbs8", num_steps=3)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     first = [each for each in report.layouts[1].deviations if each.step == 1]
     assert [each.name for each in first if each.kind == "loss"] == ["main", *sides]
@@ -372,7 +376,7 @@ def test_losses_of_policies_are_those_of_their_papers(pool: Pool) -> None:
 
 def test_a_fault_in_a_loss_of_policies_is_found(pool: Pool) -> None:
     user = rich_config(loss__function="ppo", loss__side_terms={}, model__vocab_size=64)
-    report = check(pool, user, "mbs2", "microbatch-means", num_steps=2)
+    report = check(pool, user, "mbs4", "microbatch-means", num_steps=2)
     assert report.diagnosis is not None
     assert report.diagnosis.axis == "microbatches"
 

@@ -15,8 +15,8 @@ from tests.verify.parity.checks import check, expert_config, rich_config
 FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION = "layer 0 self_attention.core_attention"
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
-BIAS = "decoder.layers.1.mlp.router.expert_bias"
-CP, DP, MICRO, PP, SP, TP = "cp2mbs16", "dp2mbs8", "mbs4", "pp2mbs4", "tp2mbs16,tp2spmbs16", "tp2mbs16"
+BIAS = "mtp.layers.0.transformer_layer.mlp.router.expert_bias"
+CP, DP, MICRO, PP, SP, TP = "cp2mbs8", "dp2mbs4", "mbs2", "pp2mbs2", "tp2mbs8,tp2spmbs8", "tp2mbs8"
 
 EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "microbatch-means": (MICRO, "microbatches", "gradient", FINAL_NORM, None),
@@ -31,10 +31,10 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "labels-shifted-after-slicing": (CP, "cp", "loss", "main", None),
     "positions-not-zigzag": (CP, "cp", "loss", "main", ATTENTION),
     "keys-in-rank-order": (CP, "cp", "loss", "main", ATTENTION),
-    "hops-left-out": (f"{CP},cp2ringmbs16", "ring", "loss", "main", ATTENTION),
+    "hops-left-out": (f"{CP},cp2ringmbs8", "ring", "loss", "main", ATTENTION),
     "document-boundary-crossed": (MICRO, "every layout", "loss", "main", ATTENTION),
     "clip-before-normalisation": (MICRO, "every layout", "update", EMBEDDING, None),
-    "clamped-denominator": (MICRO, "microbatches", "denominator", "main", None),
+    "clamped-denominator": (MICRO, "microbatches", "denominator", "z", None),
     "epsilon-in-denominator": (MICRO, "every layout", "denominator", "main", None),
     "int32-weights": (MICRO, "every layout", "denominator", "main", None),
     "dp-rank-not-reduced": (DP, "dp", "gradient", FINAL_NORM, None),
@@ -46,7 +46,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "full-width-norm-by-tp-rank": (TP, "tp", "loss", "main", ATTENTION),
     "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
     "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
-    "experts-left-out-of-norm": (f"{DP},dp2ep2mbs8", "ep", "grad_norm", "grad_norm", None),
+    "experts-left-out-of-norm": (f"{DP},dp2ep2mbs4", "ep", "grad_norm", "grad_norm", None),
     "depths-divided-by-main": (MICRO, "every layout", "gradient", OUTPUT, None),
     "matrices-by-tp-rank": (TP, "tp", "update", QKV, None),
     "matrices-fused": (MICRO, "every layout", "update", QKV, None),

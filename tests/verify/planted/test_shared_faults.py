@@ -13,11 +13,12 @@ from mtrain.config import Config
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS
+from mtrain.verify.core.shrink import BATCH_SIZE
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
-from tests.verify.parity.checks import check, expert_config, rich_config
+from tests.verify.parity.checks import NUM_SAMPLES, check, expert_config, rich_config
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 FIRST_NORM = "layer 0 input_layernorm"
@@ -96,7 +97,9 @@ def corpus(tmp_path: Path) -> dict[str, Any]:
 def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[str, Any]) -> None:
     case = CASES[name]
     user = rich_config(**corpus) if name == "sample-read-twice" else case.config()
-    report = check(pool, user, "mbs4", name, num_steps=1)
+    # one process with one microbatch: what others say then, rows of test_inject.py show for faults that they share too
+    report = check(pool, user, f"mbs{BATCH_SIZE}", name, num_steps=1, batch_size=BATCH_SIZE)
+    assert len(report.layouts) == 1
     assert not any(layout.passed for layout in report.layouts)
     assert all(layout.error is None for layout in report.layouts)
     found = report.diagnosis
@@ -110,7 +113,7 @@ def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[s
 
 @pytest.mark.parametrize("name", ["document-boundary-crossed", "positions-not-restarted"])
 def test_faults_of_documents_show_between_packed_samples(pool: Pool, name: str) -> None:
-    report = check(pool, rich_config(**PACKED), "mbs4", name, num_steps=1)
+    report = check(pool, rich_config(**PACKED), f"mbs{NUM_SAMPLES}", name, num_steps=1)
     assert not any(layout.passed for layout in report.layouts)
 
 
