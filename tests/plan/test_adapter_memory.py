@@ -18,7 +18,7 @@ from tests.plan.test_memory import long_rows
 from tests.pool import Pool
 
 NONE, FULL, LORA = "train.recompute=none", "train.recompute=full", "adapter.rank=16"
-NARROW, CHUNKS = "adapter.base_dtype=bf16", "loss.chunk_tokens=200"
+NARROW, CHUNKS = "adapter.base_dtype=bf16", "loss.chunk_tokens=100"
 CASES: list[tuple[Layout, list[tuple[str, ...]]]] = [
     (
         Layout(),
@@ -42,7 +42,7 @@ def test_the_estimate_beside_a_frozen_model_is_what_ranks_allocate(
     layout: Layout, changes: list[tuple[str, ...]], pool: Pool
 ) -> None:
     """What a frozen weight does not need is not counted, and what adapters keep is: within 10 %."""
-    small: tuple[str, ...] = ("data.seq_length=768", "model.vocab_size=1000", "layout.cp=1")
+    small: tuple[str, ...] = ("data.seq_length=384", "model.vocab_size=1000", "layout.cp=1")
     small += (f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}")
     configs = [long_rows(*small, *each) for each in changes]
     ranks = pool.run(measured, layout, configs)

@@ -119,8 +119,8 @@ def bomb(kind: str) -> bytes:
     """A short pickle that costs Python's unpickler gigabytes, its stack or hours."""
     lists = {
         "a huge memo": b"\x80\x02Nr" + b"\xff" * 4 + b".",
-        "a deep key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
-        "a deep value": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
+        "a deep key": b"\x80\x02})" + b"\x85" * 200_000 + b"Ns.",
+        "a deep value": b"\x80\x02)" + b"\x85" * 200_000 + b".",
         "a deep list": b"\x80\x02" + b"]" * 300_000 + b"a" * 299_999 + b".",
         "a huge frame": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
         "a huge text": b"\x80\x02X" + b"\xff" * 4 + b"a.",

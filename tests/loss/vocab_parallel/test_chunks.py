@@ -246,9 +246,9 @@ def test_a_second_backward_pass_is_an_error() -> None:
 
 
 def test_memory_is_that_of_a_chunk() -> None:
-    """2048 tokens of 64k words in float32 on one process: 64 MiB of gradient of the table, and three chunks of
-    logits, exponentials and gradients. Whole logits take 1.46 GiB."""
-    rows, width, vocab, chunk = 2048, 256, 65_536, 128
+    """512 tokens of 32k words in float32 on one process: 16 MiB of gradient of the table, and three chunks of
+    logits, exponentials and gradients. Whole logits take 192 MiB."""
+    rows, width, vocab, chunk = 512, 128, 32_768, 64
     weight = torch.zeros(vocab, width).requires_grad_()
     hidden = torch.ones(rows, width).requires_grad_()
     labels = torch.zeros(1, rows, dtype=torch.int64)

@@ -27,6 +27,7 @@ from tests.training.one_process import train_fresh
 from tests.training.preferences.preference_ranks import scores
 from tests.training.preferences.words import TEXTS, WORDS, save_tokenizer
 
+ONE_STEP = {"train__num_steps": 1, "valid__at_end": False}
 OF_THE_MACHINE = ("seconds", "waited_seconds", "tokens_per_second", "memory_bytes", "time_s")
 
 
@@ -52,14 +53,12 @@ def config(folder: Path, run: str, kind: str, size: int = 4, **changes: Any) -> 
             data={**data, "cache_dir": str(folder / "cache")},
             loss__function=kind,
             train__global_batch_size=size,
-            train__num_steps=2,
             train__precision="fp32",
             optimizer__lr=0.01,
-            valid__at_end=True,
             checkpoint__interval_steps=1,
             metrics__tensorboard=False,
             **{f"model__{name}": size for name, size in sizes.items()},
-            **changes,
+            **({"train__num_steps": 2, "valid__at_end": True} | changes),
         )
     )
 
@@ -124,7 +123,7 @@ def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: 
 def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Pool, folder: Path) -> None:
     """The first loss follows from the scores of both models, by the formula; damaged scores are computed again."""
     for number, name in enumerate(("reference", "start")):
-        pool.run(train_fresh, Layout(), config(folder, name, "orpo", 8, train__seed=number))
+        pool.run(train_fresh, Layout(), config(folder, name, "orpo", 8, train__seed=number, **ONE_STEP))
 
     def named(run: str, **changes: Any) -> Config:
         keys = {"loss__reference": str(folder / "reference"), "checkpoint__initialize_from": str(folder / "start")}
@@ -151,7 +150,7 @@ def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Po
     shutil.copytree(folder / "start", folder / "reference")  # other weights under the same name
     shared = folder / "cache" / "references"
     known = set(shared.iterdir())
-    pool.run(train_fresh, Layout(), named("others"))
+    pool.run(train_fresh, Layout(), named("others", **ONE_STEP))
     assert records(folder / "others")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
     (path,) = set(shared.iterdir()) - known
     found = np.load(io.BytesIO(path.read_bytes()[32:]))
@@ -159,10 +158,10 @@ def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Po
     content = io.BytesIO()
     np.save(content, found)
     path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
-    pool.run(train_fresh, Layout(), named("taken"))
+    pool.run(train_fresh, Layout(), named("taken", **ONE_STEP))
     assert records(folder / "taken")[0]["loss"] == pytest.approx(math.log1p(math.exp(0.1)), rel=1e-6)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    pool.run(train_fresh, Layout(), named("damaged"))
+    pool.run(train_fresh, Layout(), named("damaged", **ONE_STEP))
     assert records(folder / "damaged")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 

@@ -112,6 +112,7 @@ def vllm_rollouts(groups: Groups, overrides: Sequence[str]) -> Any:
     and after a step: (answers, what the engine says of them)."""
     found = []
     with example("grpo_loop.py", vllm_stand_in) as program, free(groups):
+        program["train"].__globals__["WARM_UP_STEPS"] = 1
         config = load_config([], [*program["SETTINGS"], *overrides])
         rewards = program["train"](config)
         updates = [each.num_updates for each in vllm_stand_in.made]

@@ -26,7 +26,7 @@ def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path
 
 def test_vllm_draws_with_the_weights_of_the_moment_where_it_is_installed(pool: Pool, tmp_path: Path) -> None:
     """On both ranks the same, and each answer as likely as the trainer says, before and after an update."""
-    given = [f"run.dir={tmp_path}", "train.num_steps=16", "train.device=cpu", "layout.tp=2"]
+    given = [f"run.dir={tmp_path}", "train.num_steps=2", "train.device=cpu", "layout.tp=2"]
     everyone = pool.run(sampling_ranks.vllm_rollouts, Layout(tp=2), given)
     assert everyone[0] == everyone[1]
     rewards, updates, drawn = everyone[0]

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"num_key_value_heads": 2, "num_local_experts": 4},  # sinks
 }
 PROMPTS = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21, 50, 8, 2, 33, 19, 4], [6, 6], [12, 48, 1]]
-NEW = 9
+NEW = 5
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0)
 WARM = SamplingParams(max_new_tokens=NEW, temperature=0.8, top_p=0.9, top_k=20, seed=7)
 
