@@ -89,6 +89,16 @@ def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: P
         )
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_half_precision_needs_the_denominator_ahead_and_nothing_else(pool: Pool, case: Case) -> None:
+    """Whether a gradient overflowed comes with the losses; bf16 sends activations of the same size."""
+    half = [{"train__precision": precision} for precision in ("bf16", "fp16")]
+    for one, other in steps_of_all_ranks(pool, case, *half, ways=["ours"]):
+        assert added_by(other["ours"], one["ours"]) == small(case, numbers=1)
+        assert not added_by(one["ours"], other["ours"])
+        assert other["ours"].reads == one["ours"].reads
+
+
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 
