@@ -98,10 +98,10 @@ def saved_runs() -> dict[int, Any]:
 def saved(
     request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory, saved_runs: dict[int, Any]
 ) -> Any:
-    """A float32 run that saved after a step and made another: (its experts, its folder, rank 0)."""
+    """A float32 run that saved after a step and made two more: (its experts, its folder, rank 0)."""
     if id(request.param) not in saved_runs:
         folder, config = tmp_path_factory.mktemp("saved"), with_experts(request.param)
-        outcome = pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 2, 1, ["save"])[0]
+        outcome = pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 3, 1, ["save"])[0]
         saved_runs[id(request.param)] = request.param, folder, outcome
     return saved_runs[id(request.param)]
 
@@ -138,7 +138,7 @@ def test_experts_get_the_same_bits_on_another_layout_and_train_alike(
 ) -> None:
     base, folder, straight = saved
     config = with_experts(base | experts)
-    resumed: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, 1, 2, None, ["begin"])[0]
+    resumed: Outcome = pool.run(checkpoint_ranks.train, layout, config, folder, 1, 3, None, ["begin"])[0]
     assert_same_model(straight.whole["save"], resumed.whole["begin"])
     for one, other in zip(straight.steps[1:], resumed.steps, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)

@@ -46,8 +46,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
 def test_another_layout_loads_and_trains_alike(pool: Pool, tmp_path: Path, family: str) -> None:
     knobs, first, second, keys = FAMILIES[family]
     config = configured(**{name.replace("__", "."): value for name, value in knobs.items()})
-    saved: Outcome = pool.run(checkpoint_ranks.train, first, config, tmp_path, None, 2, 1, ["save"])[0]
-    loaded: Outcome = pool.run(checkpoint_ranks.train, second, config, tmp_path, 1, 2, None, ["begin"])[0]
+    saved: Outcome = pool.run(checkpoint_ranks.train, first, config, tmp_path, None, 3, 1, ["save"])[0]
+    loaded: Outcome = pool.run(checkpoint_ranks.train, second, config, tmp_path, 1, 3, None, ["begin"])[0]
     assert_same_model(saved.whole["save"], loaded.whole["begin"])
     for one, other in zip(saved.steps[1:], loaded.steps, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)

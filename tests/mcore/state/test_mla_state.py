@@ -41,15 +41,15 @@ def latent(q_lora_rank: int | None, **changes: Any) -> Config:
 
 @pytest.fixture(scope="module", params=[{}, BF16], ids=["fp32", "bf16"])
 def straight(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run on tp2sp-dp2 that saved after a step and made another: (configuration, its folder, rank 0)."""
+    """A run on tp2sp-dp2 that saved after a step and made two more: (configuration, its folder, rank 0)."""
     config, folder = latent(8, **request.param), tmp_path_factory.mktemp("latent")
-    return config, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 2, 1, ["begin", "save"])[0]
+    return config, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 3, 1, ["begin", "save"])[0]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(pp=2, vpp=2)], ids=str)
 def test_another_layout_starts_saves_and_trains_alike(pool: Pool, straight: Any, layout: Layout) -> None:
     config, folder, whole = straight
-    fresh, resumed = pool.run(checkpoint_ranks.begin_and_resume, layout, config, folder, 2, 1)[0]
+    fresh, resumed = pool.run(checkpoint_ranks.begin_and_resume, layout, config, folder, 3, 1)[0]
     assert resumed.begin.adam_step == 1
     assert_same_model(whole.whole["save"], resumed.whole["begin"])
     if config.train.precision == "fp32":

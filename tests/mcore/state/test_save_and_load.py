@@ -210,11 +210,11 @@ def test_depths_of_multi_token_prediction_travel_between_layouts(
 ) -> None:
     """With a pipeline the last stage holds a copy of the embeddings for them."""
     config = configured(**tied, **{"model.mtp_depths": 2})
-    straight: Outcome = pool.run(ranks.train, Layout(tp=2, pp=2), config, tmp_path, None, 2, 1, ["save"])[0]
+    straight: Outcome = pool.run(ranks.train, Layout(tp=2, pp=2), config, tmp_path, None, 3, 1, ["save"])[0]
     assert "mtp.layers.1.eh_proj.weight" in straight.whole["save"].parameters
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in straight.whole["save"].moments
     for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2, vpp=2)):
-        resumed: Outcome = pool.run(ranks.train, layout, config, tmp_path, 1, 2, None, ["begin"])[0]
+        resumed: Outcome = pool.run(ranks.train, layout, config, tmp_path, 1, 3, None, ["begin"])[0]
         assert_same_model(straight.whole["save"], resumed.whole["begin"])
         for one, other in zip(straight.steps[1:], resumed.steps, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-5)
