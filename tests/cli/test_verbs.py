@@ -1,6 +1,5 @@
 """Every verb: what it takes, what it says of bad input, and that its name of 0.1.0 still works."""
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from mtrain.verify.resume.inject import RESUME_NAMES
 from tests.cli.command_line import call, command, options
 from tests.fault_table import Notice
 from tests.paths import ROOT
+from tests.warm import completed, program_environment
 
 HEAVY = "{'torch', 'megatron', 'numpy', 'pydantic', 'ruamel', 'matplotlib', 'transformers'}"
 
@@ -149,17 +149,14 @@ OLD_NAMES = {
 def test_a_command_of_0_1_0_takes_its_options(old: str) -> None:
     verb, had = OLD_NAMES[old]
     script, *rest = old.split()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    line = [sys.executable, str(ROOT / "tools" / script), *rest, "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+    wide = program_environment() | {"COLUMNS": "200"}
+    done = completed([sys.executable, ROOT / "tools" / script, *rest, "--help"], environment=wide)
     assert done.returncode == 0, done.stderr
     shown = set(re.findall(r"--[a-z][a-z-]+", done.stdout)) - {"--help", "--no-append-eos"}
     assert set(had.split()) <= shown == {name for name in options(command(*verb)) if name.startswith("--")}
 
 
 def test_the_old_inspect_takes_a_path_alone(tmp_path: Path) -> None:
-    line = [sys.executable, str(ROOT / "tools" / "inspect_checkpoint.py"), str(tmp_path / "nowhere")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+    done = completed([sys.executable, ROOT / "tools" / "inspect_checkpoint.py", tmp_path / "nowhere"])
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert done.stderr.startswith(f"error: {tmp_path / 'nowhere'}")

@@ -97,7 +97,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in sorted(others)))
     line = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps"]
     done = subprocess.run(
-        [*line, "--ignore-installed", str(wheel)], capture_output=True, text=True, timeout=_PATIENCE_S
+        [*line, "--ignore-installed", "--no-compile", str(wheel)], capture_output=True, text=True, timeout=_PATIENCE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     project = folder / "project"
@@ -123,7 +123,7 @@ def test_the_wheel_holds_all_that_the_package_has(wheel: Path) -> None:
 
 
 def test_the_program_is_the_one_of_the_wheel(installed: Installed) -> None:
-    program = "import mtrain, mtrain.verify, torch; print(mtrain.__file__, mtrain.verify.__file__)"
+    program = "import mtrain, mtrain.verify; print(mtrain.__file__, mtrain.verify.__file__)"
     done = installed.run("python", "-c", program)
     assert done.returncode == 0, done.stderr
     assert all(Path(name).is_relative_to(installed.environment) for name in done.stdout.split())

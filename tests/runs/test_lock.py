@@ -15,9 +15,9 @@ import pytest
 
 from tests.fault_table import Notice
 from tests.paths import ROOT
-from tests.training.test_trainer import command, finished, numbers, start_cold, wait_for_step
+from tests.training.test_trainer import command, finished, numbers, start, wait_for_step
 
-__all__ = ["command", "start_cold"]
+__all__ = ["command", "start"]
 
 HOLD = """
 import sys, time
@@ -34,6 +34,15 @@ try:
         print("still ours", flush=True)
 except MtrainError as error:
     print(error.exit_code, error, flush=True)
+"""
+
+
+WITHOUT_FLOCK = """
+import errno
+from mtrain.__main__ import main
+from tests.runs.no_flock import forbid_flock
+forbid_flock(errno.ENOLCK)
+main()
 """
 
 
@@ -130,19 +139,23 @@ def test_of_two_starts_at_once_one_goes_on(tmp_path: Path) -> None:
     exit_code=0,
 )
 def test_a_run_trains_exports_and_goes_on_without_locks(
-    command: Callable[..., list[str]], start_cold: Any, tmp_path: Path, notice: Notice
+    command: Callable[..., list[str]], start: Any, tmp_path: Path, notice: Notice
 ) -> None:
-    without = [sys.executable, "-m", "tests.runs.no_flock", "ENOLCK"]
+    (program := tmp_path / "without_flock.py").write_text(WITHOUT_FLOCK)
+
+    def without(*changes: str) -> list[str]:
+        return [sys.executable, str(program), *command(*changes)[3:]]
+
     saves = ("checkpoint.interval_steps=1", "checkpoint.export_hf_every_steps=2", "checkpoint.keep_last=1")
     with notice:
-        code, _, errors = finished(start_cold([*without, *command(*saves)]))
+        code, _, errors = finished(start(without(*saves)))
     assert code == notice.exit_code, errors
     assert "Traceback" not in errors
     assert errors.count("warning:") == 1, errors
     assert [path.name for path in sorted((tmp_path / "run" / "exports").iterdir())] == [
         f"step_{step:08d}" for step in (2, 4, 6)
     ], "what is to be exported is kept, though nothing can be locked"
-    process = start_cold([*without, *command(*saves, "train.num_steps=100000")])
+    process = start(without(*saves, "train.num_steps=100000"))
     wait_for_step(tmp_path / "run", 8)
     process.send_signal(signal.SIGTERM)
     code, _, errors = finished(process)

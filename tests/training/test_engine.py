@@ -65,7 +65,11 @@ def parameters_of(path: Path) -> Parameters:
     return found
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize(  # a pipeline that is interleaved is one, and the test below has the other
+    "case",
+    [pytest.param(each, marks=pytest.mark.nightly) if each.layout == {"pp": 2} else each for each in LAYOUTS],
+    ids=str,
+)
 def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, tmp_path: Path, case: Case) -> None:
     """From the engine's own first weights: losses, norms, weights, log-probabilities, in float64 and one piece."""
     batches, config = weighted_steps(), case.config()
@@ -97,8 +101,9 @@ def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, 
         np.testing.assert_allclose(entropy, -(likely.exp() * likely).sum(1).detach().numpy(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS[:1], *LAYOUTS[2:4]], ids=str)
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(  # without replicas nothing travels beside the computation
+    ("case", "overlap"), [(LAYOUTS[0], False), (LAYOUTS[2], False), (LAYOUTS[3], False), (LAYOUTS[3], True)], ids=str
+)
 def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -> None:
     config = case.config(train__overlap_grad_reduce=overlap, train__overlap_param_gather=overlap)
     batches = [batch[:12] for batch in data_of(three_steps())[:2]]
@@ -191,7 +196,8 @@ FP16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**22}
     [
         (Layout(tp=2), {"layout__tp": 2}),
         (Layout(dp=2), {}),
-        (Layout(tp=2), {"layout__tp": 2} | MUON),
+        # the optimizer is built in one place for both
+        pytest.param(Layout(tp=2), {"layout__tp": 2} | MUON, marks=pytest.mark.nightly),
         (Layout(dp=2), FP16),
     ],
     ids=["tp2", "dp2", "muon", "fp16"],

@@ -230,7 +230,7 @@ def test_a_skipped_step_leaves_every_bit_of_the_state_alone(
 def test_a_start_after_a_rollback_leaves_out_the_same(pool: Pool, tmp_path: Path, notice: Notice) -> None:
     """The run stops, and its last checkpoint is taken away by hand: left is that of step 9, which was saved after the
     rollback to 6 and knows what is ahead."""
-    layout, changes = Layout(dp=2), {**spikes("rollback"), "train.rollback_margin_steps": 1}
+    layout, changes = Layout(), {**spikes("rollback"), "train.rollback_margin_steps": 1}
     whole = config_of(tmp_path / "whole", **changes)
     (first, *_) = pool.run(numeric_fault_ranks.run, layout, whole)
     assert first.exit_code == 0

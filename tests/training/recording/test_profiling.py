@@ -17,10 +17,11 @@ from tests.training.test_trainer import BASE
 from tests.warm import completed
 
 
-def run(folder: Path, name: str, *arguments: str) -> list[tuple[float, float]]:
+def run(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
     (folder / "base.yaml").write_text(BASE)
-    command = [sys.executable, "-m", "mtrain", "launch", "local", "-n", "2", folder / "base.yaml", "layout.tp=2"]
+    verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
+    command = [sys.executable, "-m", "mtrain", *verb, folder / "base.yaml", f"layout.tp={ranks}"]
     done = completed([*command, f"run.dir={folder / name}", *arguments], folder)
     assert done.returncode == 0, done.stderr
     records = read_records(folder / name / "metrics.jsonl")
@@ -44,7 +45,7 @@ def test_a_profile_tells_the_operations_and_changes_no_number(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("pool")
 def test_steps_that_the_run_does_not_reach_cut_the_profile_off(tmp_path: Path) -> None:
-    run(tmp_path, "short", "metrics.profile_steps=[6,60]")
+    run(tmp_path, "short", "metrics.profile_steps=[6,60]", ranks=1)
     assert (tmp_path / "short" / "profile" / "rank_00000.steps_6_to_60.kernels.txt").exists()
 
 
