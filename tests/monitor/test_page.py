@@ -21,26 +21,27 @@ from tests.verify.report.test_page import HOSTILE, LOWEST_CONTRAST, OVERFLOW, SM
 from tests.warm import completed
 
 
-@pytest.fixture
-def requeued(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def requeued(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after step 6, went on after step 4, was stopped, and failed in its third start."""
-    log = started(tmp_path, steps=4, num_steps=900)
+    folder = tmp_path_factory.mktemp("requeued")
+    log = started(folder, steps=4, num_steps=900)
     log.write(EventKind.SAVE, 4, facts={"seconds": 2.5})
     log.write(EventKind.START, 0, facts={"num_steps": 900, "world_size": 2, "layout": "tp1"})
     log.write(EventKind.RESUME, 4, facts={"reached": 6})
-    append(tmp_path, [replace(full(step), skipped="fp16 overflow" if step == 9 else None) for step in range(5, 800)])
+    append(folder, [replace(full(step), skipped="fp16 overflow" if step == 9 else None) for step in range(5, 800)])
     sets = {name: TermRecord(loss=loss, numerator=1, denominator=1) for name, loss in [("web", 2.5), ("code", 1.5)]}
-    append(tmp_path, [with_side_terms(replace(valid_record(step), valid_sets=sets)) for step in (100, 200, 300)])
+    append(folder, [with_side_terms(replace(valid_record(step), valid_sets=sets)) for step in (100, 200, 300)])
     log.write(EventKind.ALARM, 700, "rank 1 is slow")
     log.write(EventKind.STOP, 799, "stopped by a signal after step 799")
     log.write(EventKind.START, 0, facts={"num_steps": 900, "world_size": 4, "layout": "tp2"})
     log.write(EventKind.RESUME, 799, facts={"reached": 799})
     log.write(EventKind.FAILURE, 799, "DataError: no file", {"exit_code": 3})
-    beats(tmp_path, 0)
-    beats(tmp_path, 1, memory_bytes=3 * 2**30)
+    beats(folder, 0)
+    beats(folder, 1, memory_bytes=3 * 2**30)
     text = "run: {dir: x, notes: 'Does it help?', tags: [llama, warm-up]}\n"
-    (tmp_path / "config.yaml").write_text(text)
-    return tmp_path
+    (folder / "config.yaml").write_text(text)
+    return folder
 
 
 def full(step: int) -> StepRecord:
@@ -64,8 +65,13 @@ def page(run: Path) -> Element:
     return read_html(run_page(read_history(run, 2e9)))
 
 
-def test_the_page_is_whole_self_contained_and_accessible(requeued: Path) -> None:
-    read = page(requeued)
+@pytest.fixture(scope="module")
+def read(requeued: Path) -> Element:
+    """Its page."""
+    return page(requeued)
+
+
+def test_the_page_is_whole_self_contained_and_accessible(read: Element) -> None:
     assert_is_self_contained(read)
     assert_is_accessible(read)
     assert "FAILED" in read.all("h1")[0].text
@@ -73,16 +79,16 @@ def test_the_page_is_whole_self_contained_and_accessible(requeued: Path) -> None
         assert shown in read.all("header")[0].text
 
 
-def test_all_starts_are_one_history(requeued: Path) -> None:
-    table = next(each for each in page(requeued).all("table") if "Every start" in each.text)
+def test_all_starts_are_one_history(read: Element) -> None:
+    table = next(each for each in read.all("table") if "Every start" in each.text)
     killed, stopped, failed = rows(table)[1:]
     assert killed[2:] == ["0", "6", "0", "tp2", "2", "no end is recorded: it was killed"]
     assert stopped[2:] == ["4", "799", "2", "tp1", "2", "stop: stopped by a signal after step 799"]
     assert failed[2:] == ["799", "799", "0", "tp2", "4", "failure: DataError: no file"]
 
 
-def test_every_quantity_has_its_picture_with_a_mark_for_each_later_start(requeued: Path) -> None:
-    figures = page(requeued).all("figure")
+def test_every_quantity_has_its_picture_with_a_mark_for_each_later_start(read: Element) -> None:
+    figures = read.all("figure")
     assert [each.all("figcaption")[0].text for each in figures] == [
         "loss",
         "loss on web",
@@ -113,14 +119,14 @@ def test_a_single_validation_set_needs_no_name(tmp_path: Path) -> None:
     assert figure.all("g", "mark") == []
 
 
-def test_events_are_listed_but_for_saves(requeued: Path) -> None:
-    table = next(each for each in page(requeued).all("table") if "What happened" in each.text)
+def test_events_are_listed_but_for_saves(read: Element) -> None:
+    table = next(each for each in read.all("table") if "What happened" in each.text)
     found = [(row[0], row[1], row[2]) for row in rows(table)[1:]]
     assert ("skipped step", "fp16 overflow", "9") in found
     assert ("alarm", "rank 1 is slow", "700") in found
     assert [kind for kind, *_ in found].count("start") == 3
     assert "save" not in [kind for kind, *_ in found]
-    numbers = page(requeued).all("dl", "facts")[0].text
+    numbers = read.all("dl", "facts")[0].text
     for shown in (
         "3 over ",
         "2 steps made again",
@@ -168,8 +174,7 @@ def test_whatever_a_text_holds_stays_text(tmp_path: Path, chromium: Browser) -> 
     assert HOSTILE in chromium.evaluate("document.querySelector('h1').textContent")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
 def test_a_browser_shows_the_page(requeued: Path, chromium: Browser, width: int, dark: bool) -> None:
     path = requeued / "report.html"
     write_run_page(requeued, path)
