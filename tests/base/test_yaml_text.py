@@ -155,7 +155,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.dictionaries(texts, plain, max_size=4))
 @example({"a": "\x85\u2028\ufeff", "b": " lead", "c": "trail ", "d": "two\nlines\n", "e": "x" * 300, "f": "a b " * 100})
 def test_what_is_written_is_read_back_here_and_by_0_1_0(content: dict[str, Any]) -> None:
