@@ -386,13 +386,6 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(pool: Pool, tmp
     assert outcomes == sorted(outcomes)
 
 
-def test_a_published_step_is_not_written_again(pool: Pool, tmp_path: Path) -> None:
-    pool.run(ranks.save, Layout(dp=2), configured(), tmp_path, [3])
-    faults = pool.run(ranks.save_error, Layout(dp=2), configured(), tmp_path, 3)
-    assert [kind for kind, _ in faults] == ["RunFolderError"] * 2
-    assert load_entry(tmp_path / step_name(3)).manifest.layout == "tp1-pp1-cp1-dp2"
-
-
 def test_only_the_configured_checkpoints_stay(pool: Pool, tmp_path: Path) -> None:
     config = configured(**{"checkpoint.keep_last": 2, "checkpoint.keep_every_steps": 2})
     pool.run(ranks.save, Layout(), config, tmp_path, [1, 2, 3, 4, 5])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import MachineError, RunFolderError
-from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, newest_good
+from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, load_entry, newest_good
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
@@ -250,3 +250,10 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(pool: Pool, tmp_path: Pat
     assert kind == "MachineError"
     assert f"rank {victim}: could not save the checkpoint of step 2: File too large" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_published_step_is_not_written_again(pool: Pool, tmp_path: Path) -> None:
+    pool.run(checkpoint_ranks.save, Layout(dp=2), small(), tmp_path, [3])
+    faults = pool.run(checkpoint_ranks.save_error, Layout(dp=2), small(), tmp_path, 3)
+    assert [kind for kind, _ in faults] == ["RunFolderError"] * 2
+    assert load_entry(tmp_path / step_name(3)).manifest.layout == "tp1-pp1-cp1-dp2"
