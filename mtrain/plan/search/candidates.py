@@ -6,6 +6,7 @@ the layers' own work (tp, cp, ep, etp, micro-batch), and the many pipelines over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
@@ -65,6 +66,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
     """
     bounds: dict[tuple[Any, ...], float] = {}
     kinds = context_kinds(config)
+    alone = {size: _alone(config, size) for size in _MICRO_BATCHES}
     for shares in divisions(config, num_gpus, cluster):
         if state_bytes(config, shares, num_gpus) > usable_bytes:
             continue
@@ -75,8 +77,8 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
                     layout = Layout(
                         tp=shares.tp, sp=shares.tp > 1, cp=cp, cp_comm=kind, dp=dp, ep=shares.ep, etp=shares.etp
                     )
-                    bounds[key] = least_microbatch_seconds(_alone(config, size), layout, cluster)
-                for vpp in _virtual_stages(config.model.num_layers, shares.pp, num):
+                    bounds[key] = least_microbatch_seconds(alone[size], layout, cluster)
+                for vpp in _virtual_stages(config.model.num_layers, shares.pp, num >= shares.pp):
                     seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
                     yield Candidate(shares, cp, kind, dp, vpp, size, seconds)
 
@@ -143,11 +145,11 @@ def _stage_layers(num_layers: int, pp: int, split: dict[str, int]) -> tuple[int,
     return (first, *[each] * (pp - 2), last)
 
 
-def _virtual_stages(num_layers: int, pp: int, num_microbatches: int) -> Iterator[int]:
+@functools.cache
+def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]:
     """Numbers of virtual stages a rank; interleaving needs as many microbatches as ranks."""
-    yield from () if stage_split(num_layers, pp, 1) is None else (1,)
-    if pp > 1 and num_microbatches >= pp:
-        yield from (each for each in range(2, num_layers // pp + 2) if stage_split(num_layers, pp, each) is not None)
+    most = num_layers // pp + 1 if pp > 1 and may_interleave else 1
+    return [each for each in range(1, most + 1) if stage_split(num_layers, pp, each) is not None]
 
 
 def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
