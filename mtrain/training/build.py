@@ -92,20 +92,27 @@ TeacherOf = Callable[[Config, Groups], Teacher | None]
 """None where no loss function compares with one."""
 
 
-def build_parts(config: Config, groups: Groups, objective: Objective, teacher_of: TeacherOf = load_teacher) -> Parts:
-    """The model, whose weights are still to be loaded or drawn, its optimizer and its step. Collective over the world.
+def build_parts(
+    config: Config,
+    groups: Groups,
+    objective: Objective,
+    teacher_of: TeacherOf = load_teacher,
+    weights_follow: bool = False,
+) -> Parts:
+    """The model on its initial weights, its optimizer and its step. Collective over the world.
 
     Args:
         config: Of the run.
         groups: Newly opened: dropout draws from the random states that they were seeded with.
         objective: What is minimised.
         teacher_of: Finds the teacher.
+        weights_follow: As for `build_model`.
 
     Raises:
         ConfigError: A backend is not there, or the teacher does not fit.
         DataError: The teacher is missing or damaged.
     """
-    chunks = build_model(config, groups, weights_follow=True)
+    chunks = build_model(config, groups, weights_follow)
     optimizer = Optimizer(config, chunks, groups)
     teacher = teacher_of(config, groups)
     return Parts(chunks, optimizer, teacher, TrainingStep(config, groups, chunks, optimizer, objective, teacher))
@@ -135,7 +142,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
-    parts = build_parts(config, groups, objective, teacher_of)
+    parts = build_parts(config, groups, objective, teacher_of, weights_follow=True)
     chunks, optimizer = parts.chunks, parts.optimizer
     validation = ValidationSet.open_all(loader)
     # before the run's own weights are loaded: the reference is the model that it began from

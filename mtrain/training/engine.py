@@ -25,7 +25,7 @@ from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
-from mtrain.training.build import Parts, build_parts, load_teacher
+from mtrain.training.build import Parts, build_parts
 from mtrain.training.engine_parts.batches import GlobalBatches
 from mtrain.training.engine_parts.checkpoints import Position, load_from, save_at
 from mtrain.training.engine_parts.export import exported_beside
@@ -78,7 +78,7 @@ class Engine:
             self._objective = Objective.from_config(
                 config.loss, config.model.mtp_depths, config.model.num_labels is not None
             )
-            self._parts: Parts | None = build_parts(config, groups, self._objective, load_teacher)
+            self._parts: Parts | None = build_parts(config, groups, self._objective, weights_follow=True)
             initialize(config, groups, self._parts.chunks, self._parts.optimizer)
             self._batches = GlobalBatches(config, groups)
             # what fails above closes all that was opened; from here on `close` does

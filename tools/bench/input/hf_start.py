@@ -51,7 +51,8 @@ class Speed(NamedTuple):
 
 def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Speed:
     """The three in turn."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
+    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    parts = build_parts(config, groups, objective, weights_follow=True)
     num_bytes = sum(each.numel() for chunk in parts.chunks for each in chunk.parameters()) * 2
     read = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)
     whole = torch.zeros(num_bytes // 2)
