@@ -217,9 +217,9 @@ def _number(states: Sequence[PulseState]) -> int:
 def _sweep(own: Path) -> None:
     """Deletes folders of launches that are over and whose watchdog was ended with them, as Slurm does."""
     for folder in own.parent.glob(f"mtrain-{os.getuid()}-*"):
-        pulses = (read_pulse(path) for path in folder.glob("rank_*"))
-        is_used = any(pulse is not None and process_state(pulse.pid) is not None for pulse in pulses)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the watchdog of another launch may delete the folder at this moment
+            pulses = (read_pulse(path) for path in folder.glob("rank_*"))
+            is_used = any(pulse is not None and process_state(pulse.pid) is not None for pulse in pulses)
             if folder != own and not is_used and time.time() - folder.stat().st_mtime > _OLD_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
