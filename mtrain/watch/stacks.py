@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -51,15 +52,33 @@ def flight_recorder(folder: Path) -> dict[str, str]:
 
 
 def ask(states: Sequence[PulseState]) -> list[PulseState]:
-    """Asks ranks for their stacks, which costs each a millisecond; those that will answer."""
+    """Asks ranks for their stacks, which costs each a millisecond; those that will answer.
+
+    One that is stopped answers when it goes on. All its threads go on at once then, and were another thread to answer,
+    the main one would have left its place: it has to answer itself. Else any thread may, since the main one may be deep
+    in the kernel.
+    """
     found = []
     for state in states:
         process = process_state(state.pid)
         if process is not None and process.catches(SIGNAL):
             with contextlib.suppress(OSError):
-                os.kill(state.pid, SIGNAL)
+                (_send_to_main_thread if process.is_stopped else os.kill)(state.pid, SIGNAL)
                 found.append(state)
     return found
+
+
+def _send_to_main_thread(pid: int, number: int) -> None:
+    """Sends a signal that no other thread of the process may take; to the process, where the C library cannot.
+
+    Raises:
+        OSError: The process has ended, or is another user's.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "tgkill"):  # glibc before 2.30, musl
+        os.kill(pid, number)
+    elif library.tgkill(pid, pid, number) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> dict[int, Path]:
