@@ -82,9 +82,16 @@ def rows_by_layout(rows: Iterable[Row]) -> dict[Layout, list[Row]]:
     return found
 
 
-def by_layout(rows: Iterable[Row]) -> list[Any]:
-    """Parameters of a test, the rows of each layout."""
-    return [pytest.param(of_layout, id=str(layout)) for layout, of_layout in rows_by_layout(rows).items()]
+def by_layout(rows: Iterable[Row], night: Iterable[Row] = ()) -> list[Any]:
+    """Parameters of a test, the rows of each layout; those of `night` wait for the night."""
+    by_day = [pytest.param(of_layout, id=str(layout)) for layout, of_layout in rows_by_layout(rows).items()]
+    by_night = rows_by_layout(night).items()
+    return by_day + [pytest.param(each, id=f"{of} at night", marks=pytest.mark.nightly) for of, each in by_night]
+
+
+def at_night(*values: object) -> Any:
+    """A row of a test that waits for the night."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def assert_rows_exact(pool: Pool, rows: Sequence[Row]) -> list[list[StepResult]]:

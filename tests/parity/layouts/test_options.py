@@ -92,9 +92,34 @@ ROWS = [
     *(Row(name, changes, lean(each), two_steps()[:1]) for name, changes, each in ARCHITECTURE),
 ]
 RECOMPUTED = ISOLATED | WINDOW | {"train__recompute": "full"}
+SELECTIVE, FULL = {"train__recompute": "selective"}, {"train__recompute": "full"}
+UNCLIPPED = {"optimizer__clip_grad": 0.0}
+DECAYED = {"optimizer__decay_norms_and_biases": True}
+ONE_GROUP = {"model__num_query_groups": 1}
+LINEAR = {"scaling": "linear", "factor": 2.5}
+DAY: list[tuple[dict[str, Any], Case]] = [
+    (GPT2 | TIED | PLAIN_OPTIMIZER | UNCLIPPED, case(4, tp=2, sp=True, pp=2)),
+    (
+        QK_NORM | {"model__norm": "layernorm", "model__qkv_bias": True, "model__rope": LLAMA3} | SELECTIVE,
+        case(4, tp=2, sp=True, pp=2),
+    ),
+    (EVERY_OTHER | OVERLAP_BOTH | FULL | {"model__rope": YARN}, case(4, cp=2, cp_comm="ulysses", dp=2)),
+    (ONE_GROUP | OVERLAP | {"model__rope": LINEAR}, case(4, cp=2, cp_comm="ulysses", dp=2)),
+    (TIED | BIASES | OVERLAP_BOTH | DECAYED, case(4, pp=2, vpp=2, dp=2)),
+    (WINDOW | HEADS | PLAIN_OPTIMIZER, case(4, cp=2)),
+    (ONE_GROUP | BIASES | FULL, case(4, cp=2, cp_comm="ring")),
+    (GPT2 | {"model__activation": "gelu_tanh", "model__vocab_multiple": 24}, case(4, tp=4)),
+]
+"""Every option once beside others that it does not touch: one of them wrong is a run that is wrong."""
 
 
-@pytest.mark.parametrize("rows", by_layout(ROWS))
+@pytest.mark.parametrize(
+    "rows",
+    by_layout(
+        [Row(f"together {i}", changes, lean(each), two_steps()[:1]) for i, (changes, each) in enumerate(DAY)],
+        night=ROWS,  # the day shows each of them by DAY
+    ),
+)
 def test_options_do_not_break_the_promise(pool: Pool, rows: list[Row]) -> None:
     assert_rows_exact(pool, rows)
 
@@ -103,9 +128,14 @@ def test_options_do_not_break_the_promise(pool: Pool, rows: list[Row]) -> None:
     "rows",
     by_layout(
         [
+            Row("documents", ISOLATED, lean(case(4, tp=2, sp=True, cp=2)), documents_steps()[:1]),
+            Row("window and recompute", RECOMPUTED, lean(case(4, cp=2, cp_comm="ulysses")), documents_steps()[:1]),
+        ],
+        # the day has either way of cp; pipelines and dp know of no documents
+        night=[
             *(Row("documents", ISOLATED, lean(each), documents_steps()[:1]) for each in DOCUMENTS),
             *(Row("window and recompute", RECOMPUTED, lean(each), documents_steps()[:1]) for each in DOCUMENTS[:5]),
-        ]
+        ],
     ),
 )
 def test_documents_that_cross_every_border_of_chunks(pool: Pool, rows: list[Row]) -> None:

@@ -17,6 +17,7 @@ from tests.parity.cases import Case, case, lean
 from tests.parity.compare import (
     Row,
     assert_rows_exact,
+    at_night,
     by_layout,
     initial_parameters,
     run_case,
@@ -24,7 +25,7 @@ from tests.parity.compare import (
     without_padding,
 )
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
-from tests.parity.ranks import losses_along
+from tests.parity.ranks import Run, losses_along, train_each
 from tests.pool import Pool
 
 E = 2e-4
@@ -59,14 +60,30 @@ def steps_of(run: str) -> list[GlobalBatch]:
 
 
 LEAN = [Row(run, RUNS[run], lean(each), steps_of(run)) for run, each in CASES]
+DAY = [
+    Row(run, RUNS[run], lean(each), steps_of(run)[:1])
+    for run, each in (
+        ("softmax", case(2, tp=2, sp=True, etp=2)),
+        ("sigmoid", case(2, tp=2, sp=True, cp=2, ep=4)),
+        ("recomputed", case(1, pp=2, vpp=2, dp=2, ep=2)),
+        ("packed", case(2, cp=2, ep=2)),
+        ("rows", case(2, cp=2, ep=2)),
+    )
+]
+"""One step each: that the next one has the biases is in `test_biases_move_with_the_weights_alone`."""
 
 
-@pytest.mark.parametrize("rows", by_layout(LEAN))
+@pytest.mark.parametrize("rows", by_layout(DAY, night=LEAN))
 def test_balancing_does_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> None:
     assert_rows_exact(pool, rows)
 
 
-@pytest.mark.parametrize("case", [case(8, tp=2, sp=True, cp=2), case(4, pp=2, vpp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    # the losses of test_balancing_does_not_change_with_the_layout are made of these counts, over tp and cp by day
+    [at_night(case(8, tp=2, sp=True, cp=2)), case(4, pp=2, vpp=2, dp=2)],
+    ids=str,
+)
 def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
     """Also where every layer runs twice, and where padding, which is half of all positions, goes to other experts."""
     config, batch = case.config(**RECOMPUTED), padded_steps()[0]
@@ -90,9 +107,15 @@ def test_the_loss_mask_changes_nothing_of_it(pool: Pool) -> None:
     """Values bit for bit, and the gradient that the terms add, which is a difference of two runs."""
     one = case(4, num_layers=2, dp=2, ep=2)
     strong = {**MOVING, "loss__router": {"z_coefficient": 30.0, "sequence_balance_coefficient": 200.0}}
+    configs = [one.config(**run) for run in (strong, MOVING)]
+    runs = [
+        Run(config, initial_parameters(config), [batch])
+        for batch in (padded_steps()[0], other_masks(padded_steps()[0]))
+        for config in configs
+    ]
+    outcomes = pool.run(train_each, one.resolved(configs[0]), runs)[0]
     added, values = [], []
-    for batch in (padded_steps()[0], other_masks(padded_steps()[0])):
-        (step,), (plain,) = (run_case(pool, one, [batch], **run).steps for run in (strong, MOVING))
+    for (step,), (plain,) in ((outcomes[at].steps, outcomes[at + 1].steps) for at in (0, 2)):
         values.append([step.terms[name] for name in ("router_z", "router_sequence_balance")])
         assert step.gradients is not None
         assert plain.gradients is not None
@@ -135,6 +158,7 @@ def test_biases_move_with_the_weights_alone(pool: Pool) -> None:
     assert moment.biases == before
 
 
+@pytest.mark.nightly  # the day compares its loss and its gradient with the oracle's
 def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
     """(L(w + e v) - L(w - e v)) / 2e = <gradient, v>: the oracle takes no part.
 
@@ -157,7 +181,7 @@ def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
 @pytest.mark.parametrize("kind", ["microbatch", "global"])
 def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) -> None:
     """The mean over tokens of the loss of their microbatch; with running counts, of all microbatches so far."""
-    one = case(2, dp=2, ep=2)
+    one = case(2, num_layers=2, dp=2, ep=2)
     run = {
         **MIXTRAL,
         "loss__router": {f"{kind}_balance_coefficient": 5.0},
@@ -177,7 +201,7 @@ def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) ->
     assert totals.denominator == totals.planned == tokens
     assert totals.numerator == pytest.approx(numerator.item(), rel=1e-6)
     assert step.gradients is not None
-    for name in (f"decoder.layers.{layer}.mlp.router.weight" for layer in range(4)):
+    for name in (f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)):
         (gradient,) = torch.autograd.grad(objective, leaves[name], retain_graph=True)
         assert tensor_deviation(step.gradients[name], gradient.numpy()) < 1e-5
 

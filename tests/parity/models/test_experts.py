@@ -8,7 +8,16 @@ import pytest
 from mtrain.plan.layout import Layout
 from tests.parity.batches import two_steps
 from tests.parity.cases import Case, case, lean
-from tests.parity.compare import Row, assert_rows_exact, by_layout, deviation, relative, run_case, run_oracle
+from tests.parity.compare import (
+    Row,
+    assert_rows_exact,
+    at_night,
+    by_layout,
+    deviation,
+    relative,
+    run_case,
+    run_oracle,
+)
 from tests.parity.expert_models import BIASED, DEEPSEEK, MARGIN, MIXTRAL, QWEN, steps_of, with_experts
 from tests.parity.layouts import test_precision as precision
 from tests.pool import Pool
@@ -79,7 +88,23 @@ def row_of(run: Run) -> Row:
     return Row(run.name, run.changes, lean(run.case, num_layers), steps_of(run.changes)[:num_steps])
 
 
-@pytest.mark.parametrize("rows", by_layout(map(row_of, (*RUNS, *OPTIONS))))
+FULL, SELECTIVE = {"train__recompute": "full"}, {"train__recompute": "selective"}
+OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
+SEQUENTIAL = with_experts(MIXTRAL, implementation="sequential")
+DAY = [
+    Run("one after the other, recomputed in part", SEQUENTIAL | SELECTIVE, case(4, dp=2, ep=2)),
+    Run("mixtral by all-gather", gathered(MIXTRAL), case(4, dp=2, ep=2)),
+    Run("qwen, decayed", QWEN | {"optimizer__decay_norms_and_biases": True}, case(4, dp=2, ep=2)),
+    Run("mixtral", MIXTRAL, case(4, tp=2, sp=True, etp=2)),
+    Run("mixtral, overlapped", MIXTRAL | OVERLAP, case(2, pp=2, vpp=2, dp=2, ep=2)),
+    Run("deepseek, recomputed", DEEPSEEK | FULL, case(4, tp=2, sp=True, ep=2)),
+    Run("deepseek by all-gather", gathered(DEEPSEEK), case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", ep=2)),
+    Run("biases", BIASED | PLAIN_OPTIMIZER, case(4, tp=2, sp=True, dp=2, ep=2)),
+]
+"""Every model, option and axis once."""
+
+
+@pytest.mark.parametrize("rows", by_layout(map(row_of, DAY), night=map(row_of, (*RUNS, *OPTIONS))))
 def test_experts_do_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> None:
     assert_choices_and_rows_exact(pool, rows)
 
@@ -103,7 +128,10 @@ def test_a_capacity_that_holds_all_tokens_drops_none(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [lean(case(4)), lean(case(4, tp=2, sp=True, dp=2, ep=2))], ids=["one process", "tp2 dp2 ep2"]
+    "case",
+    # the day has experts over tensor ranks in float32
+    [lean(case(4, dp=2, ep=2)), *map(at_night, [lean(case(4)), lean(case(4, tp=2, sp=True, dp=2, ep=2))])],
+    ids=["dp2 ep2", "one process", "tp2 dp2 ep2"],
 )
 def test_experts_in_bf16_are_near_the_oracle(pool: Pool, case: Case) -> None:
     """All experts for every token, so that rounding changes no choice; bounds as for dense models."""

@@ -6,11 +6,12 @@ import pytest
 import transformers
 
 from tests.parity.cases import Case, case, lean
+from tests.parity.compare import at_night
 from tests.parity.expert_models import MIXTRAL, QWEN
 from tests.parity.models import test_against_transformers as dense
 from tests.pool import Pool
 
-CASES = [case(4), case(4, tp=2, sp=True, dp=2, ep=2, etp=2), case(4, cp=2, ep=2)]
+CASES = [lean(each, 4) for each in (case(4), case(4, tp=2, sp=True, dp=2, ep=2, etp=2), case(4, cp=2, ep=2))]
 
 
 def mixtral() -> tuple[dict[str, Any], Any]:
@@ -34,7 +35,9 @@ def reference(request: pytest.FixtureRequest) -> dense.Reference:
 
 
 @pytest.mark.parametrize(
-    "case", [lean(each, 4) for each in CASES], ids=lambda case: "-".join(case.layout) or "one process"
+    "case",
+    [CASES[0], *map(at_night, CASES[1:])],  # test_experts.py has the layouts by day
+    ids=["-".join(case.layout) or "one process" for case in CASES],
 )
 def test_experts_are_those_of_transformers(pool: Pool, reference: dense.Reference, case: Case) -> None:
     dense.assert_like_the_reference(pool, reference, case)

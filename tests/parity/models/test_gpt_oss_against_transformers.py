@@ -6,11 +6,15 @@ import pytest
 import transformers
 
 from tests.parity.cases import Case, case, lean
+from tests.parity.compare import at_night
 from tests.parity.families import GPT_OSS
 from tests.parity.models import test_against_transformers as dense
 from tests.pool import Pool
 
-CASES = [case(4), case(4, tp=2, sp=True, pp=2, ep=2), case(4, cp=2, cp_comm="ulysses", dp=2, ep=4)]
+CASES = [
+    lean(each, 4)
+    for each in (case(4), case(4, tp=2, sp=True, pp=2, ep=2), case(4, cp=2, cp_comm="ulysses", dp=2, ep=4))
+]
 
 
 def gpt_oss() -> tuple[dict[str, Any], Any]:
@@ -33,7 +37,9 @@ def reference() -> dense.Reference:
 
 
 @pytest.mark.parametrize(
-    "case", [lean(each, 4) for each in CASES], ids=lambda case: "-".join(case.layout) or "one process"
+    "case",
+    [CASES[0], *map(at_night, CASES[1:])],  # test_families.py has the layouts by day
+    ids=["-".join(case.layout) or "one process" for case in CASES],
 )
 def test_gpt_oss_is_that_of_transformers(pool: Pool, reference: dense.Reference, case: Case) -> None:
     dense.assert_like_the_reference(pool, reference, case)

@@ -7,7 +7,7 @@ import transformers
 
 from tests.parity.batches import documents_steps, two_steps
 from tests.parity.cases import Case, case, lean
-from tests.parity.compare import Row, assert_rows_exact, by_layout
+from tests.parity.compare import Row, assert_rows_exact, at_night, by_layout
 from tests.parity.families import DEEPSEEK_ATTENTION
 from tests.parity.models import test_against_transformers as plain
 from tests.pool import Pool
@@ -54,7 +54,20 @@ LEAN = [
 ]
 
 
-@pytest.mark.parametrize("rows", by_layout(LEAN))
+DAY = [
+    Row(name, changes, lean(each), (documents_steps() if changes.keys() & ISOLATED.keys() else two_steps())[:1])
+    for name, changes, each in (
+        ("latent, documents, recomputed", LATENT | ISOLATED | FULL, case(4, tp=2, sp=True, cp=2)),
+        ("direct, recomputed core", DIRECT | SELECTIVE, case(4, tp=2, sp=True, cp=2)),
+        ("latent", LATENT, case(4, tp=2, cp=2, cp_comm="ulysses")),
+        ("direct, documents", DIRECT | ISOLATED, case(4, cp=2, cp_comm="ulysses")),
+        ("direct, tied", DIRECT | {"model__tied_embeddings": True}, case(4, pp=2, vpp=2)),
+        ("latent on data-parallel ranks", LATENT, case(8, dp=2)),
+    )
+]
+
+
+@pytest.mark.parametrize("rows", by_layout(DAY, night=LEAN))
 def test_rows_under_every_kind_of_layout(pool: Pool, rows: list[Row]) -> None:
     """Rows of one document, and rows whose documents restart positions."""
     assert_rows_exact(pool, rows)
@@ -99,6 +112,10 @@ def reference(request: pytest.FixtureRequest) -> plain.Reference:
     return plain.computed(request.param)
 
 
-@pytest.mark.parametrize("case", [case(8), case(8, tp=2, sp=True, cp=2, cp_comm="ulysses")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case(8), at_night(case(8, tp=2, sp=True, cp=2, cp_comm="ulysses"))],  # the first oracle has layouts by day
+    ids=str,
+)
 def test_latents_are_those_of_transformers(pool: Pool, reference: plain.Reference, case: Case) -> None:
     plain.assert_like_the_reference(pool, reference, case)

@@ -25,6 +25,7 @@ from tests.parity.compare import (
     TEACHER_SEED,
     Row,
     assert_rows_exact,
+    at_night,
     by_layout,
     deviation,
     initial_parameters,
@@ -90,7 +91,24 @@ LEAN = [
 ]
 
 
-@pytest.mark.parametrize("rows", by_layout(LEAN))
+DAY = [
+    Row("two, tied, recomputed", TWO | TIED | FULL | STRONG, lean(case(4, tp=2, sp=True, pp=2)), two_steps()[:1]),
+    Row("one, tied, overlapped", ONE | TIED | OVERLAP, lean(case(2, pp=2, vpp=2, dp=2)), two_steps()),
+    Row(
+        "documents",
+        TWO | GPT2 | EVERY_OTHER | {"data__isolate_documents": True},
+        lean(case(2, cp=2, cp_comm="ulysses", dp=2)),
+        documents_steps()[:1],
+    ),
+    *(
+        Row(name, TWO | Z_LOSS | {"loss__aggregation": name} | changes, lean(case(2, cp=2)), weighted_steps()[:1])
+        for name, changes, _ in AGGREGATIONS
+    ),
+]
+"""Each model and each axis once."""
+
+
+@pytest.mark.parametrize("rows", by_layout(DAY, night=LEAN))
 def test_depths_do_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> None:
     """They stop at the edges of documents, and are aggregated as the main term is."""
     assert_rows_exact(pool, rows)
@@ -103,12 +121,21 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROUTERS, ids=str)
+DAY_OF_ROUTERS = Row("both", ONE | SIGMOID | FULL, case(8, num_layers=2, tp=2, sp=True, pp=2), padded_steps()[:1])
+"""A layer in each stage, and a depth with a router of its own in the last one."""
+
+
+@pytest.mark.parametrize("row", [DAY_OF_ROUTERS, *map(at_night, ROUTERS)], ids=str)
 def test_routers_of_depths_count_their_own_tokens(pool: Pool, row: Row) -> None:
     assert_rows_exact(pool, [row])
 
 
-@pytest.mark.parametrize("case", [*map(lean, [case(), case(pp=2, vpp=2), case(tp=2, sp=True, cp=2)])], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    # the day has depths that cross the borders of chunks above
+    [lean(case(pp=2, vpp=2)), *map(at_night, [lean(case()), lean(case(tp=2, sp=True, cp=2))])],
+    ids=str,
+)
 def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
     """One loss token at the beginning or behind it: depths have denominators of 0, or one microbatch has all of it."""
     rng = np.random.default_rng(5)
@@ -124,8 +151,15 @@ def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
     assert found == [[BATCH, 0, 0], [BATCH, 1, 0]]
 
 
-@pytest.mark.parametrize("case", [lean(case(tp=2)), lean(case(pp=2, dp=2))], ids=str)
-@pytest.mark.parametrize("teachers", [{}, TWO], ids=["of one token", "of more"])
+@pytest.mark.parametrize(
+    ("teachers", "case"),
+    [
+        pytest.param(TWO, lean(case(tp=2)), id="of more"),
+        # the day has teachers of one token in test_distillation.py, and depths in pipelines above
+        pytest.param({}, lean(case(tp=2)), id="of one token", marks=pytest.mark.nightly),
+        pytest.param(TWO, lean(case(pp=2, dp=2)), id="of more in a pipeline", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str, Any], case: Case) -> None:
     changes: dict[str, Any] = ONE | {
         "loss__teacher": {"checkpoint": "not read here"},

@@ -7,8 +7,19 @@ import pytest
 
 from mtrain.config.schema.loss import NORM_AGGREGATIONS, Aggregation
 from tests.parity.batches import three_steps, two_steps, weighted_steps
-from tests.parity.cases import case, lean
-from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, relative, run_case, run_oracle, worst
+from tests.parity.cases import Case, case, lean
+from tests.parity.compare import (
+    TOLERANCE,
+    Row,
+    assert_rows_exact,
+    at_night,
+    by_layout,
+    deviation,
+    relative,
+    run_case,
+    run_oracle,
+    worst,
+)
 from tests.pool import Pool
 
 CASES = [*map(lean, [case(), case(dp=2), case(cp=2), case(cp=2, cp_comm="ulysses", dp=2), case(tp=2, sp=True, pp=2)])]
@@ -31,8 +42,29 @@ ROWS = [
     *(Row(name, knobs(name), each, weighted_steps()[:2]) for name in get_args(Aggregation) for each in CASES),
     *(Row(name, counting_empty_ones(name), each, two_steps()) for name in SEQUENCE_MEANS for each in CASES[1:]),
 ]
+TOGETHER: dict[str, Any] = {
+    "loss__side_terms": {
+        name: {key.removeprefix("loss__"): value for key, value in changes.items()}
+        | {"coefficient": 0.01 if "token-sum" in name or name == "sum" else 0.3}
+        for name, changes in (
+            *((name, knobs(name)) for name in get_args(Aggregation)),
+            *((f"{name} of all", counting_empty_ones(name)) for name in SEQUENCE_MEANS),
+        )
+    }
+}
+"""Every aggregation as a term of one run, weighed so that none outweighs the others."""
 
 
+@pytest.mark.parametrize("case", CASES[2:], ids=str)
+def test_all_aggregations_beside_each_other(pool: Pool, case: Case) -> None:
+    batches, config = weighted_steps()[:1], case.config(**TOGETHER)
+    outcome, exact = run_case(pool, case, batches, **TOGETHER), run_oracle(config, batches)
+    deviation(outcome, exact, config).assert_below()
+    for term, total in outcome.steps[0].terms.items():
+        assert relative(total.mean, exact[0].means[term]) < 1e-5, term
+
+
+@pytest.mark.nightly  # the day has them together
 @pytest.mark.parametrize("rows", by_layout(ROWS))
 def test_aggregations_with_fractional_weights_and_empty_sequences(pool: Pool, rows: list[Row]) -> None:
     assert_rows_exact(pool, rows)
@@ -40,7 +72,7 @@ def test_aggregations_with_fractional_weights_and_empty_sequences(pool: Pool, ro
 
 @pytest.mark.parametrize("aggregation", SEQUENCE_MEANS)
 def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str) -> None:
-    """In the oracle, which `test_aggregations_with_fractional_weights_and_empty_sequences` compares with."""
+    """In the oracle, which `test_all_aggregations_beside_each_other` compares with."""
     oracle = run_oracle(CASES[1].config(**counting_empty_ones(aggregation)), two_steps())
     assert [step.denominators["main"] for step in oracle] == [16.0, 16.0]
     excluded = run_oracle(CASES[1].config(**knobs(aggregation)), two_steps())
@@ -48,7 +80,9 @@ def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str)
 
 
 @pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sqrt", "seq-mean-token-power"]
+    "aggregation",
+    # the roots divide by the denominator that a mean over sequences divides by
+    ["token-mean", "seq-mean-token-mean", *map(at_night, ["seq-mean-token-sqrt", "seq-mean-token-power"])],
 )
 def test_a_denominator_below_one_is_not_clamped(pool: Pool, aggregation: str) -> None:
     """Sample weights cancel, however small: the run is that of weights 1."""
