@@ -76,7 +76,9 @@ def day() -> Iterator[Row]:
     """As `rows`."""
     for fields, each, changes in DAY:
         batches = (steps_of(changes) if "model__experts" in changes else two_steps())[:1]
-        yield Row(str(fields), changes | {"model__megatron": fields}, each if "pp" in each.layout else lean(each), batches)
+        yield Row(
+            str(fields), changes | {"model__megatron": fields}, each if "pp" in each.layout else lean(each), batches
+        )
 
 
 @pytest.mark.parametrize("rows", by_layout(day(), night=rows()))

@@ -11,6 +11,7 @@ from tests.parity.compare import (
     TEACHER_SEED,
     Row,
     assert_rows_exact,
+    at_night,
     by_layout,
     deviation,
     initial_parameters,
@@ -56,11 +57,18 @@ FOUR_TERMS: dict[str, Any] = NEEDED | {
 }
 
 
+DAY = [("four terms", FOUR_TERMS, lean(case(2, tp=2, sp=True))), ("alone", ALONE, lean(case(cp=2, dp=2)))]
 RUNS = [("four terms", FOUR_TERMS, lean(each)) for each in CASES]
 RUNS += [("alone", ALONE, lean(each)) for each in (SINGLE, case(cp=2, dp=2), case(tp=2, sp=True, pp=2))]
+RUNS = [run for run in RUNS if run not in DAY]
 
 
-@pytest.mark.parametrize(("changes", "case"), [run[1:] for run in RUNS], ids=[f"{run[0]}-{run[2]}" for run in RUNS])
+@pytest.mark.parametrize(
+    ("changes", "case"),
+    # test_chunks.py has a teacher behind a pipeline by day
+    [*(run[1:] for run in DAY), *(at_night(*run[1:]) for run in RUNS)],
+    ids=[f"{run[0]}-{run[2]}" for run in (*DAY, *RUNS)],
+)
 def test_a_teacher_is_the_same_under_every_layout(pool: Pool, changes: dict[str, Any], case: Case) -> None:
     batches, config, teacher = weighted_steps()[:2], case.config(**changes), case.config(**TEACHER)
     given = (config, initial_parameters(config), teacher, initial_parameters(teacher, TEACHER_SEED), batches)
@@ -112,6 +120,10 @@ SMOOTHED = [
 ]
 
 
-@pytest.mark.parametrize("rows", by_layout(SMOOTHED))
+SMOOTHED_BY_DAY = Row("smoothing", smoothed(0.9), lean(case(tp=2, sp=True, pp=2)), two_steps()[:1])
+"""test_chunks.py has both terms over a context."""
+
+
+@pytest.mark.parametrize("rows", by_layout([SMOOTHED_BY_DAY], night=SMOOTHED))
 def test_label_smoothing_and_entropy(pool: Pool, rows: list[Row]) -> None:
     assert_rows_exact(pool, rows)

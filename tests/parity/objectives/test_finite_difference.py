@@ -12,7 +12,7 @@ import pytest
 from tests.parity import ranks
 from tests.parity.batches import weighted_steps
 from tests.parity.cases import Case, case, lean
-from tests.parity.compare import initial_parameters, run_case, without_padding
+from tests.parity.compare import at_night, initial_parameters, run_case, without_padding
 from tests.pool import Pool
 
 E = 0.008
@@ -27,11 +27,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 CASES = [*map(lean, [case(tp=2, sp=True, pp=2), case(cp=2, dp=2), case(pp=2, vpp=2), case(cp=4, cp_comm="ulysses")])]
 
 
-RUNS = [(name, CASES[i]) for i, name in enumerate(OBJECTIVES)] + [("with-z-loss", CASES[3])]
-"""Every objective, every layout: test_aggregations.py has each with each."""
+DAY = [("seq-mean-token-mean", lean(case(cp=2))), ("with-z-loss", CASES[2])]
+RUNS = [("token-mean", CASES[0]), ("seq-mean-token-mean", CASES[1]), ("with-z-loss", CASES[3])]
+"""Every objective, every layout: test_aggregations.py has them by day."""
 
 
-@pytest.mark.parametrize(("objective", "case"), RUNS, ids=str)
+@pytest.mark.parametrize(("objective", "case"), [*DAY, *(at_night(*run) for run in RUNS)], ids=str)
 def test_logged_losses_have_the_slope_of_the_gradient(pool: Pool, objective: str, case: Case) -> None:
     config, batch = case.config(**OBJECTIVES[objective]), weighted_steps()[0]
     (step,) = run_case(pool, case, [batch], **OBJECTIVES[objective]).steps

@@ -27,13 +27,14 @@ from tests.pool import Pool
 
 PACKED = {"data__isolate_documents": True, "data__packing": {}}
 LAYOUTS = [
-    pytest.param(case(3, num_layers=2), {}, id="one process"),
-    pytest.param(case(2, num_layers=2, dp=2), {}, id="dp2"),
-    pytest.param(case(4, num_layers=2, tp=2, sp=True), {}, id="tp2"),
     pytest.param(case(6, num_layers=2, pp=2), {}, id="pp2"),
-    pytest.param(case(6, num_layers=2, cp=2), {}, id="cp2"),
     pytest.param(case(1, num_layers=2, cp=2, dp=2), PACKED, id="cp2 dp2 packed"),
-    pytest.param(case(2, num_layers=2, tp=2, pp=2), PACKED, id="tp2 pp2 packed"),
+    # scores are sums of the plain loss's log-probabilities, whose vocabulary the day divides everywhere else
+    pytest.param(case(3, num_layers=2), {}, id="one process", marks=pytest.mark.nightly),
+    pytest.param(case(2, num_layers=2, dp=2), {}, id="dp2", marks=pytest.mark.nightly),
+    pytest.param(case(4, num_layers=2, tp=2, sp=True), {}, id="tp2", marks=pytest.mark.nightly),
+    pytest.param(case(6, num_layers=2, cp=2), {}, id="cp2", marks=pytest.mark.nightly),
+    pytest.param(case(2, num_layers=2, tp=2, pp=2), PACKED, id="tp2 pp2 packed", marks=pytest.mark.nightly),
 ]
 
 

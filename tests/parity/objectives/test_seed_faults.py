@@ -5,6 +5,8 @@ several naive formulas happen to be right, which shows that they are what they s
 tests/known_issues/test_whole_steps.py.
 """
 
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,21 +15,13 @@ import pytest
 from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, full_batch, three_steps
 from tests.parity.cases import Case, case
-from tests.parity.compare import deviation, initial_parameters, run_case, run_oracle, without_padding
-from tests.parity.naive import train_naively
+from tests.parity.compare import at_night, deviation, initial_parameters, run_oracle, without_padding
+from tests.parity.naive import train_each_naively
+from tests.parity.ranks import Outcome, Run
 from tests.pool import Pool
 
 RAGGED, EVEN = three_steps()[0], full_batch()
 SEQUENCES = {"loss__aggregation": "seq-mean-token-sum"}
-
-
-def naive_gradients(pool: Pool, one: Case, batch: GlobalBatch, formula: str, **changes: Any) -> dict[str, Any]:
-    """All gradients under a naive formula, without padding."""
-    naive = {"loss__function": f"tests.parity.naive:{formula}", "loss__denominator": "measured"}
-    config = one.config(**changes, **naive)
-    arguments = (config, initial_parameters(config), [batch])
-    (step,) = pool.run(train_naively, one.resolved(config), *arguments)[0].steps
-    return without_padding(step.gradients, config.model.vocab_size)
 
 
 def distance(found: dict[str, Any], exact: dict[str, Any]) -> float:
@@ -40,74 +34,115 @@ def oracle_gradients(step: StepResult) -> dict[str, Any]:
     return {name: value.numpy() for name, value in step.gradients.items()}
 
 
-def naive_distance(pool: Pool, one: Case, batch: GlobalBatch, formula: str, **changes: Any) -> float:
-    """How far a naive formula is from the oracle."""
-    (exact,) = run_oracle(one.config(**changes), [batch])
-    return distance(naive_gradients(pool, one, batch, formula, **changes), oracle_gradients(exact))
-
-
-def assert_ours_is_exact(pool: Pool, one: Case, batch: GlobalBatch, **changes: Any) -> None:
-    config = one.config(**changes)
-    deviation(run_case(pool, one, [batch], **changes), run_oracle(config, [batch]), config).assert_below()
-
-
-def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool) -> None:
-    """verl issue 2857: on four ranks sequence parallelism turns ranks into micro-steps, and the run changes."""
-    cases = [
-        case(2, num_layers=2, dp=4),
-        case(2, num_layers=2, cp=2, cp_comm="ulysses", dp=2),
-        case(2, num_layers=2, cp=4, cp_comm="ulysses"),
+def naive_gradients(
+    pool: Pool, one: Case, naive: Sequence[tuple[str, GlobalBatch]], **changes: Any
+) -> list[dict[str, Any]]:
+    """All gradients under naive formulas, without padding; ours, on the same ranks, is exact."""
+    ours = one.config(**changes)
+    configs = [
+        one.config(**changes, loss__function=f"tests.parity.naive:{formula}", loss__denominator="measured")
+        for formula, _ in naive
     ]
-    found = [naive_gradients(pool, one, RAGGED, "mean_of_micro_steps") for one in cases]
-    (exact,) = run_oracle(cases[0].config(), [RAGGED])
-    assert min(distance(gradients, oracle_gradients(exact)) for gradients in found) > 0.01
-    assert min(distance(found[0], found[1]), distance(found[1], found[2]), distance(found[0], found[2])) > 0.01
-    both = cases[1]
-    assert naive_distance(pool, both, EVEN, "mean_of_micro_steps") < 1e-5
-    assert_ours_is_exact(pool, both, RAGGED)
+    batches = [*(batch for _, batch in naive), RAGGED]
+    runs = [
+        Run(config, initial_parameters(config), [batch])
+        for config, batch in zip([*configs, ours], batches, strict=True)
+    ]
+    found: list[Outcome] = pool.run(train_each_naively, one.resolved(ours), runs)[0]
+    deviation(found[-1], run_oracle(ours, [RAGGED]), ours).assert_below()
+    return [without_padding(each.steps[0].gradients, ours.model.vocab_size) for each in found[:-1]]
+
+
+def naive_distances(pool: Pool, one: Case, naive: Sequence[tuple[str, GlobalBatch]], **changes: Any) -> list[float]:
+    """How far naive formulas are from the oracle, where ours is exact."""
+    exact = [run_oracle(one.config(**changes), [batch])[0] for _, batch in naive]
+    found = naive_gradients(pool, one, naive, **changes)
+    return [distance(gradients, oracle_gradients(step)) for gradients, step in zip(found, exact, strict=True)]
+
+
+def ulysses(cp: int, dp: int = 1, micro_batch_size: int = 2) -> Case:
+    """Sequence parallelism as those trainers have it."""
+    return case(micro_batch_size, num_layers=2, cp=cp, cp_comm="ulysses", dp=dp)
 
 
 @pytest.mark.parametrize(
-    "case", [case(2, num_layers=2, dp=2), case(2, num_layers=2, cp=2, dp=2), case(4, num_layers=2, tp=2, dp=2)], ids=str
+    "cases",
+    [
+        [case(2, num_layers=2, dp=2), ulysses(cp=2)],
+        at_night([case(2, num_layers=2, dp=4), ulysses(cp=2, dp=2), ulysses(cp=4)]),
+    ],
+    ids=["two ranks", "four ranks"],
 )
-def test_sequence_mean_whose_denominator_is_multiplied_by_the_ranks(pool: Pool, case: Case) -> None:
-    """verl pull request 5798."""
-    assert naive_distance(pool, case, RAGGED, "sequences_times_ranks", **SEQUENCES) == pytest.approx(0.5, abs=1e-5)
-    assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
-
-
-@pytest.mark.parametrize("case", [case(2, num_layers=2, dp=2), case(4, num_layers=2, tp=2, sp=True, pp=2)], ids=str)
-def test_sequence_means_of_microbatches_with_unequal_numbers_of_sequences(pool: Pool, case: Case) -> None:
-    assert naive_distance(pool, case, RAGGED, "mean_of_sequence_means", **SEQUENCES) > 0.01
-    assert naive_distance(pool, case, EVEN, "mean_of_sequence_means", **SEQUENCES) < 1e-5
-    assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
+def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool, cases: list[Case]) -> None:
+    """verl issue 2857: sequence parallelism turns ranks into micro-steps, and the run changes."""
+    formula = "mean_of_micro_steps"
+    found = [naive_gradients(pool, one, [(formula, RAGGED), (formula, EVEN)]) for one in cases]
+    ragged, even = (oracle_gradients(run_oracle(cases[0].config(), [batch])[0]) for batch in (RAGGED, EVEN))
+    assert min(distance(of_ragged, ragged) for of_ragged, _ in found) > 0.01
+    assert min(distance(one[0], other[0]) for one, other in combinations(found, 2)) > 0.01
+    assert max(distance(of_even, even) for _, of_even in found) < 1e-5
 
 
 @pytest.mark.parametrize(
     "case",
-    [case(2, num_layers=2, cp=2), case(4, num_layers=2, cp=4, cp_comm="ulysses"), case(4, num_layers=2, tp=2, cp=2)],
+    [
+        case(2, num_layers=2, dp=2),
+        *map(at_night, [case(2, num_layers=2, cp=2, dp=2), case(4, num_layers=2, tp=2, dp=2)]),
+    ],
+    ids=str,
+)
+def test_sequence_mean_whose_denominator_is_multiplied_by_the_ranks(pool: Pool, case: Case) -> None:
+    """verl pull request 5798."""
+    (found,) = naive_distances(pool, case, [("sequences_times_ranks", RAGGED)], **SEQUENCES)
+    assert found == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", [case(2, num_layers=2, dp=2), at_night(case(4, num_layers=2, tp=2, sp=True, pp=2))], ids=str
+)
+def test_sequence_means_of_microbatches_with_unequal_numbers_of_sequences(pool: Pool, case: Case) -> None:
+    formula = "mean_of_sequence_means"
+    ragged, even = naive_distances(pool, case, [(formula, RAGGED), (formula, EVEN)], **SEQUENCES)
+    assert ragged > 0.01
+    assert even < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case(2, num_layers=2, cp=2),
+        *map(at_night, [ulysses(cp=4, micro_batch_size=4), case(4, num_layers=2, tp=2, cp=2)]),
+    ],
     ids=str,
 )
 def test_sequence_mean_that_counts_a_cut_sequence_on_every_rank(pool: Pool, case: Case) -> None:
-    assert naive_distance(pool, case, RAGGED, "sequences_in_sight", **SEQUENCES) > 0.01
-    assert_ours_is_exact(pool, case, RAGGED, **SEQUENCES)
+    (found,) = naive_distances(pool, case, [("sequences_in_sight", RAGGED)], **SEQUENCES)
+    assert found > 0.01
 
 
-@pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: Pool, sp: int) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        ulysses(2, micro_batch_size=4),
+        *map(at_night, [ulysses(2, 2, micro_batch_size=4), ulysses(4, micro_batch_size=4)]),
+    ],
+    ids=str,
+)
+def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: Pool, case: Case) -> None:
     """DeepSpeed issue 5248: even where every token has a loss the gradient is sp times too large."""
-    one = case(4, num_layers=2, cp=sp, cp_comm="ulysses", dp=4 // sp)
-    assert naive_distance(pool, one, EVEN, "mean_times_sequence_ranks") == pytest.approx(sp - 1, abs=1e-4)
-    assert naive_distance(pool, one, RAGGED, "mean_times_sequence_ranks") > 0.01
+    divided = "mean_of_means"
+    naive = [(formula, batch) for formula in ("mean_times_sequence_ranks", divided) for batch in (EVEN, RAGGED)]
+    even, ragged, divided_even, divided_ragged = naive_distances(pool, case, naive)
+    assert even == pytest.approx(case.layout["cp"] - 1, abs=1e-4)
+    assert ragged > 0.01
     # dividing by sp as well fixes full rows only
-    assert naive_distance(pool, one, EVEN, "mean_of_means") < 1e-5
-    assert naive_distance(pool, one, RAGGED, "mean_of_means") > 0.01
-    assert_ours_is_exact(pool, one, RAGGED)
+    assert divided_even < 1e-5
+    assert divided_ragged > 0.01
 
 
 @pytest.mark.parametrize("case", [case(8, num_layers=2, dp=2), case(4, num_layers=2, dp=4)], ids=str)
 def test_torchtnt_ranks_that_hold_different_numbers_of_tokens(pool: Pool, case: Case) -> None:
     """One microbatch a rank; the wrapper averages the ranks' gradients."""
-    assert naive_distance(pool, case, RAGGED, "mean_of_means") > 0.01
-    assert naive_distance(pool, case, EVEN, "mean_of_means") < 1e-5
-    assert_ours_is_exact(pool, case, RAGGED)
+    ragged, even = naive_distances(pool, case, [("mean_of_means", RAGGED), ("mean_of_means", EVEN)])
+    assert ragged > 0.01
+    assert even < 1e-5

@@ -81,7 +81,27 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("rows", by_layout(ROWS))
+DAY: list[tuple[str, dict[str, Any], list[Any], Case]] = [
+    ("documents", JUDGED | {"data__isolate_documents": True}, documents_steps(), case(2, cp=2)),
+    ("padded", JUDGED, padded_steps(), case(2, cp=2)),
+    ("weighted", JUDGED, weighted_steps(), case(2, cp=2, cp_comm="ulysses", dp=2)),
+    ("by tokens", JUDGED | {"loss__aggregation": "token-mean"}, two_steps(), case(2, cp=2, cp_comm="ulysses", dp=2)),
+    ("beside tokens", OTHERS[5][1], two_steps(), case(2, tp=2, sp=True, cp=2)),
+    (
+        "empty ones included, recomputed",
+        JUDGED | {"loss__empty_sequences": "include", "train__recompute": "full"},
+        two_steps(),
+        case(2, pp=2, vpp=2, cp=2),
+    ),
+    ("spread over tokens", SPREAD, two_steps(), case(2, cp=2)),
+]
+"""Every kind once, every axis beside the one that parts sequences."""
+
+
+@pytest.mark.parametrize(
+    "rows",
+    by_layout([Row(name, changes, lean(each), batches[:1]) for name, changes, batches, each in DAY], night=ROWS),
+)
 def test_sequences_of_every_kind_are_those_of_one_process(pool: Pool, rows: list[Row]) -> None:
     assert_rows_exact(pool, rows)
 

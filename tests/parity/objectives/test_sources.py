@@ -11,7 +11,7 @@ from mtrain.config import Config
 from tests.oracle import loss as oracle
 from tests.parity.batches import SEQ
 from tests.parity.cases import Case, case
-from tests.parity.compare import TOLERANCE, initial_parameters, tensors
+from tests.parity.compare import TOLERANCE, at_night, initial_parameters, tensors
 from tests.parity.layouts.test_packing import PACKED, steps
 from tests.parity.objectives.test_aggregations import knobs
 from tests.parity.ranks import totals_by_source
@@ -40,7 +40,13 @@ RUNS[4]["loss__options"] = {"factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    "layout", [case(4, num_layers=2, tp=2, sp=True, cp=2), case(4, num_layers=2, pp=2, dp=2)], ids=str
+    "layout",
+    [
+        case(4, num_layers=2, pp=2, cp=2),
+        # dp is summed over as cp is, and tensor ranks have the same tokens
+        *map(at_night, [case(4, num_layers=2, tp=2, sp=True, cp=2), case(4, num_layers=2, pp=2, dp=2)]),
+    ],
+    ids=str,
 )
 def test_each_source_has_the_loss_of_its_own_samples(pool: Pool, layout: Case) -> None:
     batch = [replace(sample, source=source) for sample, source in zip(steps()[0], SOURCES, strict=True)]
