@@ -274,7 +274,9 @@ def test_the_command_ends_with_0_where_runs_are_equal_and_3_where_they_cannot_be
     assert "verdict        equal within 1e-05" in done.stdout
     assert read_html((tmp_path / "compare.html").read_text()).all("h1")[0].text.startswith("✓ EQUAL")
     assert matplotlib.image.imread(tmp_path / "compare.png").shape[2] >= 3
-    assert compare(a, b, "--output", tmp_path, "--rtol", "1e-12").returncode == 1
+    stricter = compare(a, b, "--output", tmp_path, "--rtol", "1e-12")
+    assert stricter.returncode == 1
+    assert "tolerance      1e-12, --rtol" in stricter.stdout
     refused = compare(a, tmp_path / "none", "--output", tmp_path)
     assert refused.returncode == 3
     assert refused.stderr.count("\n") == 1
@@ -283,7 +285,7 @@ def test_the_command_ends_with_0_where_runs_are_equal_and_3_where_they_cannot_be
 
 def test_a_long_run_with_gaps_is_drawn(tmp_path: Path) -> None:
     long = [
-        step_record(step, math.nan if step % 50 == 0 else 5 / step, empty=step % 70 == 0) for step in range(1, 3000)
+        step_record(step, math.nan if step % 50 == 0 else 5 / step, empty=step % 70 == 0) for step in range(1, 1500)
     ]
     other = [dataclasses.replace(each, loss=each.loss * 1.01) for each in long]
     comparison = compare_runs(run(tmp_path / "a", long), run(tmp_path / "b", other), 1e-5)

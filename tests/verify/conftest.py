@@ -1,10 +1,20 @@
-"""A tokenizer."""
+"""Ranks that are kept, and a tokenizer."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.verify.kept import KeptPool
+
+
+@pytest.fixture(scope="package")
+def kept() -> Iterator[KeptPool]:
+    """Ranks of `mtrain verify parity`, which starts them anew for every layout."""
+    with KeptPool() as pool:
+        yield pool
 
 
 @pytest.fixture

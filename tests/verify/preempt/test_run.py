@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.base.fault_points import REACHED
+from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
 from mtrain.config.load import load_config
+from mtrain.metrics.jsonl import JsonlSink
+from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.result import PreemptReport
 from mtrain.verify.parity.run import Request
 from mtrain.verify.preempt.inject import PREEMPT_FAULTS, plant
 from mtrain.verify.preempt.run import verify_preempt
-from mtrain.verify.preempt.start import Process, Stop, StopFailedError, run_to_end, run_until_stopped
+from mtrain.verify.preempt.start import Process, Program, Stop, StopFailedError, run_to_end, run_until_stopped
+from tests.metrics.records import step_record
 from tests.paths import ROOT
 from tests.warm import Command, program_environment
 
@@ -43,17 +50,23 @@ def warm(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
     return Command(list(command), ROOT, {**program_environment(), **more})
 
 
-def drill(config: Config, max_ranks: int = 2, fault: str | None = None, steps: int = 6) -> PreemptReport:
+def drill(
+    config: Config, max_ranks: int = 2, fault: str | None = None, steps: int = 6, program: Program = warm
+) -> PreemptReport:
     request = Request(layouts=None, num_steps=steps, max_ranks=max_ranks, fault=fault, command="mtrain verify preempt")
-    return verify_preempt(config, request, lambda line: None, warm)
+    return verify_preempt(config, request, lambda line: None, program)
 
 
-def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config) -> None:
-    report = drill(config)
+@pytest.mark.parametrize(
+    "max_ranks",
+    [1, pytest.param(2, marks=pytest.mark.nightly)],  # that all ranks stop together, tests/faults shows
+)
+def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config, max_ranks: int) -> None:
+    report = drill(config, max_ranks)
     assert report.passed, [(layout.name, layout.error, layout.first_failure()) for layout in report.layouts]
     phases = ["start", "start", "build", "forward_backward", "validation", "save"]
     assert [layout.axes["phase"] for layout in report.layouts] == phases
-    assert report.reference.num_ranks == 2
+    assert report.reference.num_ranks == max_ranks
     assert [step.step for step in report.reference.steps] == [1, 2, 3, 4, 5, 6]
     # every step is behind one stop, and compared
     assert sorted(step.step for layout in report.layouts for step in layout.steps) == [1, 2, 3, 4, 5, 6]
@@ -64,18 +77,69 @@ def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config) -> None
 
 
 FOUND = {"record-lost": "records", "record-repeated": "records", "rate-changed": "lr"}
-# found as record-lost is, by the comparison that finds learning-rate-restarted in `verify resume`
-AT_NIGHT = [pytest.param(name, marks=pytest.mark.nightly) for name in ("record-repeated", "rate-changed")]
 
 
-@pytest.mark.parametrize("fault", ["record-lost", *AT_NIGHT])
-def test_what_a_stop_may_spoil_is_found(config: Config, fault: str) -> None:
-    report = drill(config, max_ranks=1, fault=fault)
+class StandIn:
+    """A launcher whose ranks keep the records of a run, as a trainer does that notices nothing, and compute nothing."""
+
+    def __init__(self, command: Sequence[str], log: Path, more: Mapping[str, str]) -> None:
+        log.touch()
+        self._child, self.pid = subprocess.Popen(["sleep", "600"]), os.getpid()
+        self._config, self._reached = load_config([Path(command[-1])], []), more.get(REACHED)
+        self._stop = None if self._reached is None else InjectedFault.parsed(more[VARIABLE])
+        self._code: int | None = None
+        if self._reached is not None:
+            Path(self._reached).touch()
+
+    def _run(self, first: int, last: int) -> None:
+        folder = RunFolder(Path(self._config.run.dir))
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        metrics = JsonlSink(folder.metrics, first - 1)
+        for step in range(first, last + 1):
+            metrics.write(replace(step_record(step, 2 + 1 / step), lr=self._config.optimizer.lr))
+        metrics.close()
+        (folder.checkpoints / f"step_{last:08d}").mkdir(exist_ok=True)
+        text = json.dumps({"files": {"a.distcp": {"blake3": "0"}}})
+        (folder.checkpoints / f"step_{last:08d}" / "mtrain.json").write_text(text)
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def send_signal(self, number: int, /) -> None:
+        self._end(0 if self._stop is None else self._stop.step + 1)
+        RunFolder(Path(self._config.run.dir)).requeue_marker.touch()
+
+    def wait(self) -> int:
+        return self._end(self._config.train.num_steps) if self._code is None else self._code
+
+    def _end(self, last: int) -> int:
+        steps = [int(path.name[5:]) for path in Path(self._config.run.dir).glob("checkpoints/step_*")]
+        self._run(max(steps, default=0) + 1, last)
+        self.kill()
+        self._code = 0
+        return 0
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+
+PROGRAMS = [StandIn, pytest.param(warm, marks=pytest.mark.nightly)]  # warm starts the real one
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("fault", FOUND)
+def test_what_a_stop_may_spoil_is_found(config: Config, fault: str, program: Program) -> None:
+    report = drill(config, max_ranks=1, fault=fault, program=program)
     failed = [layout for layout in report.layouts if not layout.passed]
     assert failed
     found = failed[0].first_failure()
     assert found is None or found.kind == FOUND[fault]
-    assert found is not None or failed[0].error is not None
+    assert found is not None or (failed[0].error is not None and program is warm)
+
+
+def test_a_stand_in_passes_where_nothing_is_planted(config: Config) -> None:
+    assert drill(config, max_ranks=1, program=StandIn).passed
 
 
 def test_faults_are_planted_behind_one_stop(config: Config, tmp_path: Path) -> None:

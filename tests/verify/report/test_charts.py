@@ -6,12 +6,14 @@ import re
 
 import matplotlib
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtrain.verify.report.charts import Curve, difference_chart, swatch, value_chart
 from tests.elements import Element, read_html
 
+FEW = 15
+"""Examples of a test that draws every one with matplotlib."""
 EQUAL = ((1, 4.0), (2, 3.0), (3, 2.0))
 
 
@@ -135,6 +137,7 @@ def test_a_long_curve_keeps_its_peaks_and_what_is_no_number() -> None:
     assert path.count("M") == 2, "interrupted once"
 
 
+@settings(max_examples=FEW)
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=9))
 @example([2041.0, 2041.0])
 @example([0.0])
@@ -159,6 +162,7 @@ def test_labels_say_where_they_are() -> None:
     assert low - high == pytest.approx(0.8 * slope, abs=0.01)
 
 
+@settings(max_examples=FEW)
 @given(st.sets(st.integers(1, 10**6), min_size=1, max_size=9))
 def test_an_axis_of_steps_has_whole_numbers(steps: set[int]) -> None:
     svg = picture(value_chart("x", curves(1, tuple((step, 1.0) for step in sorted(steps))), ()))
@@ -174,6 +178,7 @@ def test_an_axis_of_steps_has_whole_numbers(steps: set[int]) -> None:
 positive = st.floats(1e-300, 1e300)
 
 
+@settings(max_examples=FEW)
 @given(st.lists(st.one_of(positive, st.just(0.0), st.sampled_from([math.inf, math.nan])), min_size=1, max_size=9))
 def test_an_axis_of_logarithms_has_room_for_0_and_for_what_is_no_number(values: list[float]) -> None:
     svg = picture(difference_chart("x", curves(1, tuple(enumerate(values))), None))

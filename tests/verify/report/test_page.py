@@ -16,7 +16,7 @@ import pytest
 from mtrain.base.errors import MachineError
 from mtrain.verify.core.result import KINDS, Deviation, LayoutResult, ParityReport
 from mtrain.verify.report.page import report_page, write_page
-from tests.browser import Browser
+from tests.browser import Browser, Visit
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.verify.reports import TENSORS, layout_result, report
 
@@ -24,8 +24,24 @@ HOSTILE = "</pre></title></style><script>window.hit=1</script><img src=x onerror
 GRADIENTS = [1e-7, 0.5, math.inf, math.nan]
 
 
+_TEXTS: dict[str, str] = {}
+
+
+def text_of(found: ParityReport) -> str:
+    """The page of a report, whose pictures take half a second, made once."""
+    if (key := repr(found)) not in _TEXTS:
+        _TEXTS[key] = report_page(found)
+    return _TEXTS[key]
+
+
 def page(found: ParityReport) -> Element:
-    return read_html(report_page(found))
+    return read_html(text_of(found))
+
+
+def open_page(found: ParityReport, chromium: Browser, folder: Path, *width: int, dark: bool = False) -> Visit:
+    path = folder / "parity.html"
+    path.write_bytes(text_of(found).encode())
+    return chromium.open(path, *width, dark=dark)
 
 
 def stopped() -> ParityReport:
@@ -142,26 +158,27 @@ def test_every_tensor_of_every_layout_has_its_square(gradient: float) -> None:
     assert ("1 of 6 beyond" in str(gradients.attributes["aria-label"])) == (not found.passed)
 
 
-@pytest.mark.parametrize(
-    ("excess", "kind"),
-    [
-        (0.0, "b0"),
-        (1e-7, "b1"),
-        (0.5, "b5"),
-        (1.0, "b5"),
-        (1.001, "b6"),
-        (500.0, "b7"),
-        (math.inf, "b8"),
-        (math.nan, "b8"),
-    ],
-)
-def test_a_square_tells_how_many_tolerances(excess: float, kind: str) -> None:
-    only = (Deviation("gradient", TENSORS[0], 1, excess * 1e-5, 1e-5),)
-    layout = dataclasses.replace(layout_result("one", {}), deviations=only)
-    gradients = page(dataclasses.replace(report(), layouts=(layout,))).all("div", "heat")[0]
-    (square,) = (cell for cell in gradients.all("i", "cell") if "title" in cell.attributes)
-    assert square.attributes["class"] == f"cell {kind}"
-    assert square.text == ("" if excess <= 1 else "✕")
+SQUARES = [
+    (0.0, "b0"),
+    (1e-7, "b1"),
+    (0.5, "b5"),
+    (1.0, "b5"),
+    (1.001, "b6"),
+    (500.0, "b7"),
+    (math.inf, "b8"),
+    (math.nan, "b8"),
+]
+
+
+def test_a_square_tells_how_many_tolerances() -> None:
+    layouts = []
+    for number, (excess, _) in enumerate(SQUARES):
+        only = (Deviation("gradient", TENSORS[0], 1, excess * 1e-5, 1e-5),)
+        layouts.append(dataclasses.replace(layout_result(str(number), {}), deviations=only))
+    gradients = page(dataclasses.replace(report(), layouts=tuple(layouts))).all("div", "heat")[0]
+    squares = [cell for cell in gradients.all("i", "cell") if "title" in cell.attributes]
+    assert [square.attributes["class"] for square in squares] == [f"cell {kind}" for _, kind in SQUARES]
+    assert [square.text for square in squares] == ["" if excess <= 1 else "✕" for excess, _ in SQUARES]
 
 
 def test_the_legend_of_squares_has_the_tolerance_between_what_passes_and_what_fails() -> None:
@@ -198,19 +215,18 @@ def test_whatever_a_text_holds_stays_text(tmp_path: Path, chromium: Browser) -> 
     assert any(HOSTILE in str(each.attributes["aria-label"]) for each in pictures)
     assert {HOSTILE in each.text for each in pictures[0].all("title")} == {True}
     assert any(HOSTILE in str(cell.attributes.get("title")) for cell in read.all("i", "cell"))
-    write_page(found, tmp_path / "parity.html")
-    assert chromium.open(tmp_path / "parity.html").complaints == []
+    assert open_page(found, chromium, tmp_path).complaints == []
     assert chromium.evaluate("typeof window.hit") == "undefined"
 
 
 def test_what_utf_8_or_html_cannot_hold_is_replaced() -> None:
     found = dataclasses.replace(report(), command="a\x00b\x1bc\ud800d\te\nf", changes=())
     assert "a\ufffdb\ufffdc\ufffdd\te\nf" in [each.text for each in page(found).all("pre")]
-    assert report_page(found).encode()
+    assert text_of(found).encode()
 
 
 def test_a_page_is_the_same_every_time() -> None:
-    assert report_page(report(0.5)) == report_page(report(0.5))
+    assert text_of(report(0.5)) == report_page(report(0.5))
 
 
 def test_a_page_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
@@ -251,14 +267,17 @@ LOWEST_CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize(
-    ("gradient", "width", "dark"), [(0.5, 1280, False), (0.5, 360, True), (1e-7, 360, False), (1e-7, 1280, True)]
+    ("gradient", "width", "dark"),
+    [
+        (0.5, 360, True),
+        (1e-7, 1280, False),
+        *(pytest.param(*row, marks=pytest.mark.nightly) for row in [(0.5, 1280, False), (1e-7, 360, True)]),
+    ],  # by day every value once
 )
 def test_a_browser_shows_the_page(tmp_path: Path, chromium: Browser, gradient: float, width: int, dark: bool) -> None:
-    path = tmp_path / "parity.html"
     found = report(gradient)
-    write_page(found, path)
-    visit = chromium.open(path, width, dark=dark)
-    assert visit.requests == [path.as_uri()]
+    visit = open_page(found, chromium, tmp_path, width, dark=dark)
+    assert visit.requests == [(tmp_path / "parity.html").as_uri()]
     assert visit.complaints == []
     assert chromium.evaluate(OVERFLOW) == 0, "the page itself does not scroll sideways"
     assert chromium.evaluate(SMALLEST_PICTURE) > 60
@@ -275,8 +294,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, chromium: Browser, gradient: f
 
 
 def test_the_pictures_are_painted(tmp_path: Path, chromium: Browser) -> None:
-    write_page(report(0.5), tmp_path / "parity.html")
-    chromium.open(tmp_path / "parity.html")
+    open_page(report(0.5), chromium, tmp_path)
     chromium.picture(tmp_path / "page.png")
     colours = painted(tmp_path / "page.png")
     squares = ((f".heat .{kind}", "backgroundColor") for kind in ("b3", "b8"))
@@ -303,13 +321,12 @@ LINES_OF_NAMES = """(() => { const range = document.createRange();
   return found; })()"""
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.nightly)])  # narrow is the harder one
 def test_the_name_of_a_tensor_is_never_broken(tmp_path: Path, chromium: Browser, width: int) -> None:
     found = report(0.5)
     assert found.diagnosis is not None
     named = renamed(dataclasses.replace(found, diagnosis=dataclasses.replace(found.diagnosis, lines=(f"x of {LONG}",))))
-    write_page(named, tmp_path / "parity.html")
-    chromium.open(tmp_path / "parity.html", width)
+    open_page(named, chromium, tmp_path, width)
     chromium.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
     lines = chromium.evaluate(LINES_OF_NAMES.replace("NAME.length", str(len(LONG))).replace("NAME", repr(LONG)))
     assert len(lines) == page(named).all("main")[0].text.count(LONG) > 5
@@ -323,8 +340,7 @@ def renamed(value: Any) -> Any:
 
 
 def test_the_legend_brings_out_one_layout(tmp_path: Path, chromium: Browser) -> None:
-    write_page(report(), tmp_path / "parity.html")
-    chromium.open(tmp_path / "parity.html")
+    open_page(report(), chromium, tmp_path)
     faint = "[...new Set([...document.querySelectorAll('.faint')].map(e => e.dataset.curve))].join()"
     press = "document.querySelectorAll('[data-pick]')[1].click()"
     assert chromium.evaluate(faint) == ""

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.pool import Pool
+from mtrain.config import Config
+from tests.config.samples import config
+from tests.verify.kept import KeptPool
 from tests.verify.resume.test_run import gone_on, lively_config
 
 
-@pytest.mark.parametrize("max_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_adapters_resume_bit_for_bit_and_on_another_layout(pool: Pool, tmp_path: Path, max_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("user", "layouts", "max_ranks"),
+    [
+        (config, "tp2", 2),
+        pytest.param(lively_config, "pp2", 4, marks=pytest.mark.nightly),  # by day test_run.py has fp16 and dropout
+    ],
+)
+def test_adapters_resume_bit_for_bit_and_on_another_layout(
+    kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int
+) -> None:
     adapter = {"kind": "dora", "rank": 4, "targets": ["qkv", "fc2"]}
-    check, _ = gone_on(pool, tmp_path, lively_config(adapter=adapter), "pp2", max_ranks)
+    check, _ = gone_on(kept, tmp_path, user(adapter=adapter), layouts, max_ranks)
     assert any("_adapter." in name for name in check.tensors)
     assert any("_adapter." not in name for name in check.tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mtrain.verify.resume.run import ResumeCheck, ResumeRequest, planned, verify
 from tests.config.samples import config, content
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
 from tests.pool import Pool
+from tests.verify.kept import KeptPool
 from tests.warm import completed
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -81,11 +83,11 @@ def gone_on(
 
 
 @pytest.fixture(scope="module")
-def check(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> ResumeCheck:
+def check(kept: KeptPool, tmp_path_factory: pytest.TempPathFactory) -> ResumeCheck:
     """A straight run and a stopped one, to be resumed with faults."""
     user = lively_config(layout__tp=1, layout__sp=False)
     plan = planned(user, ResumeRequest("mbs1", 5, 2, None, "", 3), 2)
-    ready = ResumeCheck(plan, 3, tmp_path_factory.mktemp("resume"), pool)
+    ready = ResumeCheck(plan, 3, tmp_path_factory.mktemp("resume"), kept)
     ready.prepare()
     return ready
 
@@ -141,11 +143,17 @@ def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("layouts", "max_ranks"), [("pp2", 2), pytest.param("tp4dp1,pp2", 4, marks=pytest.mark.nightly)]
+    ("user", "layouts", "max_ranks"),
+    [
+        (config, "tp2", 2),
+        pytest.param(lively_config, "tp4dp1,pp2", 4, marks=pytest.mark.nightly),  # by day above: fp16 and dropout
+    ],
 )
-def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool, tmp_path: Path, layouts: str, max_ranks: int) -> None:
+def test_momenta_of_muon_are_resumed_on_any_layout(
+    kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int
+) -> None:
     """Bit for bit where they were saved; elsewhere the bits of the files, then an exact step."""
-    check, results = gone_on(pool, tmp_path, lively_config(optimizer__kind="muon"), layouts, max_ranks)
+    check, results = gone_on(kept, tmp_path, user(optimizer__kind="muon"), layouts, max_ranks)
     matrices = {name for name in check.tensors if "norm" not in name and ".layers." in name}
     for case in results:
         compared = {kind: {each.name for each in case.deviations if each.kind == kind} for kind in TITLES}
@@ -153,7 +161,7 @@ def test_momenta_of_muon_are_resumed_on_any_layout(pool: Pool, tmp_path: Path, l
         assert compared["exp_avg_sq"] == set(check.tensors) - matrices
 
 
-def test_a_curriculum_goes_on_over_a_border_behind_the_stop(pool: Pool, tmp_path: Path) -> None:
+def test_a_curriculum_goes_on_over_a_border_behind_the_stop(kept: KeptPool, tmp_path: Path) -> None:
     """Samples of every step are compared with the definition of their order, those of the run that goes on too."""
     for number, name in enumerate(("first", "late")):
         with writing_corpus(str(tmp_path / name), vocab_size=64) as writer:
@@ -166,16 +174,16 @@ def test_a_curriculum_goes_on_over_a_border_behind_the_stop(pool: Pool, tmp_path
     plan = planned(user, ResumeRequest("mbs4", 4, 1, None, "", 2), 1)
     assert isinstance(plan.base.config.data, IndexedSection)
     assert [blend.from_step for blend in plan.base.config.data.curriculum] == [3], "stopped after 2 of 4 steps"
-    check = ResumeCheck(plan, 2, tmp_path, pool)
+    check = ResumeCheck(plan, 2, tmp_path, kept)
     check.prepare()
     result = check.alike(None)
     assert result.passed, (result.error, result.first_failure())
     assert not check.alike("samples-restarted").passed
 
 
-def test_other_layouts_are_held_to_the_files_and_to_exact_steps(pool: Pool, tmp_path: Path) -> None:
+def test_other_layouts_are_held_to_the_files_and_to_exact_steps(kept: KeptPool, tmp_path: Path) -> None:
     plan = planned(config(), ResumeRequest("dp2", 3, 2, None, "", 2), 2)
-    check = ResumeCheck(plan, 2, tmp_path, pool)
+    check = ResumeCheck(plan, 2, tmp_path, kept)
     check.prepare()
     for name, kind in (("moments-not-restored", "exp_avg"), ("stale-shard", "weights"), ("adam-step-shared", "update")):
         result = check.elsewhere(plan.others[0], name)
