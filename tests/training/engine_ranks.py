@@ -141,12 +141,14 @@ def raised(inputs: TermInputs, power: float) -> LossPair:
 NAMED = "tests.training.engine_ranks:raised"
 
 
-def with_losses(groups: Groups, config: Config, batch: Batch) -> list[tuple[float, float, float]]:
-    """(loss, grad_norm, loss of an evaluation) of one step: with the loss of the configuration, with the user's, with
-    the same by its name."""
+def with_losses(groups: Groups, configs: Sequence[Config], batch: Batch) -> list[tuple[float, float, float]]:
+    """(loss, grad_norm, loss of an evaluation) of one step: of the first configuration with its own loss, with the
+    user's, with the same by its name; of the second with its own."""
     found = []
     with free(groups):
-        for loss, options in ((None, None), (squared, None), (NAMED, {"power": 2.0})):
+        first, second = configs
+        losses = [(first, None, None), (first, squared, None), (first, NAMED, {"power": 2.0}), (second, None, None)]
+        for config, loss, options in losses:
             with Engine(config) as engine:
                 before = engine.evaluate([batch], loss, options).loss
                 engine.forward_backward(batch[:4], loss, options)
@@ -217,21 +219,25 @@ def _scores(engine: Engine, batch: Batch) -> Any:
     return [each.tolist() for each in result.log_probs], engine.evaluate([batch]).loss
 
 
-def message_of(groups: Groups, config: Config, name: str) -> str:
-    """What a mistake is answered with; the engine can be used afterwards."""
+def messages_of(groups: Groups, config: Config, names: Sequence[str]) -> list[str]:
+    """What each mistake is answered with; one engine makes them all, and can be used after each."""
     with free(groups), Engine(config) as engine:
-        try:
-            MISTAKES[name](engine)
-        except (MtrainError, RuntimeError, ValueError) as error:
-            message = f"{type(error).__name__}: {error}"
-        else:
-            message = ""
-        if name == "a second call" and message == "":
-            assert engine.optim_step().denominator == 2
-        elif name != "closed":
-            engine.forward_backward([Datum([1, 2, 3])])
-            assert engine.optim_step().denominator == 2, "of the batch after the mistake alone"
-        return message
+        return [_message_of(engine, name) for name in names]
+
+
+def _message_of(engine: Engine, name: str) -> str:
+    try:
+        MISTAKES[name](engine)
+    except (MtrainError, RuntimeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        message = ""
+    if name == "a second call" and message == "":
+        assert engine.optim_step().denominator == 2
+    elif name != "closed":
+        engine.forward_backward([Datum([1, 2, 3])])
+        assert engine.optim_step().denominator == 2, f"of the batch after the mistake alone: {name}"
+    return message
 
 
 def _second_engine(engine: Engine) -> None:

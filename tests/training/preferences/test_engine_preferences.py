@@ -83,7 +83,7 @@ def test_groups_that_cannot_be_compared_are_named(pool: Pool, notice: Notice) ->
         *[""] * 3,
     ]
     with notice:
-        answers = pool.run(preference_ranks.messages, Layout(tp=2, dp=2), config("dpo", layout__tp=2), batches)
+        answers = pool.run(preference_ranks.messages, Layout(dp=2), config("dpo"), batches)
     for found in answers:
         for message, start in zip(found, expected, strict=True):
             assert message.startswith(start), message

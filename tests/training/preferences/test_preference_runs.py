@@ -69,10 +69,9 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_of_pairs_learns_and_goes_on_bit_for_bit(pool: Pool, folder: Path) -> None:
-    """On two data-parallel ranks, and the same numbers from packed rows on two tensor-parallel ones."""
-    spread = config(folder, "spread", "dpo")
-    pool.run(train_fresh, Layout(dp=2), spread)
-    first, second, valid = records(folder / "spread")
+    alone = config(folder, "alone", "dpo")
+    pool.run(train_fresh, Layout(), alone)
+    first, second, valid = records(folder / "alone")
     assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-6)
     assert first["denominator"] == 4, "pairs, not sequences"
     assert second["loss"] < first["loss"]
@@ -80,14 +79,20 @@ def test_a_run_of_pairs_learns_and_goes_on_bit_for_bit(pool: Pool, folder: Path)
     assert valid["denominator"] == 16
     assert valid["valid_loss"] < second["loss"]
     assert valid["diagnostics"]["reward_accuracy"] > 0.5
-    shutil.rmtree(folder / "spread" / "checkpoints" / "step_00000002")
-    scores = list((folder / "spread" / "references").iterdir())
+    shutil.rmtree(folder / "alone" / "checkpoints" / "step_00000002")
+    scores = list((folder / "alone" / "references").iterdir())
     written = scores[0].stat().st_mtime_ns
-    pool.run(train_fresh, Layout(dp=2), spread)
-    assert records(folder / "spread") == [first, second, valid]
+    pool.run(train_fresh, Layout(), alone)
+    assert records(folder / "alone") == [first, second, valid]
     assert [scores[0].stat().st_mtime_ns] == [each.stat().st_mtime_ns for each in scores] == [written]
+
+
+@pytest.mark.nightly  # the day shows it by the runs of test_head_runs.py, and scores by test_engine_preferences.py
+def test_pairs_give_the_same_numbers_spread_and_packed(pool: Pool, folder: Path) -> None:
+    """On two data-parallel ranks, and from packed rows on two tensor-parallel ones."""
+    pool.run(train_fresh, Layout(dp=2), config(folder, "spread", "dpo"))
     pool.run(train_fresh, Layout(tp=2), config(folder, "packed", "dpo", data__packing={}, layout__tp=2))
-    for ours, theirs in zip(records(folder / "packed"), [first, second, valid], strict=True):
+    for ours, theirs in zip(records(folder / "packed"), records(folder / "spread"), strict=True):
         for name, value in ours["diagnostics"].items():
             assert value == pytest.approx(theirs["diagnostics"][name], rel=1e-4, abs=1e-5)
         assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
@@ -120,8 +125,32 @@ def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: 
     assert valid["valid_loss"] < second["loss"] < 1
 
 
-def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Pool, folder: Path) -> None:
-    """The first loss follows from the scores of both models, by the formula; damaged scores are computed again."""
+def test_scores_of_another_model_serve_other_runs_and_damaged_ones_are_computed_again(pool: Pool, folder: Path) -> None:
+    """A model that is compared with itself: log 2. What the kept scores say is seen in the loss."""
+    pool.run(train_fresh, Layout(), config(folder, "kept", "orpo", 8, **ONE_STEP))
+    keys = {"loss__reference": str(folder / "kept"), "checkpoint__initialize_from": str(folder / "kept")}
+
+    def first_loss(run: str) -> float:
+        pool.run(train_fresh, Layout(), config(folder, run, "dpo", 8, **keys, **ONE_STEP))
+        return float(records(folder / run)[0]["loss"])
+
+    shared = folder / "cache" / "references"
+    known = set(shared.iterdir()) if shared.exists() else set()
+    assert first_loss("computing") == pytest.approx(math.log(2), rel=1e-6)
+    (path,) = set(shared.iterdir()) - known
+    found = np.load(io.BytesIO(path.read_bytes()[32:]))
+    found[::2] += 1  # of chosen answers: seen in the loss where the scores are taken
+    content = io.BytesIO()
+    np.save(content, found)
+    path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+    assert first_loss("taking") == pytest.approx(math.log1p(math.exp(0.1)), rel=1e-6)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert first_loss("computing again") == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.nightly  # the day shows the formula by a folder of Hugging Face, and what becomes of scores above
+def test_another_model_is_compared_with_and_gone_on_without(pool: Pool, folder: Path) -> None:
+    """The first loss follows from the scores of both models, by the formula; other weights have other scores."""
     for number, name in enumerate(("reference", "start")):
         pool.run(train_fresh, Layout(), config(folder, name, "orpo", 8, train__seed=number, **ONE_STEP))
 
@@ -148,21 +177,8 @@ def test_another_model_is_compared_with_and_its_scores_serve_other_runs(pool: Po
     pool.run(train_fresh, Layout(dp=2), named("compared"))
     assert records(folder / "compared") == before
     shutil.copytree(folder / "start", folder / "reference")  # other weights under the same name
-    shared = folder / "cache" / "references"
-    known = set(shared.iterdir())
     pool.run(train_fresh, Layout(), named("others", **ONE_STEP))
     assert records(folder / "others")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
-    (path,) = set(shared.iterdir()) - known
-    found = np.load(io.BytesIO(path.read_bytes()[32:]))
-    found[::2] += 1  # of chosen answers: seen in the loss where the scores are taken
-    content = io.BytesIO()
-    np.save(content, found)
-    path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
-    pool.run(train_fresh, Layout(), named("taken", **ONE_STEP))
-    assert records(folder / "taken")[0]["loss"] == pytest.approx(math.log1p(math.exp(0.1)), rel=1e-6)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    pool.run(train_fresh, Layout(), named("damaged", **ONE_STEP))
-    assert records(folder / "damaged")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_a_folder_of_hugging_face_is_compared_with_and_named(pool: Pool, folder: Path) -> None:
@@ -227,7 +243,7 @@ def _batch_of(path: Path) -> list[Datum]:
     exit_code=3,
 )
 def test_scores_with_a_flipped_bit_are_refused(pool: Pool, folder: Path, notice: Notice) -> None:
-    broken = config(folder, "broken", "ipo")
+    broken = config(folder, "broken", "ipo", **ONE_STEP)
     pool.run(train_fresh, Layout(), broken)
     (path,) = (folder / "broken" / "references").iterdir()
     content = bytearray(path.read_bytes())

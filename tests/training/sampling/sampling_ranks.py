@@ -82,11 +82,11 @@ def engine_answers(groups: Groups, config: Config, prompts: Prompts, sampling: S
 
 
 def texts(
-    groups: Groups, paths: Sequence[Path], prompts: Sequence[str], sampling: SamplingParams, as_chat: bool
-) -> list[list[str]]:
-    """What the models of some folders answer."""
+    groups: Groups, asked: Sequence[tuple[Sequence[Path], bool]], prompts: Sequence[str], sampling: SamplingParams
+) -> list[list[list[str]]]:
+    """What the models of some folders answer, of texts or of chats."""
     with free(groups):
-        return [generate_text(path, prompts, sampling, as_chat) for path in paths]
+        return [[generate_text(path, prompts, sampling, as_chat) for path in paths] for paths, as_chat in asked]
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def vllm_rollouts(groups: Groups, overrides: Sequence[str]) -> Any:
     and after a step: (answers, what the engine says of them)."""
     found = []
     with example("grpo_loop.py", vllm_stand_in) as program, free(groups):
-        program["train"].__globals__["WARM_UP_STEPS"] = 1
+        program["train"].__globals__.update(WARM_UP_STEPS=1, GROUP_SIZE=2)
         config = load_config([], [*program["SETTINGS"], *overrides])
         rewards = program["train"](config)
         updates = [each.num_updates for each in vllm_stand_in.made]

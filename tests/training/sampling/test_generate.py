@@ -62,8 +62,11 @@ def test_a_run_without_a_chat_template_asks_nothing(tokenizer: Path) -> None:
             questions_of(run, load_tokenizer(tokenizer), ["a"], as_chat=True)
 
 
-def test_a_model_answers_alike_from_every_kind_of_folder(pool: Pool, tmp_path: Path) -> None:
-    """Of Hugging Face, imported, and the run and checkpoint that started from it, on one rank and on two."""
+@pytest.mark.parametrize(  # that no layout changes an answer is shown by test_sampler.py
+    "ranks", [1, pytest.param(2, marks=pytest.mark.nightly)]
+)
+def test_a_model_answers_alike_from_every_kind_of_folder(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    """Of Hugging Face, imported, and the run and checkpoint that started from it."""
     hf, run = tmp_path / "hf", tmp_path / "run"
     model = save("llama", hf, dtype=torch.float32, vocab_size=len(WORDS), num_key_value_heads=2, num_hidden_layers=1)
     word_tokenizer(hf)
@@ -72,14 +75,15 @@ def test_a_model_answers_alike_from_every_kind_of_folder(pool: Pool, tmp_path: P
     data = {"kind": "sft", "seq_length": 16, "train": [{"path": "x"}], "tokenizer": str(hf)}
     train = {"global_batch_size": 1, "num_steps": 1, "precision": "fp32", "device": "cpu"}
     sections = {"model": {"hf": str(hf)}, "train": train, "optimizer": {"lr": 1.0}, "data": data}
-    config = load_config([], under={"run": {"dir": str(run)}, "layout": {"tp": 2}, **sections})
+    config = load_config([], under={"run": {"dir": str(run)}, "layout": {"tp": ranks}, **sections})
     asked = (["a user", "a a assistant"], SamplingParams(max_new_tokens=5, temperature=0.0))
-    pool.run(sampling_ranks.engine_answers, Layout(tp=2), config, [[5, 4]], asked[1], str(run))
+    pool.run(sampling_ranks.engine_answers, Layout(tp=ranks), config, [[5, 4]], asked[1], str(run))
     paths = [hf, tmp_path / "ours", run, run / "checkpoints" / "step_00000000"]
-    spread = pool.run(sampling_ranks.texts, Layout(tp=2), [run], *asked, False)
-    for as_chat, given in ((False, paths), (True, paths[:2])):
-        (found,) = pool.run(sampling_ranks.texts, Layout(), given, *asked, as_chat)
-        assert as_chat or spread == [found[:1], found[:1]]
+    (text, chat), *_ = pool.run(sampling_ranks.texts, Layout(), [(paths, False), (paths[:1], True)], *asked)
+    if ranks > 1:
+        spread = pool.run(sampling_ranks.texts, Layout(tp=ranks), [([run], False)], *asked)
+        assert spread == ranks * [[text[:1]]]
+    for as_chat, found in ((False, text), (True, chat)):
         assert all(each == found[0] for each in found)
         ids = [5, 4, 5, 3, 6] if as_chat else [1, 4, 5]  # user a user <end> assistant, or <s> a user
         stops = [WORDS.index("<end>"), WORDS.index("</s>")] if as_chat else [WORDS.index("</s>")]

@@ -24,11 +24,16 @@ def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.05
 
 
-def test_vllm_draws_with_the_weights_of_the_moment_where_it_is_installed(pool: Pool, tmp_path: Path) -> None:
-    """On both ranks the same, and each answer as likely as the trainer says, before and after an update."""
-    given = [f"run.dir={tmp_path}", "train.num_steps=2", "train.device=cpu", "layout.tp=2"]
-    everyone = pool.run(sampling_ranks.vllm_rollouts, Layout(tp=2), given)
-    assert everyone[0] == everyone[1]
+@pytest.mark.parametrize(  # weights come whole from any layout: tests/training/engine_parts/test_hf_tensors.py
+    "ranks", [1, pytest.param(2, marks=pytest.mark.nightly)]
+)
+def test_vllm_draws_with_the_weights_of_the_moment_where_it_is_installed(
+    pool: Pool, tmp_path: Path, ranks: int
+) -> None:
+    """On all ranks the same, and each answer as likely as the trainer says, before and after an update."""
+    given = [f"run.dir={tmp_path}", "train.num_steps=2", "train.device=cpu", f"layout.tp={ranks}"]
+    everyone = pool.run(sampling_ranks.vllm_rollouts, Layout(tp=ranks), given)
+    assert all(each == everyone[0] for each in everyone)
     rewards, updates, drawn = everyone[0]
     assert 0 < rewards[0] < 1
     assert (len(rewards), updates) == (1, [1])
