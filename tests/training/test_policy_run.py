@@ -115,7 +115,7 @@ def test_rollouts_of_a_file_are_those_of_a_program(pool: Pool, folder: Path) -> 
 
 
 def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path) -> None:
-    """Of a file under tp and cp, packed, as of a program on one rank; where the file has fewer than asked: refused."""
+    """Of a file under cp, packed, as of a program on one rank; where the file has fewer than asked: refused."""
     given: dict[str, Any] = {
         "run__dir": str(folder / "distilled"),
         "data__train": [{"path": str(folder / "teacher.jsonl")}],
@@ -124,8 +124,8 @@ def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path)
         "loss__options": {"k": 3},
         "loss__side_terms": {},
     }
-    cut = small(folder, **given, layout__tp=2, layout__cp=2, data__packing={})
-    pool.run(train_fresh, Layout(tp=2, cp=2), cut, seed=cut.train.seed)
+    cut = small(folder, **given, layout__cp=2, data__packing={})
+    pool.run(train_fresh, Layout(cp=2), cut, seed=cut.train.seed)
     lines = map(json.loads, (folder / "distilled" / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if line["kind"] == "step"]
     names = ("topk_ids", "topk_logprobs")

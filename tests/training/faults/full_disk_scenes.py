@@ -20,9 +20,9 @@ def full_then_read_only(disk: SmallDisk, command: Sequence[str]) -> list[int]:
     return codes
 
 
-def full_for_a_while(disk: SmallDisk, on_two_ranks: Sequence[str], alone: Sequence[str]) -> tuple[list[int], int]:
+def full_for_a_while(disk: SmallDisk, command: Sequence[str]) -> tuple[list[int], int]:
     """Exit codes of three starts, and the step to which the last one goes."""
-    started = disk.start("first", [*on_two_ranks, "train.num_steps=1000000"])
+    started = disk.start("first", [*command, "train.num_steps=1000000"])
     disk.wait_for(1, '"save"', "run/events.jsonl")
     with disk.filled():
         disk.wait_for(1, "could not write run/metrics.jsonl", "first.err")
@@ -36,9 +36,9 @@ def full_for_a_while(disk: SmallDisk, on_two_ranks: Sequence[str], alone: Sequen
         disk.wait_for(2, "could not write run/metrics.jsonl", "first.err")
         os.kill(started, signal.SIGTERM)
         codes = [disk.exit_code(started)]
-        codes.append(disk.run("full", [*alone, "train.num_steps=1"]))
+        codes.append(disk.run("full", [*command, "train.num_steps=1"]))
     newest = max(int(path.name.removeprefix("step_")) for path in disk.run_folder.glob("checkpoints/step_*"))
-    codes.append(disk.run("last", [*alone, f"train.num_steps={newest + 5}"]))
+    codes.append(disk.run("last", [*command, f"train.num_steps={newest + 5}"]))
     disk.keep()
     return codes, newest + 5
 

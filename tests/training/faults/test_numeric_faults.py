@@ -48,7 +48,7 @@ def test_fp16_that_skips_every_step_ends(
 ) -> None:
     config = run_config(tmp_path, **OVERFLOWING, **{"train.num_steps": 9, **changes})
     with notice:
-        endings = pool.run(ranks.run, Layout(tp=2), config)
+        endings = pool.run(ranks.run, Layout(), config)
     for ending in endings:
         assert ending.exit_code == notice.exit_code
         assert f"{skipped} updates in a row were skipped" in ending.message
@@ -94,12 +94,20 @@ def goes_on(pool: Pool, layout: Layout, config: Config) -> None:
     ("layout", "changes", "fault", "named"),
     [
         (Layout(dp=2), {}, f"step=4 phase={MOMENT}:-1", f"{MOMENT}[57, 31] is nan on rank 1"),
-        (Layout(tp=2), {"train.precision": "bf16"}, "step=4 phase=decoder.layers.mlp.linear_fc2.weight:-1", ""),
-        (
+        # a weight that becomes NaN is found in test_bad_steps.py as well, and a moment in the first row
+        pytest.param(
+            Layout(tp=2),
+            {"train.precision": "bf16"},
+            "step=4 phase=decoder.layers.mlp.linear_fc2.weight:-1",
+            "",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             Layout(pp=2),
             WAITS,
             f"step=3 phase=optimizer.state.exp_avg.{NORM}:0",
             f"{NORM}[0] is nan on rank 1, one of 3",
+            marks=pytest.mark.nightly,
         ),
         (Layout(dp=2, ep=2), WAITS | EXPERTS, f"step=4 phase={ROUTER_BIAS}:0", f"{ROUTER_BIAS}["),
     ],
@@ -124,8 +132,9 @@ def test_a_state_that_is_not_finite_is_never_published(
         assert f"go back to step 2: the next start goes on from {back}" in ending.message
         assert f"step 4: {named}" in ending.message or not named
     assert whole(tmp_path) == [2]
-    goes_on(pool, layout, config)
-    assert whole(tmp_path) == [5]
+    if "model.experts" not in changes:  # one row shows it
+        goes_on(pool, layout, config)
+        assert whole(tmp_path) == [5]
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["beside training", "waiting"])
@@ -139,10 +148,10 @@ def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     pool: Pool, tmp_path: Path, is_async: bool, notice: Notice
 ) -> None:
     """Beside training the save has not been published when the loss is known, and never is."""
-    layout = Layout(pp=2)
+    layout = Layout(dp=2) if is_async else Layout()  # that it is never published is for all ranks to agree
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, "checkpoint.async_save": is_async})
     with notice:
-        endings = pool.run(ranks.run, layout, config, f"huge rank=1 step=4 phase={NORM}:0")
+        endings = pool.run(ranks.run, layout, config, f"huge rank={layout.world_size - 1} step=4 phase={NORM}:0")
     doubtful = tmp_path / "checkpoints" / step_name(4)
     for ending in endings:
         assert ending.exit_code == notice.exit_code
@@ -158,7 +167,9 @@ def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     assert whole(tmp_path) == [5]
 
 
-@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize(  # a save in the last step is judged as one behind it
+    "at_end", [pytest.param(True, marks=pytest.mark.nightly), False]
+)
 @pytest.mark.fault(
     "numbers",
     "the last update destroys the weights (optimizer.lr=1e30, train.num_steps=1)",

@@ -26,7 +26,7 @@ __all__ = ["command", "start", "word_tokenizer"]
 def test_another_window_is_refused_with_what_to_set(
     command: Callable[..., list[str]], start: Any, word_tokenizer: Path, tmp_path: Path, notice: Notice
 ) -> None:
-    lines = [{"prompt": "a", "response": " ".join("abcdefgh"[: 1 + number % 8])} for number in range(40)]
+    lines = [{"prompt": "a", "response": " ".join("abcdefgh"[: 1 + number % 8])} for number in range(24)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["data.kind=sft", f"data.train=[{{path: {tmp_path / 'samples.jsonl'}}}]", f"data.tokenizer={word_tokenizer}"]
     data += [f"data.cache_dir={tmp_path / 'cache'}"]
@@ -46,7 +46,7 @@ def test_another_window_is_refused_with_what_to_set(
     ledger = Ledger(tmp_path / "run" / "ledger")
     assert not ledger.incomplete_steps()
     first, *others = ledger.epochs()
-    assert (first.samples, first.repeated, first.lost) == (40, (), 0), "each sample of the epoch once"
+    assert (first.samples, first.repeated, first.lost) == (24, (), 0), "each sample of the epoch once"
     assert all(epoch.repeated == () for epoch in others)
     consent = "checkpoint.allow_changed=[data.train]"
     code, _, errors = finished(start(command(*data, of_12, "train.num_steps=10", consent)))

@@ -30,11 +30,12 @@ def run(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[tuple[
 
 @pytest.mark.usefixtures("pool")
 def test_a_profile_tells_the_operations_and_changes_no_number(tmp_path: Path) -> None:
-    plain = run(tmp_path, "plain")
+    plain = run(tmp_path, "plain", "train.num_steps=3")
     assert not (tmp_path / "plain" / "profile").exists()
-    assert run(tmp_path, "profiled", "metrics.profile_steps=[3,4]", "metrics.profile_ranks=[1]") == plain
+    profile = ("metrics.profile_steps=[2,3]", "metrics.profile_ranks=[1]")
+    assert run(tmp_path, "profiled", "train.num_steps=3", *profile) == plain
     folder = tmp_path / "profiled" / "profile"
-    stem = "rank_00001.steps_3_to_4"
+    stem = "rank_00001.steps_2_to_3"
     assert sorted(path.name for path in folder.iterdir()) == [f"{stem}.kernels.txt", f"{stem}.trace.json.gz"]
     table = (folder / f"{stem}.kernels.txt").read_text()
     assert "aten::mm" in table
@@ -45,8 +46,8 @@ def test_a_profile_tells_the_operations_and_changes_no_number(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("pool")
 def test_steps_that_the_run_does_not_reach_cut_the_profile_off(tmp_path: Path) -> None:
-    run(tmp_path, "short", "metrics.profile_steps=[6,60]", ranks=1)
-    assert (tmp_path / "short" / "profile" / "rank_00000.steps_6_to_60.kernels.txt").exists()
+    run(tmp_path, "short", "train.num_steps=1", "metrics.profile_steps=[1,60]", ranks=1)
+    assert (tmp_path / "short" / "profile" / "rank_00000.steps_1_to_60.kernels.txt").exists()
 
 
 def test_steps_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
