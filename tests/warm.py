@@ -116,11 +116,14 @@ class Command:
         """Standard output so far."""
         return self._outputs[0].read_text(errors="replace")
 
+    def errors(self) -> str:
+        """Standard error so far."""
+        return self._outputs[1].read_text(errors="replace")
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Standard output and standard error, once it has ended."""
         self.wait(timeout)
-        output, errors = (path.read_text(errors="replace") for path in self._outputs)
-        return output, errors
+        return self.output(), self.errors()
 
     def send_signal(self, number: int) -> None:
         """As the command line would be sent one."""

@@ -17,7 +17,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.export import Exporter, clean_staging, due_steps
 from tests.fault_table import Notice
 from tests.training.export.test_export import finished, run
-from tests.training.test_trainer import command, start, wait_for_step
+from tests.training.test_trainer import DEADLINE_S, command, start, wait_for_step
 from tests.training.test_trainer import finished as ended
 
 __all__ = ["command", "finished", "run", "start"]
@@ -106,7 +106,10 @@ def test_a_failed_export_does_not_change_how_a_stop_ends(
     run.path.mkdir()
     run.exports.write_text("a file in the way\n")
     process = start(command(*SAVES, "train.num_steps=100000"))
-    wait_for_step(run.path, 6)
+    deadline = time.monotonic() + DEADLINE_S
+    while "step 2 is not exported" not in process.errors():
+        assert time.monotonic() < deadline, "no export was tried"
+        time.sleep(0.02)
     with notice:
         process.send_signal(signal.SIGTERM)
         code, output, errors = ended(process)
@@ -142,7 +145,7 @@ def test_an_export_that_is_stopped_ends_between_two_pieces_and_the_next_goes_on(
     exporter = Exporter(run, 2)
     exporter.poll()
     while not list(run.exports.glob(".step_00000002.partial/*.part")):
-        pass
+        time.sleep(0.01)
     exporter.stop()
     exporter.poll()
     assert exporter.finish() == [2]

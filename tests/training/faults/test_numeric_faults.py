@@ -148,7 +148,7 @@ def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     pool: Pool, tmp_path: Path, is_async: bool, notice: Notice
 ) -> None:
     """Beside training the save has not been published when the loss is known, and never is."""
-    layout = Layout(dp=2) if is_async else Layout()  # that it is never published is for all ranks to agree
+    layout = Layout(pp=2) if is_async else Layout()  # that it is never published is for all ranks to agree
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, "checkpoint.async_save": is_async})
     with notice:
         endings = pool.run(ranks.run, layout, config, f"huge rank={layout.world_size - 1} step=4 phase={NORM}:0")

@@ -32,10 +32,10 @@ def run(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[tuple[
 def test_a_profile_tells_the_operations_and_changes_no_number(tmp_path: Path) -> None:
     plain = run(tmp_path, "plain", "train.num_steps=3")
     assert not (tmp_path / "plain" / "profile").exists()
-    profile = ("metrics.profile_steps=[2,3]", "metrics.profile_ranks=[1]")
+    profile = ("metrics.profile_steps=[2,2]", "metrics.profile_ranks=[1]")
     assert run(tmp_path, "profiled", "train.num_steps=3", *profile) == plain
     folder = tmp_path / "profiled" / "profile"
-    stem = "rank_00001.steps_2_to_3"
+    stem = "rank_00001.steps_2_to_2"
     assert sorted(path.name for path in folder.iterdir()) == [f"{stem}.kernels.txt", f"{stem}.trace.json.gz"]
     table = (folder / f"{stem}.kernels.txt").read_text()
     assert "aten::mm" in table
