@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from tests.known_issues.configs import megatron_core
 from tests.known_issues.rows import GROUPS, TABLE, VERSION, KnownIssue
@@ -69,7 +70,7 @@ def _entry(row: KnownIssue) -> Iterator[str]:
 
 def _symbol(place: Place) -> str:
     """`file::Class.function` around the lines: names outlive line numbers, which only the table's test compares."""
-    nodes: list[ast.AST] = [ast.parse((megatron_core() / place.path).read_text())]
+    nodes: list[ast.AST] = [_parsed(place.path)]
     names = []
     while nodes:
         node = nodes.pop()
@@ -79,6 +80,11 @@ def _symbol(place: Place) -> str:
                 if isinstance(inner, ast.ClassDef | ast.FunctionDef):
                     names.append(inner.name)
     return f"{place.path}::{'.'.join(names)}" if names else place.path
+
+
+@cache
+def _parsed(path: str) -> ast.Module:
+    return ast.parse((megatron_core() / path).read_text())
 
 
 def _is_around(node: ast.stmt | ast.excepthandler, first: int, last: int) -> bool:

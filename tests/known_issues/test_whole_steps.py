@@ -3,10 +3,12 @@
 When an upgrade fixes one, its test fails: then the workaround that the test names can go.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
@@ -24,17 +26,19 @@ WHOLE_TABLE = {"model__vocab_size": 64, "model__vocab_multiple": 8}
 INTERLEAVED = case(2, pp=2, vpp=2)
 
 
-def run_plain(pool: Pool, one: Case, batch: GlobalBatch, **fields: Any) -> list[PlainStep]:
+def run_plain(pool: Pool, one: Case, batch: GlobalBatch, *fields: dict[str, Any]) -> list[list[PlainStep]]:
+    """The steps of all ranks, with each of several fields."""
     config = one.config(**WHOLE_TABLE)
     arguments = (config.model, initial_parameters(config), batch, one.micro_batch_size)
-    return pool.run(plain_step_with, one.resolved(config), *arguments, fields)
+    ranks = pool.run(plain_steps_with, one.resolved(config), *arguments, fields)
+    return [list(steps) for steps in zip(*ranks, strict=True)]
 
 
-def plain_step_with(
-    groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, fields: dict[str, Any]
-) -> PlainStep:
+def plain_steps_with(
+    groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, fields: Sequence[dict[str, Any]]
+) -> list[PlainStep]:
     """`Pool.run` passes no keywords."""
-    return plain_step(groups, model, parameters, batch, size, **fields)
+    return [plain_step(groups, model, parameters, batch, size, **each) for each in fields]
 
 
 def oracle_of(one: Case, batch: GlobalBatch) -> StepResult:
@@ -54,29 +58,26 @@ def assert_ours_is_exact(pool: Pool, one: Case, batch: GlobalBatch) -> None:
     deviation(outcome, run_oracle(config, [batch]), config).assert_below()
 
 
-def test_plain_megatron_agrees_where_nothing_is_wrong(pool: Pool) -> None:
+PER_TOKEN = {"calculate_per_token_loss": True}
+
+
+@pytest.mark.parametrize(  # of two ranks: the other row
+    "one", [pytest.param(case(8, 2), marks=pytest.mark.nightly), case(4, 2, pp=2), case(4, 2, dp=2)], ids=str
+)
+def test_plain_megatron_agrees_where_nothing_is_wrong(pool: Pool, one: Case) -> None:
     """So the deviations below are those of the fault, not of the comparison."""
     batch = three_steps()[0]
-    for one in (case(8, 2), case(4, 2, pp=2), case(4, 2, dp=2)):
-        steps = run_plain(pool, one, batch, calculate_per_token_loss=True)
-        assert worst_of_ranks(steps, oracle_of(one, batch)) < 1e-5
-        assert relative(steps[-1].loss, oracle_of(one, batch).loss) < 1e-5
+    (steps,) = run_plain(pool, one, batch, PER_TOKEN)
+    assert worst_of_ranks(steps, oracle_of(one, batch)) < 1e-5
+    assert relative(steps[-1].loss, oracle_of(one, batch).loss) < 1e-5
 
 
 def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -> None:
     """Absent here: `batch_p2p_comm` is off where virtual stages are on (mtrain/mcore/model/transformer_config.py)."""
     batch = three_steps()[0]
-    steps = run_plain(pool, INTERLEAVED, batch, calculate_per_token_loss=True)
+    separate = {"batch_p2p_comm": False, "overlap_p2p_comm": True, "deallocate_pipeline_outputs": False}
+    steps, fixed = run_plain(pool, INTERLEAVED, batch, PER_TOKEN, PER_TOKEN | separate)
     assert worst_of_ranks(steps, oracle_of(INTERLEAVED, batch)) > 0.01
-    fixed = run_plain(
-        pool,
-        INTERLEAVED,
-        batch,
-        calculate_per_token_loss=True,
-        batch_p2p_comm=False,
-        overlap_p2p_comm=True,
-        deallocate_pipeline_outputs=False,
-    )
     assert worst_of_ranks(fixed, oracle_of(INTERLEAVED, batch)) < 1e-5
     assert_ours_is_exact(pool, INTERLEAVED, batch)
 
@@ -87,12 +88,14 @@ def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
     the order."""
     config = INTERLEAVED.config(**WHOLE_TABLE)
     arguments = (config.model, initial_parameters(config), three_steps()[0], INTERLEAVED.micro_batch_size)
-    freed, kept = (
-        pool.run(freed_in_flight, INTERLEAVED.resolved(config), *arguments, deallocates)
-        for deallocates in (True, False)
-    )
-    assert min(freed) > 0, "each stage sends, and frees what it sends"
-    assert kept == [0, 0]
+    ranks = pool.run(freed_and_kept, INTERLEAVED.resolved(config), *arguments)
+    assert min(freed for freed, _ in ranks) > 0, "each stage sends, and frees what it sends"
+    assert [kept for _, kept in ranks] == [0, 0]
+
+
+def freed_and_kept(groups: Groups, *arguments: Any) -> tuple[int, int]:
+    """Tensors freed in flight where outputs are deallocated, and where they are not."""
+    return freed_in_flight(groups, *arguments, True), freed_in_flight(groups, *arguments, False)
 
 
 def freed_in_flight(
@@ -134,25 +137,27 @@ def test_weights_without_their_initialisation_miss_in_the_norm(pool: Pool) -> No
     """Absent here: perform_initialization stays on, initialisers do nothing (mcore/model/transformer_config.py)."""
     batch, one = three_steps()[0], case(8, 2, tp=2)
     exact = oracle_of(one, batch).grad_norm
-    good, bad = (
-        run_plain(pool, one, batch, calculate_per_token_loss=True, perform_initialization=initialised)[0].grad_norm
-        for initialised in (True, False)
-    )
+    each = ({**PER_TOKEN, "perform_initialization": initialised} for initialised in (True, False))
+    good, bad = (steps[0].grad_norm for steps in run_plain(pool, one, batch, *each))
     assert relative(good, exact) < 1e-5
     assert bad < 0.99 * exact
     assert_ours_is_exact(pool, one, batch)
 
 
-def test_the_default_is_a_mean_of_means(pool: Pool) -> None:
+@pytest.mark.parametrize(  # microbatches and replicas are two means, of which dp = 2 has both
+    "one",
+    [case(4, 2, dp=2), *(pytest.param(each, marks=pytest.mark.nightly) for each in (case(4, 2), case(4, 2, pp=2)))],
+    ids=str,
+)
+def test_the_default_is_a_mean_of_means(pool: Pool, one: Case) -> None:
     """Gradients depend on the split while the logged loss agrees. Absent here: sums, divided once."""
     ragged, even = three_steps()[0], full_batch()
-    for one in (case(4, 2), case(4, 2, dp=2), case(4, 2, pp=2)):
-        steps, exact = run_plain(pool, one, ragged), oracle_of(one, ragged)
-        assert relative(steps[-1].loss, exact.loss) < 1e-5
-        assert relative(steps[0].grad_norm, exact.grad_norm) > 0.01
-        assert worst_of_ranks(steps, exact) > 0.01
-        assert worst_of_ranks(run_plain(pool, one, even), oracle_of(one, even)) < 1e-5
-        assert_ours_is_exact(pool, one, ragged)
+    (steps,), exact = run_plain(pool, one, ragged, {}), oracle_of(one, ragged)
+    assert relative(steps[-1].loss, exact.loss) < 1e-5
+    assert relative(steps[0].grad_norm, exact.grad_norm) > 0.01
+    assert worst_of_ranks(steps, exact) > 0.01
+    assert worst_of_ranks(run_plain(pool, one, even, {})[0], oracle_of(one, even)) < 1e-5
+    assert_ours_is_exact(pool, one, ragged)
 
 
 def test_initial_weights_depend_on_the_pipeline(pool: Pool) -> None:

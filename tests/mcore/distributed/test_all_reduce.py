@@ -12,7 +12,14 @@ from tests.pool import Pool
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(dp=2), Layout(dp=3), Layout(pp=2, dp=2), Layout(pp=2, dp=3), Layout(tp=2, pp=2, dp=2)],
+    [
+        Layout(),
+        Layout(dp=3),
+        Layout(pp=2, dp=2),
+        # powers of two and other numbers of ranks are above
+        *(pytest.param(Layout(**each), marks=pytest.mark.nightly) for each in ({"dp": 2}, {"pp": 2, "dp": 3})),
+        pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_all_ranks_read_the_same_sum(pool: Pool, layout: Layout) -> None:

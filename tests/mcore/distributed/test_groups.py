@@ -10,13 +10,13 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.pool import Pool
 
-LAYOUTS = [
-    Layout(),
+LAYOUTS = [  # by day every two axes together
     Layout(tp=2, cp=2, dp=2),
-    Layout(tp=2, pp=2, dp=2),
     Layout(cp=2, pp=2, dp=2),
-    Layout(pp=4, dp=2, vpp=2),
-    Layout(tp=4, pp=2),
+    *(
+        pytest.param(each, marks=pytest.mark.nightly)
+        for each in (Layout(), Layout(tp=2, pp=2, dp=2), Layout(pp=4, dp=2, vpp=2), Layout(tp=4, pp=2))
+    ),
 ]
 
 
@@ -52,7 +52,9 @@ def neighbours(layout: Layout, rank: int, axes: set[str]) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_groups_are_those_of_the_layout(pool: Pool, layout: Layout) -> None:
-    for rank, seen in enumerate(pool.run(look_around, layout)):
+    """And losses and plans have one owner for each part of the batch."""
+    everyone = pool.run(look_around, layout)
+    for rank, seen in enumerate(everyone):
         assert seen.rank == rank
         assert seen.coordinate == tuple(layout.coordinate(rank))
         assert seen.members == {
@@ -60,34 +62,25 @@ def test_groups_are_those_of_the_layout(pool: Pool, layout: Layout) -> None:
             "cp": neighbours(layout, rank, {"cp"}),
             "dp_cp": neighbours(layout, rank, {"dp", "cp"}),
         }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_losses_and_plans_have_one_owner_for_each_part_of_the_batch(pool: Pool, layout: Layout) -> None:
-    seen = pool.run(look_around, layout)
-    owners = sorted((s.coordinate[1], s.coordinate[2]) for s in seen if s.counts_loss)
+    owners = sorted((s.coordinate[1], s.coordinate[2]) for s in everyone if s.counts_loss)
     assert owners == sorted((cp, dp) for cp in range(layout.cp) for dp in range(layout.dp))
-    assert all(s.coordinate[3] == layout.pp - 1 for s in seen if s.counts_loss)
-    assert sorted(s.coordinate[2] for s in seen if s.counts_plan) == list(range(layout.dp))
+    assert all(s.coordinate[3] == layout.pp - 1 for s in everyone if s.counts_loss)
+    assert sorted(s.coordinate[2] for s in everyone if s.counts_plan) == list(range(layout.dp))
 
 
-def replicated_draw(groups: Groups) -> tuple[tuple[int, int, int], float]:
-    """This rank's place but for tp, and a number as dropout of a replicated activation would draw it."""
-    return (groups.pp_rank, groups.cp_rank, groups.dp_rank), float(torch.rand(()))
-
-
-def sharded_draw(groups: Groups) -> float:
-    """A number as dropout of a sharded activation would draw it."""
+def draw(groups: Groups) -> tuple[tuple[int, int, int], float, float]:
+    """This rank's place but for tp, and numbers as dropout of a replicated and of a sharded activation would draw."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    place, replicated = (groups.pp_rank, groups.cp_rank, groups.dp_rank), float(torch.rand(()))
     with get_cuda_rng_tracker().fork():
-        return float(torch.rand(()))
+        return place, replicated, float(torch.rand(()))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, cp=2, dp=2), Layout(tp=2, pp=2, dp=2)], ids=str)
 def test_dropout_draws_differ_between_places_and_agree_where_activations_do(pool: Pool, layout: Layout) -> None:
-    draws = pool.run(replicated_draw, layout)
-    by_place = {place: {draw for other, draw in draws if other == place} for place, _ in draws}
+    draws = pool.run(draw, layout)
+    by_place = {place: {number for other, number, _ in draws if other == place} for place, _, _ in draws}
     assert all(len(found) == 1 for found in by_place.values())
-    assert len({draw for _, draw in draws}) == len(by_place) == 4
-    assert len(set(pool.run(sharded_draw, layout))) == 8
+    assert len({number for _, number, _ in draws}) == len(by_place) == 4
+    assert len({number for _, _, number in draws}) == 8

@@ -18,9 +18,21 @@ CASES = [
     case(8, num_layers=2, cp=2),
     case(8, num_layers=2, tp=2, sp=True),
     case(8, num_layers=2, pp=2),
-    case(4, pp=2, vpp=2, dp=2),
+    case(4, num_layers=2, pp=2, dp=2),
     case(8, num_layers=2, tp=2, pp=2),
+    case(4, pp=2, vpp=2, dp=2),
 ]
+
+
+def by_day(*chosen: Case, of: Sequence[Case] = CASES) -> list[Any]:
+    """Rows of a test; those that are not chosen repeat at night what the chosen ones show."""
+    return [each if each in chosen else pytest.param(each, marks=pytest.mark.nightly) for each in of]
+
+
+EACH_AXIS = by_day(CASES[3], CASES[5])
+"""But cp, which the balance of experts has by day; virtual stages exchange no more than stages."""
+TWO_RANKS = by_day(CASES[1], of=[CASES[1], CASES[4], CASES[6]])
+"""Precision and optimizer ask the same of every layout."""
 SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
 ONE_TERM_AND_TWO: tuple[Mapping[str, Any], ...] = ({}, {"loss__side_terms": SIDE_TERMS})
 REPLICATED = {"train__distributed_optimizer": False}
@@ -59,7 +71,7 @@ def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], in
     return {("send", numbers): size.bit_length() - 1} if size > 1 else {}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH_AXIS, ids=str)
 def test_no_collective_beside_those_of_a_step_without_normalisation(pool: Pool, case: Case) -> None:
     for steps, _ in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
         assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=10)
@@ -67,20 +79,20 @@ def test_no_collective_beside_those_of_a_step_without_normalisation(pool: Pool, 
         assert added_by(steps["megatrons"], steps["bare"]).total() >= 2
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", TWO_RANKS, ids=str)
 def test_replicated_optimizers_need_one_as_well(pool: Pool, case: Case) -> None:
     for replicated, _ in steps_of_all_ranks(pool, case, REPLICATED, ALIKE, ways=WITHOUT_MEGATRONS):
         assert added_by(replicated["ours"], replicated["bare"]) == small(case, numbers=10)
         assert added_by(replicated["bare"], replicated["ours"]) == NORM
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", TWO_RANKS, ids=str)
 def test_side_terms_of_the_same_denominator_cost_none(pool: Pool, case: Case) -> None:
     for _, alike in steps_of_all_ranks(pool, case, REPLICATED, ALIKE, ways=WITHOUT_MEGATRONS):
         assert added_by(alike["ours"], alike["bare"]) == small(case, numbers=13)
 
 
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("case", EACH_AXIS[1:], ids=str)
 def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: Pool, case: Case) -> None:
     """Within the stage. A loss function's own collectives over TP are as many as for the main term."""
     for _, steps in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
@@ -89,11 +101,13 @@ def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: P
         )
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+HALF = ({"train__precision": "bf16"}, {"train__precision": "fp16"})
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=str)
 def test_half_precision_needs_the_denominator_ahead_and_nothing_else(pool: Pool, case: Case) -> None:
     """Whether a gradient overflowed comes with the losses; bf16 sends activations of the same size."""
-    half = [{"train__precision": precision} for precision in ("bf16", "fp16")]
-    for one, other in steps_of_all_ranks(pool, case, *half, ways=["ours"]):
+    for one, other in steps_of_all_ranks(pool, case, *HALF):
         assert added_by(other["ours"], one["ours"]) == small(case, numbers=1)
         assert not added_by(one["ours"], other["ours"])
         assert other["ours"].reads == one["ours"].reads
@@ -102,9 +116,9 @@ def test_half_precision_needs_the_denominator_ahead_and_nothing_else(pool: Pool,
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 
-@pytest.mark.parametrize(  # with cp and tp: the row of each, and of both pp and tp
+@pytest.mark.parametrize(  # of both pp and tp: what is counted is 0 without tp, and so less than here
     "case",
-    [*(pytest.param(each, marks=pytest.mark.nightly) for each in (CASES[1], CASES[3])), CASES[2], CASES[6]],
+    by_day(CASES[6], of=[CASES[1], CASES[2], CASES[3], CASES[6]]),
     ids=str,
 )
 def test_packed_rows_add_two_numbers_where_ranks_do_not_read(pool: Pool, case: Case) -> None:
@@ -132,11 +146,7 @@ EXPERTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case(8, num_layers=2, tp=2, sp=True), marks=pytest.mark.nightly),  # shares rows as cp does
-        case(8, num_layers=2, cp=2),
-        case(4, num_layers=2, pp=2, dp=2),
-    ],
+    by_day(CASES[2], of=[CASES[2], CASES[3], CASES[5]]),  # tp shares rows as cp does, dp shares none
     ids=str,
 )
 def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(pool: Pool, case: Case) -> None:
@@ -173,7 +183,7 @@ def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them
         assert steps["ours"].reads - steps["bare"].reads == OUR_READ
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH_AXIS, ids=str)
 def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(pool: Pool, case: Case) -> None:
     """With one term and with two."""
     for rank in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
@@ -182,9 +192,9 @@ def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(pool: Pool,
             assert steps["megatrons"].reads.total() - steps["ours"].reads.total() >= 1
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", TWO_RANKS, ids=str)
 def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
-    for (steps,) in steps_of_all_ranks(pool, case, {"train__precision": "bf16"}):
+    for steps, _ in steps_of_all_ranks(pool, case, *HALF):
         assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=10)
         assert steps["ours"].reads - steps["megatrons"].reads == OUR_READ
 

@@ -75,19 +75,24 @@ def test_nothing_stays_nothing() -> None:
     ],
 )
 def test_every_step_is_the_exact_one(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
-    report = check(pool, rich_config(**MUON, **changes), layouts, num_steps=2)
+    num_steps = 1 if "model__mla" in changes else 2  # other matrices; how momenta go on is not theirs
+    report = check(pool, rich_config(**MUON, **changes), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     updates = [each for layout in report.layouts for each in layout.deviations if each.kind == "update"]
     assert 0 < max(each.value / each.tolerance for each in updates) < 0.5, "the bound has room"
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    ["tp2spdp2ep2etp2", pytest.param("dp2ep2mbs2,pp2cp2dp2ep4", marks=pytest.mark.nightly)],  # without etp
+    ("layouts", "num_steps"),
+    [
+        ("tp2spdp2ep2etp2mbs8", 1),
+        # how momenta go on: the test above; without etp
+        pytest.param("tp2spdp2ep2etp2,dp2ep2mbs2,pp2cp2dp2ep4", 2, marks=pytest.mark.nightly),
+    ],
 )
-def test_every_step_of_experts_is_the_exact_one(pool: Pool, layouts: str) -> None:
+def test_every_step_of_experts_is_the_exact_one(pool: Pool, layouts: str, num_steps: int) -> None:
     """With a depth of multi-token prediction; matrices of one expert lie on few ranks, and their owner anywhere."""
-    report = check(pool, expert_config(**MUON, model__num_layers=2), layouts, num_steps=2)
+    report = check(pool, expert_config(**MUON, model__num_layers=2), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
@@ -118,7 +123,15 @@ def test_an_update_that_overflows_leaves_the_momentum(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case(8, 2), case(4, 2, dp=2), case(8, 2, tp=2, sp=True), case(8, 2, tp=2, pp=2)], ids=str
+    "case",  # rounds where a stage is one rank, and several: by dp; divided sequences exchange no more
+    [
+        case(4, 2, dp=2),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in (case(8, 2), case(8, 2, tp=2, sp=True), case(8, 2, tp=2, pp=2))
+        ),
+    ],
+    ids=str,
 )
 def test_a_step_costs_two_exchanges_a_round_and_no_further_read(pool: Pool, case: Case) -> None:
     """Every rank of a stage owns one tensor a round; a layer has four tensors with matrices."""

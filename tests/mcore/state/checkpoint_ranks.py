@@ -166,6 +166,11 @@ def begin_and_resume(groups: Groups, config: Config, folder: Path, stop: int, sa
     return fresh, train(groups, config, folder, saved_at, stop, None, ["begin"])
 
 
+def resumed_at(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> list[Outcome]:
+    """Runs that resume at a checkpoint, one after the other, and go no further."""
+    return [train(groups, config, folder, step, step) for step in steps]
+
+
 def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: int) -> list[tuple[int, Whole]]:
     """Takes the weights of a checkpoint into new runs: updates that Adam has made, and the model."""
     found = []

@@ -18,14 +18,14 @@ from tests.pool import Pool
 FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
     "gemma": (
         GEMMA,
-        Layout(tp=2, sp=True, dp=2),
-        Layout(pp=2, vpp=2),
+        Layout(tp=2, sp=True),
+        Layout(pp=2),
         {"self_attention.linear_proj.post_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight"},
     ),
     "olmo2": (
         OLMO2,
-        Layout(pp=2, dp=2),
-        Layout(tp=4),
+        Layout(pp=2),
+        Layout(tp=2),
         {
             "self_attention.q_layernorm.weight",
             "self_attention.k_layernorm.weight",
@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
     ),
     "gpt_oss": (
         GPT_OSS | {"model__qk_norm": False},
-        Layout(tp=2, sp=True, dp=2, ep=2),
+        Layout(tp=2, sp=True, ep=2),
         Layout(pp=2),
         {"self_attention.core_attention.softmax_offset", "mlp.router.bias"},
     ),

@@ -16,7 +16,7 @@ from tests.mcore.state.test_save_and_load import BF16, assert_same_bits, assert_
 from tests.pool import Pool
 
 SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
-SAVED = Layout(tp=2, sp=True, dp=2)
+SAVED = Layout(tp=2, sp=True)
 KEYS = {
     "input_layernorm.weight",
     "self_attention.linear_q_down_proj.weight",
@@ -39,14 +39,19 @@ def latent(q_lora_rank: int | None, **changes: Any) -> Config:
     return configured(**plain, **{"model.mla": {**SIZES, "q_lora_rank": q_lora_rank}}, **changes)
 
 
-@pytest.fixture(scope="module", params=[{}, BF16], ids=["fp32", "bf16"])
+# main weights of bf16 on other layouts: test_save_and_load.py
+@pytest.fixture(scope="module", params=[{}, pytest.param(BF16, marks=pytest.mark.nightly)], ids=["fp32", "bf16"])
 def straight(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run on tp2sp-dp2 that saved after a step and made two more: (configuration, its folder, rank 0)."""
+    """A run on tp2sp that saved after a step and made two more: (configuration, its folder, rank 0)."""
     config, folder = latent(8, **request.param), tmp_path_factory.mktemp("latent")
     return config, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 3, 1, ["begin", "save"])[0]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize(  # pp = 2 makes the halves of tp whole as well; four parts: test_save_and_load.py
+    "layout",
+    [Layout(pp=2), *(pytest.param(each, marks=pytest.mark.nightly) for each in (Layout(dp=2), Layout(tp=4)))],
+    ids=str,
+)
 def test_another_layout_starts_saves_and_trains_alike(pool: Pool, straight: Any, layout: Layout) -> None:
     config, folder, whole = straight
     fresh, resumed = pool.run(checkpoint_ranks.begin_and_resume, layout, config, folder, 3, 1)[0]
