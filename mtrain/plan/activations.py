@@ -20,6 +20,8 @@ from mtrain.plan.logits import tokens_at_once
 from mtrain.plan.parameters import output_columns
 
 FP32_BYTES, BF16_BYTES = 4, 2
+SMALLEST_MOVED_BYTES = 2**18
+"""Of memory that train.offload_layers moves: less takes longer to start than to copy."""
 
 
 def element_bytes(config: Config) -> int:
@@ -71,7 +73,8 @@ class _Kept(NamedTuple):
     """Bytes that one forward pass of a virtual chunk keeps until its backward pass."""
 
     inputs: int
-    """Of recomputed layers, and of a stage whose first layer moves: its schedule holds what it received."""
+    """Of recomputed layers, and of a stage whose first layer moves: its schedule holds what it received. Of layers that
+    move, what is too small to."""
     whole: int
     """Of layers that are neither recomputed nor moved, and of what follows them."""
     moved: tuple[int, ...]
@@ -115,14 +118,19 @@ class _Rank:
             case _ as never:
                 assert_never(never)
         num_moved = min(train.offload_layers or 0, len(layers))
-        moved = [
+        kept = [
             self._input_bytes() if number < num_recomputed else self._layer_bytes(layer, skipped)
             for number, layer in enumerate(layers[:num_moved])
         ]
+        small = [
+            sum(_small([self._input_bytes()])) if number < num_recomputed else self._small_bytes(layer)
+            for number, layer in enumerate(layers[:num_moved])
+        ]
+        moved = [whole - stays for whole, stays in zip(kept, small, strict=True)]
         others = alike(model, layers[max(num_recomputed, num_moved) :])
         whole = sum(count * self._layer_bytes(layer, skipped) for layer, count in others.items())
-        inputs = len(layers[num_moved:num_recomputed]) * self._input_bytes()
-        if moved and layout.stage(pp_rank, chunk) > 0:
+        inputs = len(layers[num_moved:num_recomputed]) * self._input_bytes() + sum(small)
+        if moved and layout.stage(pp_rank, chunk) > 0 and not _small([self._input_bytes()]):
             moved[0] -= self._input_bytes()
             inputs += self._input_bytes()
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
@@ -208,6 +216,17 @@ class _Rank:
         core = modules["core_attn"] - sum(modules[name] for name in modules.keys() & set(skipped))
         return self.tokens * elements * size + norms * self._unfused_norm_bytes() + core
 
+    def _small_bytes(self, layer: int) -> int:
+        """Of what backward needs of a layer, tensors that do not move."""
+        model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
+        widths = [width for part in parts for width in part.narrow_tensors(model, layout)]
+        # inputs of norms, in float32 and beside normalised ones where torch has no kernel of one piece
+        is_unfused = self._unfused_norm_bytes() > 0
+        hidden = self.tokens * hidden_local(model, layout) * (FP32_BYTES if is_unfused else size)
+        of_norms = [hidden] * ((1 + is_unfused) * sum(part.num_hidden_norms for part in parts))
+        return sum(_small([*(self.tokens * width * size for width in widths), *of_norms]))
+
     def _module_bytes(self, layer: int) -> dict[str, int]:
         """What each of a layer's modules keeps between its input and output, by name in train.recompute_modules."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config)
@@ -258,6 +277,11 @@ class _Rank:
         normalised = FP32_BYTES if self.config.adapter is None else 0
         each = FP32_BYTES + normalised - element_bytes(self.config)
         return self.tokens * hidden_local(model, self.layout) * each
+
+
+def _small(tensors: Sequence[int]) -> list[int]:
+    """Of sizes in bytes, those that do not move."""
+    return [each for each in tensors if each < SMALLEST_MOVED_BYTES]
 
 
 def _frozen_table(config: Config) -> tuple[int, int]:

@@ -50,4 +50,7 @@ def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
     """
     chunk = chunk_tokens(config.loss, vocab_local, on_cpu=config.train.device == "cpu")
     needs_whole = config.loss.chunk_tokens == "auto" and bool(own_functions(config.loss))
-    return tokens if chunk is None or needs_whole else min(tokens, chunk)
+    if chunk is None or needs_whole or chunk >= tokens:
+        return tokens
+    num_chunks = -(-tokens // chunk)  # of about equal length (mtrain/loss/vocab_parallel/chunks.py)
+    return -(-tokens // num_chunks)

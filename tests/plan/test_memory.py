@@ -73,7 +73,8 @@ def assert_estimated(found: list[Measured], config: Config, layout: Layout) -> N
         pytest.param(Layout(cp=2), "fp32", 2048, marks=pytest.mark.nightly),  # a minute
         pytest.param(Layout(tp=2, sp=True), "bf16", 2048, marks=pytest.mark.nightly),  # processors are slow in bf16
         pytest.param(Layout(cp=4, cp_comm="ring"), "bf16", 2048, marks=pytest.mark.nightly),
-        (Layout(tp=2, sp=True), "fp32", 512),
+        pytest.param(Layout(tp=2, sp=True), "fp32", 512, marks=pytest.mark.nightly),  # with tensors that move
+        (Layout(tp=2, sp=True), "fp32", 256),  # some tensors are too small to move
     ],
     ids=str,
 )
@@ -82,6 +83,7 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
 ) -> None:
     keys = [f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}", f"layout.cp={layout.cp}"]
     keys += [f"layout.cp_comm={layout.cp_comm}", f"data.seq_length={seq_length}"]
+    keys += ["model.vocab_size=2000"] if seq_length == 256 else []
     configs = [long_rows(*keys, f"train.precision={precision}", *changes) for changes in RECOMPUTED]
     ranks = pool.run(measured, layout, configs)
     for number, each in enumerate(configs):
@@ -97,7 +99,7 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_the_estimate_of_logits_in_chunks_is_what_a_rank_allocates(pool: Pool, precision: str) -> None:
     """Where they are what matters: a wide vocabulary, and layers that keep their input alone."""
-    wide = ("model.vocab_size=24000", "data.seq_length=512", "loss.chunk_tokens=200", FULL)
+    wide = ("model.vocab_size=8000", "model.num_layers=1", "data.seq_length=512", "loss.chunk_tokens=200", FULL)
     given = long_rows(f"train.precision={precision}", "layout.cp=1", "layout.tp=1", *wide)
     ((found,),) = pool.run(measured, Layout(), [given])
     assert_estimated([found], given, Layout())
@@ -117,7 +119,7 @@ def of_experts(*modules: str) -> Config:
 
 
 def test_recomputed_experts_and_latents_change_no_bit(pool: Pool) -> None:
-    chosen = [(), ("core_attn",), ("mlp",), ("moe",), ("shared_experts", "core_attn")]
+    chosen = [(), ("mlp",), ("moe",), ("shared_experts", "core_attn")]
     layout = Layout(dp=2, ep=2)
     for rank in pool.run(measured, layout, [of_experts(*modules) for modules in chosen]):
         whole, *others = rank

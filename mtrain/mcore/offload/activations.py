@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mtrain.mcore.offload.host_memory import CopyStream, HostMemory, copy_from_host, copy_to_host
+from mtrain.plan.activations import SMALLEST_MOVED_BYTES
 
-SMALLEST_BYTES = 2**18
-"""Of memory that is moved: less takes longer to start than to copy."""
+SMALLEST_BYTES = SMALLEST_MOVED_BYTES
+"""What the plan of memory counts on; tests move less."""
 
 
 class HostSide:

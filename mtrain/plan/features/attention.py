@@ -41,6 +41,15 @@ class GroupedQueryAttention(LayerPart):
         """Turned queries and keys, the projection of which values are a view, and the attention's output."""
         return 3 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        """Queries and output; then keys and the projection, or its pieces where whole rows take their place."""
+        queries, keys = (
+            number * model.head_size // layout.tp for number in (model.num_attention_heads, model.query_groups)
+        )
+        if layout.cp == 1 or layout.cp_comm == "ring":
+            return queries, queries, keys, queries + 2 * keys
+        return queries, queries, queries // 2, queries // 2
+
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Under context parallelism: keys and values of whole rows, and the output once more in pieces.
 

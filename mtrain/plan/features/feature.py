@@ -105,6 +105,11 @@ class LayerPart(Feature, ABC):
         """Elements a token and rank that the backward pass needs."""
         return 0
 
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        """Of `kept_elements`, those of each tensor about as wide as a hidden state, or narrower: in short rows they are
+        too small to be worth moving to the host."""
+        return ()
+
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
         """Of `kept_elements`, those that a module keeps between its input and its output, by its name in
         train.recompute_modules."""

@@ -20,6 +20,10 @@ class Residual(LayerPart):
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         return 2 * hidden_local(model, layout)
 
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        """What projections read where no norm stands in front of them."""
+        return (hidden_local(model, layout),) * 2 if model.post_norm else ()
+
 
 @final
 class InputNorms(LayerPart):
@@ -35,6 +39,10 @@ class InputNorms(LayerPart):
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         return 2 * hidden_local(model, layout)
+
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        """Outputs; inputs are the residual stream, of norms as well."""
+        return (hidden_local(model, layout),) * 2
 
 
 @final
