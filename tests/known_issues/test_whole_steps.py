@@ -93,9 +93,10 @@ def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
     assert [kept for _, kept in ranks] == [0, 0]
 
 
-def freed_and_kept(groups: Groups, *arguments: Any) -> tuple[int, int]:
+def freed_and_kept(groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int) -> tuple[int, int]:
     """Tensors freed in flight where outputs are deallocated, and where they are not."""
-    return freed_in_flight(groups, *arguments, True), freed_in_flight(groups, *arguments, False)
+    given = (groups, model, parameters, batch, size)
+    return freed_in_flight(*given, True), freed_in_flight(*given, False)
 
 
 def freed_in_flight(

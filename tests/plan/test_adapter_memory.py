@@ -42,7 +42,7 @@ def test_the_estimate_beside_a_frozen_model_is_what_ranks_allocate(
     layout: Layout, changes: list[tuple[str, ...]], pool: Pool
 ) -> None:
     """What a frozen weight does not need is not counted, and what adapters keep is: within 10 %."""
-    small: tuple[str, ...] = ("data.seq_length=384", "model.vocab_size=1000", "layout.cp=1")
+    small: tuple[str, ...] = ("data.seq_length=384", "model.vocab_size=1000", "model.num_layers=2", "layout.cp=1")
     small += (f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}")
     configs = [long_rows(*small, *each) for each in changes]
     ranks = pool.run(measured, layout, configs)

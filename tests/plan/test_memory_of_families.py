@@ -17,7 +17,7 @@ from tests.pool import Pool
 WIDE: dict[str, Any] = {
     "model__hidden_size": 128,
     "model__ffn_hidden_size": 384,
-    "model__num_layers": 4,
+    "model__num_layers": 2,
     "model__vocab_size": 2048,
     "train__device": "cpu",
     "train__global_batch_size": 4,
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "olmo2": (Layout(dp=2), OLMO2),
     "mixtral": (Layout(dp=2, ep=2), MIXTRAL | {"layout": {"ep": 2}}),
     "deepseek": (Layout(), DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 1}),
-    "interleaved": (Layout(pp=2, vpp=2), {"layout": {"pp": 2, "vpp": 2}}),
+    "interleaved": (Layout(pp=2, vpp=2), {"model__num_layers": 4, "layout": {"pp": 2, "vpp": 2}}),
     "not distributed": (Layout(dp=2), OFF | {"train__precision": "bf16"}),
     "fp16": (Layout(dp=2), {"train__precision": "fp16"}),
 }

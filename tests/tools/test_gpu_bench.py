@@ -21,38 +21,34 @@ from tools.bench.one_gpu import correctness
 from tools.bench.one_gpu.report import markdown
 from tools.bench.one_gpu.shapes import Bench
 
-NAMES = (
-    "fp32 against float64",
-    "grouped product",
-    "attention kernels",
-    "waits of the host",
-    "products",
-    "1B",
-    "experts",
-    "packed finetuning",
+BY_DAY = ("fp32 against float64", "waits of the host", "experts")
+"""A judge, a look at one contender, and several of them beside each other, as the other sections have them."""
+NAMES = (*BY_DAY, "grouped product", "attention kernels", "products", "1B", "packed finetuning")
+
+
+@pytest.mark.parametrize(
+    "names", [BY_DAY, pytest.param(NAMES, marks=pytest.mark.nightly)], ids=["one of each kind", "all"]
 )
-
-
-def test_sections_measure_what_they_say(pool: Pool) -> None:
-    (found,) = pool.run(answers, Layout(), NAMES)
+def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> None:
+    (found,) = pool.run(answers, Layout(), names)
     assert {name: each.get("error") for name, each in found.items() if not each["passed"]}.keys() == {
         "judged otherwise"  # by angles of another base: the comparison is one
     }
     assert "from float64" in found["judged otherwise"]["error"]
     assert max(found[NAMES[0]]["found"]["relative difference"].values()) < 2e-6
-    dense = found["1B"]["found"]
-    losses = [each["loss"] for each in dense.values()]
-    assert len(losses) == 3
-    assert all(3.0 < loss < 6.5 for loss in losses), "about the logarithm of the vocabulary"
-    assert {name for name, each in dense.items() if "mtrain is faster by" in each} == dense.keys() - {"mtrain"}
-    assert all(len(each["top 10 kernels"]) == 10 and each["step s"] > 0 for each in dense.values())
-    assert dense["mtrain"]["estimated bytes"] > 0
-    assert dense["mtrain"]["MFU"] is dense["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
-    assert found["experts"]["found"].keys() == {"mtrain", "megatron-core local"}
+    compared = {name: found[name]["found"] for name in ("1B", "experts") if name in names}
+    for each in compared.values():
+        assert all(3.0 < one["loss"] < 6.5 for one in each.values()), "about the logarithm of the vocabulary"
+        assert {name for name, one in each.items() if "mtrain is faster by" in one} == each.keys() - {"mtrain"}
+        assert all(len(one["top 10 kernels"]) == 10 and one["step s"] > 0 for one in each.values())
+        assert each["mtrain"]["estimated bytes"] > 0
+        assert each["mtrain"]["MFU"] is each["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
+    assert len(compared.get("1B", "all")) == 3
+    assert compared["experts"].keys() == {"mtrain", "megatron-core local"}
     assert all(":" in line for reads in found["waits of the host"]["found"].values() for line in reads)
     page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": found})
     assert "| judged otherwise | **failed**: WrongError: " in page
-    assert page.count("| mtrain |") == 2
+    assert page.count("| mtrain |") == len(compared)
     assert "| megatron-core local | " in page
 
 

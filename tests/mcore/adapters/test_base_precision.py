@@ -48,7 +48,9 @@ def test_matrices_alone_are_held_in_bf16_and_are_the_rounded_ones(pool: Pool, la
             assert torch.equal(values, wanted), name
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True), Layout(pp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(  # adapters in float32 by day under pp and cp: tests/parity
+    "layout", [Layout(tp=2, sp=True), pytest.param(Layout(pp=2, cp=2), marks=pytest.mark.nightly)], ids=str
+)
 def test_adapters_of_a_run_in_bf16_are_near_the_oracle_and_learn_in_float32(pool: Pool, layout: Layout) -> None:
     user = config(adapter=LORA, **SMALL | {"train__precision": "bf16"})
     plan = SamplePlan(0, 1)

@@ -28,10 +28,10 @@ DOCUMENTS = COMPILED | {"data__isolate_documents": True}
 OVERLAPPED = COMPILED | {"train__overlap_grad_reduce": True}
 
 
-def row(name: str, changes: dict[str, Any], **layout: Any) -> Row:
+def row(name: str, changes: dict[str, Any], num_layers: int = 2, **layout: Any) -> Row:
     """Of the fewest layers and microbatches."""
     batches = documents_steps() if changes.get("data__isolate_documents") else two_steps()
-    return Row(name, changes, lean(case(**layout)), batches)
+    return Row(name, changes, lean(case(**layout), num_layers), batches)
 
 
 def compiled_rows(pool: Pool, rows: list[Row], backend: str = "eager", **options: Any) -> list[Compiled]:
@@ -55,7 +55,7 @@ def test_a_layer_is_one_graph_that_all_layers_share(pool: Pool) -> None:
 
 
 def test_what_the_layout_adds_stays_outside(pool: Pool) -> None:
-    (found,) = compiled_rows(pool, [row("tp", COMPILED, tp=2, sp=True)])
+    (found,) = compiled_rows(pool, [row("tp", COMPILED, num_layers=1, tp=2, sp=True)])
     assert found.num_graphs > 1
     assert found.printed == ""
 
@@ -104,7 +104,7 @@ def test_names_stay_those_of_plain_layers(pool: Pool) -> None:
 )
 def test_what_cannot_be_compiled_runs_as_it_is_written(pool: Pool, notice: Notice) -> None:
     with notice:
-        (found,) = compiled_rows(pool, [row("documents", DOCUMENTS)], refused_after=2)
+        (found,) = compiled_rows(pool, [row("recomputed", RECOMPUTED)], refused_after=2)
     assert found.num_graphs == 1
     assert found.printed.count("\n") == 1
     assert found.printed.startswith(

@@ -17,8 +17,10 @@ from tests.pool import Pool
         Layout(dp=3),
         Layout(pp=2, dp=2),
         # powers of two and other numbers of ranks are above
-        *(pytest.param(Layout(**each), marks=pytest.mark.nightly) for each in ({"dp": 2}, {"pp": 2, "dp": 3})),
-        pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.nightly),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in (Layout(dp=2), Layout(pp=2, dp=3), Layout(tp=2, pp=2, dp=2))
+        ),
     ],
     ids=str,
 )

@@ -53,7 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
-    "ep4-pp2": {"ep": 4, "pp": 2},
+    "ep2-pp2": {"ep": 2, "pp": 2},
     "tp2sp-ep2": {"tp": 2, "sp": True, "ep": 2},
     "tp2sp-etp2-ep2": {"tp": 2, "sp": True, "ep": 2, "etp": 2},
 }

@@ -31,8 +31,9 @@ DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 ADAPTER = {"adapter": {"rank": 4}}
 ROWS: list[Any] = [
     ({}, [{}, SELECTIVE | MIXTRAL, BLOCKS | DROPOUT, DOCUMENTS, ADAPTER]),
-    ({"tp": 2, "sp": True}, [MIXTRAL]),
     ({"pp": 2, "vpp": 2}, [{}]),
+    # what a layer keeps moves, whatever divides it: pipelines alone change when
+    pytest.param({"tp": 2, "sp": True}, [MIXTRAL], marks=pytest.mark.nightly),
     pytest.param({"pp": 2}, [{"train__recompute": "full"}], marks=pytest.mark.nightly),
     pytest.param({"cp": 2}, [{}], marks=pytest.mark.nightly),
     pytest.param({"cp": 2, "cp_comm": "ring"}, [{}], marks=pytest.mark.nightly),

@@ -1,9 +1,9 @@
 """Builds the layers of every model of configs/ twice, as ours and as TransformerEngine's, and prints what differs.
 
-    python -m tests.mcore.transformer_engine.spec_program FOLDER_OF_THE_WHEEL
+    python -m tests.mcore.transformer_engine.spec_program FOLDER_OF_THE_WHEEL [MODEL ...]
 
-One rank of a world that is not there. Prints JSON: the models that were compared, those for which te is refused, and
-the differences, of parameters, buffers, places in checkpoints and initial weights.
+One rank of a world that is not there; without names of models all of them. Prints JSON: the models that were compared,
+those for which te is refused, and the differences, of parameters, buffers, places in checkpoints and initial weights.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
     paths = sorted((ROOT / "configs" / "model").glob("*.yaml"))
     refused = [path for path in paths if is_refused(configured(path))]
-    compared = [path for path in paths if path not in refused]
+    compared = [path for path in paths if path not in refused and path.stem in (sys.argv[2:] or [path.stem])]
     differences = [line for path in compared for layout in LAYOUTS for line in compare(path, layout)]
     differences += compare(compared[0], {}, "train.fp8=hybrid")
     names = {kind: [path.stem for path in found] for kind, found in (("compared", compared), ("refused", refused))}
