@@ -18,7 +18,7 @@ def one_message() -> Iterator[None]:
     try:
         yield
     except MtrainError as error:
-        rank, text = this_rank(), _told(error)
+        rank, text = this_rank(), _summary_of(error)
         if text is None and (rank == 0 or not error.on_every_rank):
             text = f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}\n"
         with suppress(OSError):  # nobody may read it any more
@@ -39,11 +39,11 @@ def prefixed_traceback() -> Iterator[None]:
     except Exception as error:
         lines = traceback.format_exc().splitlines()
         print("\n".join(f"[rank {this_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
-        print(_told(error) or "", end="", file=sys.stderr, flush=True)
+        print(_summary_of(error) or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(1) from None
 
 
-def _told(error: Exception) -> str | None:
+def _summary_of(error: Exception) -> str | None:
     """The summary, where this process has to show it; empty where the local launcher will; None where there is none."""
     from mtrain.runs.failure import REPORT_TO, reported_summary  # nothing has failed yet where verbs start
 

@@ -37,7 +37,7 @@ class Meter:
         self.done_bytes = 0
 
     def __enter__(self) -> Self:
-        self._start_s = self._told_s = time.monotonic()
+        self._start_s = self._reported_s = time.monotonic()
         self._bar.start()
         return self
 
@@ -63,7 +63,7 @@ class Meter:
         with self._lock:
             self.done_bytes += num_bytes
             self._bar.update(self._task, completed=self.done_bytes, rate=self.rate)
-            if self._bar.disable and time.monotonic() - self._told_s > _SECONDS_BETWEEN_LINES:
-                self._told_s = time.monotonic()
+            if self._bar.disable and time.monotonic() - self._reported_s > _SECONDS_BETWEEN_LINES:
+                self._reported_s = time.monotonic()
                 share = self.done_bytes / max(self._total_bytes, 1)
                 print(f"{self._title}: {share:.0%}, {self.done_bytes / _GB:.1f} GB, {self.rate}", flush=True)

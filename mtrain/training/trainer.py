@@ -109,7 +109,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         life = Life(folder, groups.rank)
         lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
         held.enter_context(life)
-        heartbeat, account = _told_of(folder, lock.number, config, groups, held)
+        heartbeat, account = _open_reporting(folder, lock.number, config, groups, held)
         # agreed by all ranks: one that left alone would let the others wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
@@ -127,7 +127,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
         records, signs = held.enter_context(contextlib.ExitStack()), SignsOfLife(life, heartbeat, account)
-        known = (config, _origin(run), lock.check, run.start_step, _tellers(life, account))
+        known = (config, _origin(run), lock.check, run.start_step, _save_listener(life, account))
         saver = Saver(folder.checkpoints, run.groups, *known)
         exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
         held.callback(exporter.close)
@@ -151,10 +151,10 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             life.stopped("stopped by a signal before all checkpoints were exported")
 
 
-def _told_of(
+def _open_reporting(
     folder: RunFolder, number: int, config: Config, groups: Groups, held: contextlib.ExitStack
 ) -> tuple[Heartbeat, StartAccount]:
-    """From now on this start tells where it is, how its time goes by, and why it fails."""
+    """From now on this start reports where it is, how its time goes by, and why it fails."""
     if (own := pulse.current()) is not None:
         own.start_number = number
     size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
@@ -167,7 +167,7 @@ def _told_of(
     return heartbeat, account
 
 
-def _tellers(life: Life, account: StartAccount) -> Callable[[int, float], None]:
+def _save_listener(life: Life, account: StartAccount) -> Callable[[int, float], None]:
     """Who is notified of a save."""
 
     def saved(step: int, seconds: float) -> None:

@@ -29,7 +29,7 @@ class SlowRanks:
         self._own_s, self._num_steps, self._window = 0.0, 0, 0
         self._judged = 0
         self._slow: dict[int, float] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def noted(self, record: StepRecord, waited_s: float) -> StepRecord:
         """Counts a step of this rank; the record names a slow rank, where there is one. In the thread that trains.
@@ -64,8 +64,8 @@ class SlowRanks:
         self._judged = window
         own = {beat.rank: OwnTime(beat.stage, beat.pace_s) for beat in beats if beat is not None}
         slow = self._judge.add(own)
-        for rank in slow.keys() - self._told:
-            self._told.add(rank)  # once a start; records go on naming it
+        for rank in slow.keys() - self._reported:
+            self._reported.add(rank)  # once a start; records go on naming it
             steps = self._watch.slow_rank_windows * self._watch.window_steps
             text = (
                 f"rank {rank} is slow: its own work took {slow[rank]:.2f} times the median of its pipeline stage in "

@@ -131,7 +131,7 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
     if request.layouts is not None:
         named = parse_trials(request.layouts, config, max_ranks)
         shrunk = _shrunk(config, [base, *named], batch_size)
-        return shrunk, _told_apart(prepared(trial, shrunk.config) for trial in [base, *named])
+        return shrunk, _distinct(prepared(trial, shrunk.config) for trial in [base, *named])
     derived = derived_trials(config, max_ranks)
     shrunk = _shrunk(config, derived, batch_size)
     legal = []
@@ -140,10 +140,10 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
             legal.append(prepared(trial, shrunk.config))
         except ConfigError:  # a variant that the user did not ask for, such as another cp_comm
             continue
-    return shrunk, _told_apart(legal)
+    return shrunk, _distinct(legal)
 
 
-def _told_apart(trials: Iterable[Prepared]) -> list[Prepared]:
+def _distinct(trials: Iterable[Prepared]) -> list[Prepared]:
     """Each once: trials of several micro-batch sizes are one where the width of packed rows decides."""
     return list({trial.name: trial for trial in trials}.values())
 
