@@ -54,6 +54,11 @@ PACKED: dict[str, Any] = {
     "train__tokens_per_micro_batch": 32,
     "train__global_batch_size": 16,
 }
+# Two answers each, whose scores the host compares between the two passes.
+PAIRS: dict[str, Any] = PACKED | {
+    "data__train": [{"path": "PAIRS"}],
+    "loss__function": "simpo",
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,9 @@ CASES = {
     "four layers": Case(LAYERS),
     "moved activations": Case(LAYERS | {"train__offload_layers": 3}),
     "moved activations of stages": Case(LAYERS | {"train__offload_layers": 4, "layout": PP2}, ranks=2),
+    # Between its two passes: how many sequences there are, and their scores.
+    "pairs": Case(PAIRS, reads=3),
+    "tensor-parallel, pairs": Case(PAIRS | {"layout": TP2}, ranks=2, reads=3),
     # Whether a gradient overflowed comes with the totals; the plan stays on the device.
     "fp16": Case({"train__precision": "fp16"}),
     "fp16, experts": Case(MIXTRAL | {"train__precision": "fp16"}),
@@ -114,7 +122,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sections(changes: dict[str, Any], runs: Path) -> dict[str, Any]:
     """A configuration."""
     text = json.dumps(content(**BASE | changes))
-    for name, place in {"CORPUS": "corpus", "WORDS": "words", "CACHE": "cache", "ANSWERS": "answers.jsonl"}.items():
+    for name, place in {
+        "CORPUS": "corpus",
+        "WORDS": "words",
+        "CACHE": "cache",
+        "ANSWERS": "answers.jsonl",
+        "PAIRS": "pairs.jsonl",
+    }.items():
         text = text.replace(f'"{name}"', json.dumps(str(runs / place)))
     made: dict[str, Any] = json.loads(text)
     return made
@@ -127,6 +141,8 @@ def results(simulated_gpu: Path, runs: Path, word_tokenizer: Path) -> dict[str, 
     (runs / "words").symlink_to(word_tokenizer)
     lines = [{"prompt": "a b", "response": " ".join("abcdefghij"[: 1 + number % 10])} for number in range(40)]
     (runs / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pairs = [{"prompt": "a b", "chosen": f"c {line['response']}", "rejected": line["response"]} for line in lines]
+    (runs / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in pairs))
     cases = {name: {"sections": sections(case.changes, runs), "ranks": case.ranks} for name, case in CASES.items()}
     command = [sys.executable, "-m", "tests.simulated_gpu.program", str(simulated_gpu), str(runs)]
     given, environment = json.dumps(cases), program_environment()

@@ -72,7 +72,7 @@ class ScoredSequences:
     """All sequences of a global batch, in the order of their slots; the same on all ranks. [sequences] each."""
 
     scores: Tensor
-    """float64, to be differentiated."""
+    """float64 on the CPU, as the others; to be differentiated."""
     reference: Tensor
     """float64; nan where a sequence has none."""
     lengths: Tensor

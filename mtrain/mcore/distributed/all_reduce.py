@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.mcore.distributed.transfer import to_device
+
 
 class AsyncAllReduce:
     """The sum of every rank's vector, started at once and awaited when read; the same bits everywhere.
@@ -75,7 +77,7 @@ class AsyncVote:
         if device.type == "cpu":
             self._votes, self._arrived = AsyncAllReduce(own), None
             return
-        self._votes = AsyncAllReduce(own.pin_memory().to(device, non_blocking=True))
+        self._votes = AsyncAllReduce(to_device(own, device))
         self._host = torch.empty(1, pin_memory=True)
         self._host.copy_(self._votes.get(), non_blocking=True)
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

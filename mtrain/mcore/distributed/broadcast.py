@@ -16,6 +16,7 @@ from mtrain.config import Config
 from mtrain.data.batch import DOCUMENT_STARTS, FieldPath, Microbatch, field_dtypes
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.transfer import to_device
 
 
 def broadcast_batches(
@@ -42,8 +43,7 @@ def broadcast_batches(
     # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing travels between those.
     if groups.layout.tp == 1:
         assert batches is not None
-        # not waited for, where the loader has pinned them
-        return [batch.map(lambda rows: rows.to(groups.device, non_blocking=True)) for batch in batches]
+        return [batch.map(lambda rows: to_device(rows, groups.device)) for batch in batches]
     model = config.model
     # Both sides derive fields and shapes from the configuration: the number of microbatches is all that a packed step
     # decides by itself.
@@ -128,9 +128,7 @@ def _broadcast(
         assert batches is not None
         given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
         whole = torch.stack([torch.stack(rows) for rows in given])
-        on_gpu = groups.device.type == "cuda"
-        # from memory that is not pinned the host would wait for the copy
-        packed = whole.pin_memory().to(groups.device, non_blocking=True) if on_gpu else whole
+        packed = to_device(whole, groups.device)
     else:
         packed = torch.empty(shape, dtype=dtype, device=groups.device)  # never read before the broadcast has filled it
     # `src` is a rank of the world: the first one of this TP group.

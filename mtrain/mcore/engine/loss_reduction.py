@@ -15,6 +15,7 @@ from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed import waiting
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.transfer import to_device
 from mtrain.mcore.engine.diagnostics import DiagnosticSums
 
 
@@ -263,7 +264,7 @@ class GlobalTotals:
             assert len(host) == fields.size, "a term has no plan"
         # The stop request rides along: a collective of its own would cost a latency every step.
         host[fields.stop_requested] = float(stop_requested)
-        vector = _on_device(host, groups.device)
+        vector = to_device(torch.tensor(host, dtype=torch.float64), groups.device)
         vector[fields.pairs].copy_(sums.pairs.owned(groups).view(-1))
         vector[fields.sources].copy_(sums.pairs.owned_by_source(groups).view(-1))
         vector[fields.diagnostics].copy_(self._diagnostics.vector(groups))
@@ -322,15 +323,10 @@ class PlannedTotals:
         # Ranks of TP and CP share rows, and every stage reads them: one of all these counts.
         owns = groups.counts_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
         own = planned if owns else [0.0] * len(planned)
-        self._sum = AsyncAllReduce(_on_device(own, groups.device), None if everywhere else groups.stage)
+        self._sum = AsyncAllReduce(
+            to_device(torch.tensor(own, dtype=torch.float64), groups.device), None if everywhere else groups.stage
+        )
 
     def on_device(self) -> Tensor:
         """[terms] float64."""
         return self._sum.get()
-
-
-def _on_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """A float64 vector; the host does not wait for the copy."""
-    vector = torch.tensor(values, dtype=torch.float64)
-    # From pageable memory a non-blocking copy waits all the same.
-    return vector if device.type == "cpu" else vector.pin_memory().to(device, non_blocking=True)

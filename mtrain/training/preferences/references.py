@@ -182,7 +182,7 @@ def _score(
     count, size = num_microbatches(config, groups), config.sequences_per_step
     for number, own in enumerate(_passes(config, groups, loader, source)):
         scored = sequence_scores(config, groups, chunks, optimizer, own, count)
-        found[np.array(scored.slots, np.int64) + number * size] = scored.scores.cpu().numpy()
+        found[np.array(scored.slots, np.int64) + number * size] = scored.scores.numpy()
     on_first_rank(lambda: _write_all(paths, _content(found)))
 
 

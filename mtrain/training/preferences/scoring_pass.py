@@ -26,6 +26,7 @@ from mtrain.loss.preference.scores import PreferenceLoss, ScoredSequences, agree
 from mtrain.loss.sequences import PackedSequences, sum_by_sequence
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.transfer import to_device
 from mtrain.mcore.engine.loss_reduction import TermTotals
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.schedule import evaluating, run_forward
@@ -78,6 +79,7 @@ class PreferencePass(NamedTuple):
     totals: PreferenceTotals
 
 
+_SCORE = 0
 _COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role", "margin")
 """Of the table that all ranks fill together, a line a slot of the global batch; the group is -1 where there is none."""
 
@@ -100,7 +102,8 @@ def preference_pass(
 ) -> PreferencePass:
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
-    Beside megatron-core's own collectives one all-reduce of one number, and one of nine numbers a sequence.
+    Beside megatron-core's own collectives one all-reduce of one number, and one of nine numbers a sequence. The host
+    waits for the device twice, for the result of each; loss and derivatives are computed on the host.
 
     Args:
         config: The configuration.
@@ -150,10 +153,10 @@ def sequence_scores(
     optimizer.gather_parameters()
     own = [] if batches is None else list(batches)
     # ranks that receive their rows know neither how many sequences there are nor which they hold
-    size = torch.tensor(max((each.slot + 1 for batch in own for each in _present(batch)), default=0))
-    size = size.to(groups.device)
+    highest = max((each.slot + 1 for batch in own for each in _present(batch)), default=0)
+    size = to_device(torch.tensor(highest), groups.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
-    table = torch.zeros(int(size), len(_COLUMNS), dtype=torch.float64, device=groups.device)
+    table = to_device(_known(own if groups.counts_plan else [], int(size)), groups.device)
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]
     numbers = itertools.count()
@@ -165,16 +168,14 @@ def sequence_scores(
         if groups.counts_loss:
             members = own[number].members
             places = [place for place, member in enumerate(members) if member is not None]
-            table[[member.slot for member in members if member is not None], 0] += sums[places]
+            slots = [member.slot for member in members if member is not None]
+            index = to_device(torch.tensor([slots, places], dtype=torch.int64), groups.device)
+            table[:, _SCORE].index_add_(0, index[0], sums[index[1]])
 
     with torch.no_grad(), evaluating(chunks):
         run_forward(chunks, rows, take, config)
-    if groups.counts_plan:
-        for each in (member for batch in own for member in _present(batch)):
-            # where this rank has found its score already, it is added to 0
-            table[each.slot] += torch.tensor(_line_of(each), dtype=torch.float64, device=groups.device)
     dist.all_reduce(table)
-    found = _read(table)
+    found = _read(table.cpu())
     _check_members(found)
     return found
 
@@ -198,6 +199,14 @@ def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
     if batch.sequence_ids is None:
         return kept.sum(dim=1)
     return sum_by_sequence(kept, PackedSequences(batch.sequence_ids, batch.num_sequences))
+
+
+def _known(batches: Sequence[Microbatch], size: int) -> Tensor:
+    """[size, columns] on the CPU: what batches say of their sequences, without scores; 0 elsewhere."""
+    table = torch.zeros(size, len(_COLUMNS), dtype=torch.float64)
+    for each in (member for batch in batches for member in _present(batch)):
+        table[each.slot] = torch.tensor(_line_of(each), dtype=torch.float64)
+    return table
 
 
 def _line_of(placed: PlacedMember) -> list[float]:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.mcore.distributed.transfer import to_device
+
 Run = tuple[int, int]
 """Positions [start, end) of a row."""
 
@@ -72,17 +74,12 @@ def segments_of(rows: tuple[tuple[Piece, ...], ...], seq: int, device: torch.dev
     index = None if lie_so else torch.cat([torch.arange(start, start + each.num_keys) for start, each in pieces])
     query_ends = list(accumulate((piece.num_queries for _, piece in pieces), initial=0))
     return Segments(
-        query_ends=_on_device(torch.tensor(query_ends, dtype=torch.int32), device),
-        key_ends=_on_device(torch.tensor(key_ends, dtype=torch.int32), device),
+        query_ends=to_device(torch.tensor(query_ends, dtype=torch.int32), device),
+        key_ends=to_device(torch.tensor(key_ends, dtype=torch.int32), device),
         longest_query=max(piece.num_queries for _, piece in pieces),
         longest_key=max(piece.num_keys for _, piece in pieces),
-        key_index=None if index is None else _on_device(index, device),
+        key_index=None if index is None else to_device(index, device),
     )
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    # from pageable memory a non-blocking copy waits all the same
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def is_varlen_usable(query: Tensor, key: Tensor, value: Tensor) -> bool:
