@@ -56,7 +56,7 @@ ROWS = (
     ),
     KnownIssue(
         "gradients of experts that are not summed over tp",
-        "Experts are distinguished from dense parameters by ep > 1 alone: with ep = 1 and etp < tp each tensor-parallel rank "
+        "Experts are distinguished from dense parameters by ep > 1 alone: with ep = 1 and etp < tp each rank of tp "
         "has whole experts and a part of the tokens, but their gradients are not summed, and replicas part.",
         (Place(_LINEARS, 886, 886, "allreduce"), Place(_LINEARS, 1209, 1209, "allreduce")),
         "experts with ep = 1 and etp != tp",
