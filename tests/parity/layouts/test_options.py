@@ -116,7 +116,12 @@ DAY: list[tuple[dict[str, Any], Case]] = [
 @pytest.mark.parametrize(
     "rows",
     by_layout(
-        [Row(f"together {i}", changes, lean(each), two_steps()[:1]) for i, (changes, each) in enumerate(DAY)],
+        [
+            Row(
+                f"together {i}", changes, lean(each), two_steps()[: 2 if OVERLAP_BOTH.items() <= changes.items() else 1]
+            )
+            for i, (changes, each) in enumerate(DAY)
+        ],
         night=ROWS,  # the day shows each of them by DAY
     ),
 )

@@ -45,6 +45,7 @@ def gathered(model: dict[str, Any]) -> dict[str, Any]:
 
 
 PLAIN_OPTIMIZER = {"train__distributed_optimizer": False}
+OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
 RUNS = [
     Run("mixtral", MIXTRAL, case(4)),
     Run("mixtral", MIXTRAL, case(4, dp=2, ep=2)),
@@ -73,7 +74,7 @@ OPTIONS = [
     Run("plain optimizer", MIXTRAL | PLAIN_OPTIMIZER, case(4, tp=2, sp=True, dp=2, ep=2)),
     Run(
         "overlapped",
-        DEEPSEEK | {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True},
+        DEEPSEEK | OVERLAP,
         case(4, dp=4, ep=2),
     ),
     Run("one after the other", with_experts(MIXTRAL, implementation="sequential"), case(4, dp=2, ep=2)),
@@ -84,12 +85,11 @@ OPTIONS = [
 def row_of(run: Run) -> Row:
     """Of one step where the next one would be of the same kind, few microbatches and layers; QWEN's seed is of four."""
     num_layers = 4 if run.changes.items() >= QWEN.items() else 2
-    num_steps = 2 if run in OPTIONS or run.name == "biases" else 1
+    num_steps = 2 if run in OPTIONS or run.changes.items() >= OVERLAP.items() or run.name == "biases" else 1
     return Row(run.name, run.changes, lean(run.case, num_layers), steps_of(run.changes)[:num_steps])
 
 
 FULL, SELECTIVE = {"train__recompute": "full"}, {"train__recompute": "selective"}
-OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
 SEQUENTIAL = with_experts(MIXTRAL, implementation="sequential")
 DAY = [
     Run("one after the other, recomputed in part", SEQUENTIAL | SELECTIVE, case(4, dp=2, ep=2)),

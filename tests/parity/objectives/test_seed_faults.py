@@ -68,7 +68,7 @@ def ulysses(cp: int, dp: int = 1, micro_batch_size: int = 2) -> Case:
 @pytest.mark.parametrize(
     "cases",
     [
-        [case(2, num_layers=2, dp=2), ulysses(cp=2)],
+        [case(4, num_layers=2, dp=2), ulysses(cp=2, micro_batch_size=4)],
         at_night([case(2, num_layers=2, dp=4), ulysses(cp=2, dp=2), ulysses(cp=4)]),
     ],
     ids=["two ranks", "four ranks"],

@@ -42,7 +42,7 @@ RUNS[4]["loss__options"] = {"factor": 2.0}
 @pytest.mark.parametrize(
     "layout",
     [
-        case(4, num_layers=2, pp=2, cp=2),
+        case(8, num_layers=2, pp=2, cp=2),
         # dp is summed over as cp is, and tensor ranks have the same tokens
         *map(at_night, [case(4, num_layers=2, tp=2, sp=True, cp=2), case(4, num_layers=2, pp=2, dp=2)]),
     ],
