@@ -32,7 +32,7 @@ def config(kind: str, **changes: Any) -> Config:
 
 
 def test_two_calls_of_whole_pairs_are_one_and_pairs_are_told_apart(pool: Pool) -> None:
-    """To the bit; packed rows on another layout make the same of them."""
+    """To the bit."""
     whole, split = pool.run(preference_ranks.trained, Layout(dp=2), config("dpo"), data("dpo"), [12, 4])[0]
     for ours, theirs in zip(whole.steps, split.steps, strict=True):
         assert ours.diagnostics == pytest.approx(theirs.diagnostics, rel=1e-12, abs=1e-12)  # sums in another order
@@ -45,6 +45,11 @@ def test_two_calls_of_whole_pairs_are_one_and_pairs_are_told_apart(pool: Pool) -
     assert whole.evaluation.loss < second.loss
     assert whole.evaluation.diagnostics["reward_accuracy"] == 1
     assert whole.evaluation.diagnostics["reward_margin"] > second.diagnostics["reward_margin"] > 0
+
+
+@pytest.mark.nightly  # the day shows packed pairs by a reward model, in test_head_runs.py
+def test_packed_rows_on_another_layout_make_the_same_of_pairs(pool: Pool) -> None:
+    (whole,) = pool.run(preference_ranks.trained, Layout(dp=2), config("dpo"), data("dpo"), [12])[0]
     packed = config("dpo", data__isolate_documents=True, data__packing={}, layout__tp=2)
     (found,) = pool.run(preference_ranks.trained, Layout(tp=2), packed, data("dpo"), [12])[0]
     assert found.references == pytest.approx(whole.references, rel=1e-6)

@@ -86,21 +86,33 @@ def rewards_in_transformers(folder: Path, sequences: list[list[int]]) -> list[fl
         return [model(torch.tensor([ids])).logits.item() for ids in sequences]
 
 
-def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and_back(pool: Pool, folder: Path) -> None:
-    """The same numbers alone and from packed rows on two tensor-parallel ranks."""
+@pytest.fixture(scope="module")
+def packed(pool: Pool, folder: Path) -> list[dict[str, Any]]:
+    """Records of a reward model from packed rows on two tensor-parallel ranks."""
+    model = {"hf": str(folder / "tokens"), "num_labels": 1}
+    made = config(folder, "packed", "reward_model", model, data__packing={}, layout__tp=2, layout__sp=True)
+    pool.run(train_fresh, Layout(tp=2, sp=True), made)
+    return records(folder / "packed")
+
+
+@pytest.mark.nightly  # tests/parity has the loss on layouts and packed
+def test_a_reward_model_has_the_same_numbers_alone(pool: Pool, folder: Path, packed: list[dict[str, Any]]) -> None:
     model = {"hf": str(folder / "tokens"), "num_labels": 1}
     pool.run(train_fresh, Layout(), config(folder, "alone", "reward_model", model))
-    first, second, valid = records(folder / "alone")
+    for ours, theirs in zip(packed, records(folder / "alone"), strict=True):
+        assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
+        assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
+        assert ours["diagnostics"] == pytest.approx(theirs["diagnostics"], rel=1e-4, abs=1e-5)
+
+
+def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and_back(
+    pool: Pool, folder: Path, packed: list[dict[str, Any]]
+) -> None:
+    first, second, valid = packed
     assert first["denominator"] == 8, "pairs, not sequences"
     assert second["loss"] < first["loss"]
     assert valid["diagnostics"]["reward_accuracy"] > 0.5
     assert first["diagnostics"].keys() == {"reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward"}
-    packed = config(folder, "packed", "reward_model", model, data__packing={}, layout__tp=2, layout__sp=True)
-    pool.run(train_fresh, Layout(tp=2, sp=True), packed)
-    for ours, theirs in zip(records(folder / "packed"), [first, second, valid], strict=True):
-        assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
-        assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
-        assert ours["diagnostics"] == pytest.approx(theirs["diagnostics"], rel=1e-4, abs=1e-5)
     export_hf(folder / "packed", folder / "rewards", None, None, 1)
     with pytest.raises(ConfigError, match=r"compares logits of tokens, but .* has a head"):
         compare_logits(folder / "packed", folder / "rewards")
@@ -145,7 +157,7 @@ def test_classes_are_learnt_from_texts(pool: Pool, folder: Path) -> None:
     model = {**SIZES, "num_query_groups": 4, "num_labels": 3}
     run = config(folder, "classes", "classification", model, optimizer__min_lr=0.01, data__seq_length=4)
     run = run.model_copy(update={"train": run.train.model_copy(update={"num_steps": 12})})
-    pool.run(train_fresh, Layout(dp=2), run)
+    pool.run(train_fresh, Layout(), run)
     *steps, valid = records(folder / "classes")
     assert steps[0]["denominator"] == 8
     assert steps[0]["loss"] == pytest.approx(1.0986, rel=0.05), "log 3"

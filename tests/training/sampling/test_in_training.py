@@ -20,12 +20,18 @@ from tests.training.test_trainer import BASE
 PROMPTS = ["a user", "assistant"]
 
 
-def started(pool: Pool, folder: Path, run: str, *overrides: str) -> list[dict[str, Any]]:
+def started(pool: Pool, folder: Path, run: str, layout: Layout, *overrides: str) -> list[dict[str, Any]]:
     """Trains, and gives the records of the steps without what time they took."""
     (folder / "base.yaml").write_text(BASE)
     given = [f"run.dir={folder / run}", "train.num_steps=2", "train.device=cpu", "model.hidden_dropout=0.2"]
-    given += ["layout.tp=2", "layout.sp=true", f"data.tokenizer={folder}", "metrics.data_ledger=false", *overrides]
-    pool.run(train_fresh, Layout(tp=2, sp=True), load_config([folder / "base.yaml"], given))
+    given += [
+        f"layout.tp={layout.tp}",
+        f"layout.sp={layout.sp}",
+        f"data.tokenizer={folder}",
+        "metrics.data_ledger=false",
+        *overrides,
+    ]
+    pool.run(train_fresh, layout, load_config([folder / "base.yaml"], given))
     records = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "memory_bytes")
     return [{k: v for k, v in each.items() if not k.endswith(timed) and "per_s" not in k} for each in records]
@@ -35,16 +41,17 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_is_asked_trains_as_one_that_is_not(
-    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(  # answers on layouts are those of test_sampler.py
+    "layout", [Layout(), pytest.param(Layout(tp=2, sp=True), marks=pytest.mark.nightly)], ids=str
+)
+def test_a_run_that_is_asked_trains_as_one_that_is_not(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     """To the bit, with dropout; a start that goes on asks the later steps once."""
     word_tokenizer(tmp_path)
     (tmp_path / "more.txt").write_text(f"{PROMPTS[1]}\n")
     asked = [f"eval.prompts=[{PROMPTS[0]}]", f"eval.prompts_file={tmp_path / 'more.txt'}", "eval.interval_steps=1"]
     asked += ["eval.max_new_tokens=4", "eval.temperature=0.9", "metrics.tensorboard=true"]
-    with_prompts = started(pool, tmp_path, "asked", *asked)
-    without = started(pool, tmp_path, "silent")
+    with_prompts = started(pool, tmp_path, "asked", layout, *asked)
+    without = started(pool, tmp_path, "silent", layout)
     keys = ("step", "loss", "grad_norm", "terms")
     assert [{k: each[k] for k in keys if k in each} for each in with_prompts] == [
         {k: each[k] for k in keys if k in each} for each in without
@@ -58,7 +65,7 @@ def test_a_run_that_is_asked_trains_as_one_that_is_not(
     # as if a start had died behind the checkpoint of step 2
     with (tmp_path / "asked" / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "prompt": "of a start that died"}) + '\n{"step": 3, "pro')
-    started(pool, tmp_path, "asked", *asked, "train.num_steps=3")
+    started(pool, tmp_path, "asked", layout, *asked, "train.num_steps=3")
     later = samples(tmp_path / "asked")
     assert later[:4] == found
     assert [each["step"] for each in later[4:]] == [3, 3]
