@@ -51,7 +51,7 @@ class _World:
         self._ended: Future[list[Any]] = Future()
         job = (start, serve, layout, [there for _, there in ends])
         threading.Thread(target=self._watch, args=job, daemon=True).start()
-        self.lock = threading.Lock()
+        self.lock, self.has_ended = threading.Lock(), False
 
     def _watch(self, start: Callable[..., list[Any]], *job: Any) -> None:
         try:
@@ -107,18 +107,32 @@ class KeptPool(pool.Pool):
         """As the pool of the suite."""
         if function.__name__ in pool.REFERENCES:
             return super().run(function, layout, *arguments, seed=seed)
+        while True:
+            world = self._world(layout)
+            with world.lock:
+                if world.has_ended:  # by a call that this one waited for
+                    continue
+                try:
+                    return world.run((function, arguments, seed))
+                except BaseException:
+                    with self._lock:
+                        self._forget(world)
+                    raise
+
+    def _world(self, layout: Layout) -> _World:
         with self._lock:
             name = repr(layout)
             world = self._worlds.get(name) or _World(super().run, layout)
             self._worlds[name] = world
             self._worlds.move_to_end(name)
-            idle = [each for each, other in self._worlds.items() if not other.lock.locked() and each != name]
-            for each in idle[: max(0, len(self._worlds) - MAX_LAYOUTS)]:
-                self._worlds.pop(each).close()
-        with world.lock:
-            try:
-                return world.run((function, arguments, seed))
-            except BaseException:
-                with self._lock:
-                    self._worlds.pop(name, None)
-                raise
+            others = [each for each in self._worlds.values() if each is not world]
+            for each in others[: max(0, len(self._worlds) - MAX_LAYOUTS)]:
+                if each.lock.acquire(blocking=False):  # else it is at work
+                    self._forget(each)
+                    each.close()
+                    each.lock.release()
+            return world
+
+    def _forget(self, world: _World) -> None:
+        world.has_ended = True
+        self._worlds = OrderedDict((name, each) for name, each in self._worlds.items() if each is not world)

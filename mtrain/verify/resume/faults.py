@@ -18,7 +18,8 @@ from mtrain.data.prefetch import Prefetch
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer_state import MAIN
-from mtrain.mcore.model.build import build_frozen_model
+from mtrain.mcore.model.build import build_frozen_model, unwrap
+from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.plan.lr import learning_rate
 from mtrain.training.build import Run
 
@@ -77,10 +78,11 @@ def _shared_step(optimizer: Any, adam_step: int) -> None:
 def _stale_shard(run: Run, before: RandomStates) -> Run:
     """One parameter of the last rank has its initial weights again."""
     states = rng.random_states(run.groups)
-    (initial, *_), *_ = ([*chunk.parameters()] for chunk in build_frozen_model(run.config, run.groups))
+    first, *_ = build_frozen_model(run.config, run.groups)
+    draw_weights(unwrap(first), run.config, run.groups)  # until then they are whatever memory held
     rng.set_random_states(states)
     if run.groups.rank == run.groups.layout.world_size - 1:
-        next(run.chunks[0].parameters()).data.copy_(initial)
+        next(run.chunks[0].parameters()).data.copy_(next(first.parameters()))
     return run
 
 

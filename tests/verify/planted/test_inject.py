@@ -63,7 +63,8 @@ def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     layouts, axis, kind, quantity, module = EXPECTED[name]
     alone: dict[str, dict[str, Any]] = {"full-width-norm-by-tp-rank": FULL_WIDTH, "hops-left-out": ONE_DOCUMENT}
     changes: dict[str, Any] = {"optimizer__kind": "muon"} if name in OF_MUON else alone.get(name, {})
-    report = check(pool, expert_config() if name in OF_EXPERTS else rich_config(**changes), layouts, name, num_steps=1)
+    user = expert_config(model__num_layers=2) if name in OF_EXPERTS else rich_config(**changes)
+    report = check(pool, user, layouts, name, num_steps=1)
     assert not report.passed
     assert report.injected == name
     assert all(layout.error is None for layout in report.layouts)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mtrain.verify.report.charts import Curve, difference_chart, swatch, value_chart
 from tests.elements import Element, read_html
 
-FEW = 15
+FEW = 10
 """Examples of a test that draws every one with matplotlib."""
 EQUAL = ((1, 4.0), (2, 3.0), (3, 2.0))
 
