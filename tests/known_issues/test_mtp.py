@@ -16,7 +16,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.known_issues.plain import PlainStep, plain_step
 from tests.known_issues.ranks import SEQ, fields
-from tests.known_issues.test_whole_steps import WHOLE_TABLE
+from tests.known_issues.test_whole_steps import OF_THEIRS, WHOLE_TABLE
 from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, empty_batch, three_steps
 from tests.parity.cases import case
@@ -46,6 +46,7 @@ def exact(batch: GlobalBatch) -> StepResult:
     return run_oracle(case(4).config(**CHANGES), [batch])[0]
 
 
+@OF_THEIRS
 def test_depths_are_divided_by_the_tokens_of_the_main_loss(pool: Pool) -> None:
     batch = three_steps()[0]
     oracle, theirs = exact(batch), run(pool, batch, calculate_per_token_loss=True).gradients[DEPTH]
@@ -56,6 +57,7 @@ def test_depths_are_divided_by_the_tokens_of_the_main_loss(pool: Pool) -> None:
     assert tensor_deviation(theirs * (counts["main"] / counts["mtp_1"]), right) < 1e-5
 
 
+@OF_THEIRS
 def test_a_microbatch_without_loss_tokens_is_not_a_number(pool: Pool) -> None:
     batch = three_steps()[0]
     (without, *_), (first, *_) = ([each for each in batch if each.mask.any() == any_] for any_ in (False, True))
@@ -63,6 +65,7 @@ def test_a_microbatch_without_loss_tokens_is_not_a_number(pool: Pool) -> None:
     assert np.isfinite(run(pool, [first] * 2, size=1).gradients[DEPTH]).all()
 
 
+@OF_THEIRS
 def test_without_a_mask_prompts_are_in_the_loss(pool: Pool) -> None:
     for passes_mask in (True, False):
         options: dict[str, Any] = {"calculate_per_token_loss": True, "passes_mask": passes_mask}

@@ -21,9 +21,9 @@ from tools.bench.one_gpu import correctness
 from tools.bench.one_gpu.report import markdown
 from tools.bench.one_gpu.shapes import Bench
 
-BY_DAY = ("fp32 against float64", "waits of the host", "experts")
-"""A judge, a look at one contender, and several of them beside each other, as the other sections have them."""
-NAMES = (*BY_DAY, "grouped product", "attention kernels", "products", "1B", "packed finetuning")
+BY_DAY = ("fp32 against float64", "experts")
+"""A judge, and contenders beside each other, as the other sections have them."""
+NAMES = (*BY_DAY, "waits of the host", "grouped product", "attention kernels", "products", "1B", "packed finetuning")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,8 @@ def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> N
         assert each["mtrain"]["MFU"] is each["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
     assert len(compared.get("1B", "all")) == 3
     assert compared["experts"].keys() == {"mtrain", "megatron-core local"}
-    assert all(":" in line for reads in found["waits of the host"]["found"].values() for line in reads)
+    waits = found["waits of the host"]["found"] if "waits of the host" in names else {}
+    assert all(":" in line for reads in waits.values() for line in reads)
     page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": found})
     assert "| judged otherwise | **failed**: WrongError: " in page
     assert page.count("| mtrain |") == len(compared)

@@ -150,7 +150,10 @@ def test_a_checkpoint_counts_though_latest_cannot_be_written(pool: Pool, saved: 
     happens="every rank stops, after save_timeout_s where it hangs",
     exit_code=7,
 )
-@pytest.mark.parametrize(("fault", "phase"), [("full", "write.20"), ("full", "publish"), ("hang", "write.20")])
+@pytest.mark.parametrize(  # between the files and their publication: the kills above
+    ("fault", "phase"),
+    [("full", "write.20"), pytest.param("full", "publish", marks=pytest.mark.nightly), ("hang", "write.20")],
+)
 def test_a_failed_save_stops_training_where_it_is_told_to(
     pool: Pool, saved: Path, fault: str, phase: str, notice: Notice
 ) -> None:
@@ -252,7 +255,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, sav
         assert "no usable checkpoint" in text
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])  # rank 0: training goes on, above
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(pool: Pool, tmp_path: Path, victim: int) -> None:
     faults = pool.run(checkpoint_ranks.save_on_full_disk, Layout(pp=2), configured(), tmp_path, victim)
     assert len(set(faults)) == 1
