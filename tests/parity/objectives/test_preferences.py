@@ -30,8 +30,8 @@ LAYOUTS = [
     pytest.param(case(6, num_layers=2, pp=2), {}, [*OPTIONS], id="pp2"),
     # every formula is above; here are pairs that lie apart, and a mean over all of them
     pytest.param(case(1, num_layers=2, cp=2, dp=2), PACKED, ["dpo", "kto"], id="cp2 dp2 packed"),
-    # scores are sums of the plain loss's log-probabilities, whose vocabulary the day divides everywhere else
-    *(
+    pytest.param(case(6, num_layers=2, tp=2, sp=True), {}, ["simpo"], id="tp2, one formula"),
+    *(  # the day has each formula, and each axis
         pytest.param(each, changes, [*OPTIONS], id=name, marks=pytest.mark.nightly)
         for name, each, changes in (
             ("one process", case(3, num_layers=2), {}),
@@ -76,7 +76,7 @@ def test_losses_and_gradients_are_those_of_trl(
     pool: Pool, exact: dict[str, tuple[Run, float, Arrays]], one: Case, changes: dict[str, Any], kinds: list[str]
 ) -> None:
     configs = {kind: config_of(kind, one, changes) for kind in kinds}
-    layout = one.resolved(configs["dpo"])
+    layout = one.resolved(configs[kinds[0]])
     runs = [exact[kind][0]._replace(config=config) for kind, config in configs.items()]
     ranks = pool.run(train_each, layout, runs)
     for number, kind in enumerate(kinds):
