@@ -15,6 +15,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.data import IndexedSection
 from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.plan.layout import Layout
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.result import LayoutResult, ResumeReport
 from mtrain.verify.report.print import write_report
@@ -26,6 +27,7 @@ from tests.config.samples import config, content
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
 from tests.pool import Pool
 from tests.verify.kept import KeptPool
+from tests.verify.resume.planted_ranks import is_drawn_again
 from tests.warm import completed
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -192,6 +194,10 @@ def test_other_layouts_are_held_to_the_files_and_to_exact_steps(kept: KeptPool, 
         assert result.error is None
         assert first is not None
         assert first.kind == kind
+
+
+def test_a_stale_shard_has_its_initial_weights(pool: Pool) -> None:
+    assert pool.run(is_drawn_again, Layout(), config(model__num_layers=1)) == [True]
 
 
 @pytest.mark.parametrize("at", [0, 6])

@@ -1,0 +1,22 @@
+"""What a rank does in the tests of faults of resuming."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import build_model
+from mtrain.verify.resume.faults import PLANTS
+
+
+def is_drawn_again(groups: Groups, config: Config) -> bool:
+    """Whether the first shard has its initial weights again; memory that nothing fills is nan in this process."""
+    torch.use_deterministic_algorithms(True)
+    run: Any = SimpleNamespace(config=config, groups=groups, chunks=build_model(config, groups))
+    first = next(run.chunks[0].parameters()).data
+    drawn = first.clone()
+    first.fill_(7.0)
+    PLANTS["stale-shard"].goes_on(run, {})
+    return torch.equal(first, drawn)
