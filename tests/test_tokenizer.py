@@ -119,7 +119,7 @@ def _with_broken_settings(path: Path, folder: Path) -> None:
         (_with_broken_settings, "", r"tokenizer_config\.json is not JSON"),
     ],
 )
-def test_bad_files_are_told(
+def test_bad_files_are_reported(
     folder: Path, tmp_path: Path, prepare: Callable[[Path, Path], object], name: str, message: str
 ) -> None:
     prepare(tmp_path, folder)
@@ -180,7 +180,7 @@ def test_merges_with_their_prefix_are_read(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_bombs_and_pipes_are_told(folder: Path, tmp_path: Path, name: str) -> None:
+def test_bombs_and_pipes_are_reported(folder: Path, tmp_path: Path, name: str) -> None:
     _changed(folder, tmp_path)
     (tmp_path / name).write_bytes(b'{"a":' * 10**6)
     with pytest.raises(DataError, match=rf"{name} is not"):
@@ -194,7 +194,7 @@ def test_bombs_and_pipes_are_told(folder: Path, tmp_path: Path, name: str) -> No
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_an_endless_name_is_told_in_short(folder: Path, tmp_path: Path) -> None:
+def test_an_endless_name_is_shortened(folder: Path, tmp_path: Path) -> None:
     _changed(folder, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x" * 70_000}))
     with pytest.raises(DataError, match="as eos_token, which") as error:

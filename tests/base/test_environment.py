@@ -158,7 +158,7 @@ def test_a_missing_package_is_left_out_of_the_versions() -> None:
     assert done.stdout.split() == ["mtrain", "python"]
 
 
-def test_the_git_state_of_the_source_is_told(tmp_path: Path) -> None:
+def test_the_git_state_of_the_source_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "program.py"
     source.write_text("1")
     assert git_checkout(source) is None

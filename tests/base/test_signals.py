@@ -25,7 +25,7 @@ def test_a_stop_signal_is_remembered_and_ends_nothing(number: signal.Signals) ->
         assert stop.received == number
 
 
-def test_the_first_signal_is_the_one_told() -> None:
+def test_the_first_signal_is_the_one_reported() -> None:
     with StopSignal() as stop:
         send(signal.SIGUSR1)
         send(signal.SIGTERM)
@@ -123,7 +123,7 @@ def test_a_thread_sees_what_the_main_thread_is_sent_and_installs_nothing() -> No
         assert seen_in_a_thread() == [None, signal.SIGTERM]
 
 
-def test_a_process_that_is_told_to_stop_finishes_its_step() -> None:
+def test_a_process_that_is_asked_to_stop_finishes_its_step() -> None:
     program = (
         "from mtrain.base.signals import StopSignal\n"
         "with StopSignal() as stop:\n"

@@ -154,7 +154,7 @@ def test_records_wait_for_a_quota(tmp_path: Path, notice: Notice, flaky_disk: Fl
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_fault_that_lasts_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_lasts_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     tries = []
 
     def read() -> None:

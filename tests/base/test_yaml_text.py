@@ -132,7 +132,7 @@ def test_what_is_refused_is_refused_with_its_line(text: str, line: int, words: s
     assert caught.value.line == line
 
 
-def test_no_yaml_and_unwanted_yaml_are_told_apart() -> None:
+def test_no_yaml_and_unwanted_yaml_are_distinguished() -> None:
     with pytest.raises(NotYamlError):
         read_yaml("a: [")
     with pytest.raises(YamlTextError) as caught:

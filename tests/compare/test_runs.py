@@ -116,7 +116,7 @@ def test_an_earlier_step_comes_before_an_earlier_quantity(tmp_path: Path) -> Non
     assert reported == "step 2, learning rate: 0.001 and 9.0, relative difference 1.0e+00 (tolerance 1e-05)"
 
 
-def test_what_is_within_the_tolerance_is_equal_but_told(tmp_path: Path) -> None:
+def test_what_is_within_the_tolerance_is_equal_but_reported(tmp_path: Path) -> None:
     comparison = compared(tmp_path, changed(2, grad_norm=0.5 * (1 + 9e-6)))
     assert comparison.divergence is None
     norm = next(each for each in comparison.quantities if each.kind == "grad_norm")
@@ -136,7 +136,7 @@ def test_sums_of_fractional_weights_may_differ_by_the_order_of_the_sum(tmp_path:
     assert compared(tmp_path, changed(2, denominator=1000.0 * (1 + 2e-15))).divergence is None
 
 
-def test_tokens_of_both_runs_are_told(tmp_path: Path) -> None:
+def test_tokens_of_both_runs_are_reported(tmp_path: Path) -> None:
     counted = [dataclasses.replace(each, padding_tokens=10, loss_tokens=1000) for each in steps()]
     comparison = compared(tmp_path, counted)
     assert comparison.tokens == (

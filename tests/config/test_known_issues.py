@@ -103,7 +103,7 @@ NOTED: list[tuple[known_issues.Note, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("note", "given", "other"), NOTED)
-def test_what_cannot_be_mended_is_noted(note: known_issues.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
+def test_what_cannot_be_fixed_is_noted(note: known_issues.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
     assert known_issues.notes(config(**given)) == [note.text]
     assert known_issues.notes(config(**other)) == []
     assert config(**given).is_layout_dependent == (note in (known_issues.LAYOUT_DEPENDENT, known_issues.DROPOUT))

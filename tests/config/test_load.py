@@ -121,7 +121,7 @@ def test_a_bad_override_is_named(base: Path, override: str, expected: str, notic
     assert len(found.splitlines()) == 1
 
 
-def test_a_missing_section_is_told_with_the_keys_that_it_needs(tmp_path: Path) -> None:
+def test_a_missing_section_is_reported_with_the_keys_that_it_needs(tmp_path: Path) -> None:
     alone = tmp_path / "alone.yaml"
     alone.write_text("model: {mla: {kv_lora_rank: 4}}")
     lines = message([alone], []).splitlines()

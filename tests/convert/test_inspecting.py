@@ -52,7 +52,7 @@ def changed(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def test_what_is_inside_is_told_without_reading_tensors(runs: Path, tmp_path: Path) -> None:
+def test_what_is_inside_is_reported_without_reading_tensors(runs: Path, tmp_path: Path) -> None:
     step = runs / "two" / "checkpoints" / "step_00000002"
     code, text = said("show", runs / "two")
     assert code == 0, text

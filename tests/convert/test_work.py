@@ -64,7 +64,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_is_told_and_a_second_call_completes(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_a_second_call_completes(tmp_path: Path) -> None:
     save("llama", tmp_path / "theirs")
     import_hf(tmp_path / "theirs", tmp_path / "straight", None, num_workers=1)
     child = os.fork()

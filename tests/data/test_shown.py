@@ -51,7 +51,7 @@ def test_weights_are_those_of_the_training_step(loader: StepLoader, step: int) -
     assert shown.denominator == sum(float(batch.denominator_weights["main"].sum()) for batch in batches)
 
 
-def test_documents_of_a_row_are_told_apart(
+def test_documents_of_a_row_are_distinguished(
     make_config: Callable[..., Config], write_corpus: Callable[[str, Sequence[Sequence[int]]], str]
 ) -> None:
     prefix = write_corpus("a", [[7, 8, 9], [5, 6]] * 20)

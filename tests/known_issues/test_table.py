@@ -113,7 +113,7 @@ def test_conditions_hold_where_they_say(changes: dict[str, Any], layout: Layout,
     assert names <= found
 
 
-def test_notes_are_told_once_by_the_run_and_by_check(
+def test_notes_are_reported_once_by_the_run_and_by_check(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dropping = small(model__hidden_dropout=0.1, optimizer__clip_grad=1e-6)

@@ -36,7 +36,7 @@ def test_a_named_browser_is_taken_or_refused(tmp_path: Path) -> None:
     assert "is no program; name a chromium or unset it" in done.stderr
 
 
-def test_an_ordinary_user_without_a_browser_is_told_what_to_do_and_goes_on(tmp_path: Path) -> None:
+def test_an_ordinary_user_without_a_browser_is_shown_what_to_do_and_goes_on(tmp_path: Path) -> None:
     program(tmp_path, "id", "echo 1000")
     done = run(PATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "")

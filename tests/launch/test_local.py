@@ -93,7 +93,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_ranks_are_told_who_they_are(program: Callable[[str], Path], tmp_path: Path) -> None:
+def test_ranks_know_who_they_are(program: Callable[[str], Path], tmp_path: Path) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     assert run(program(f"tell(f'rank{{rank}}', ' '.join(os.environ[name] for name in {names}))"), 3) == 0
     reported = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(3)]

@@ -127,7 +127,7 @@ def test_a_teacher_that_no_term_asks_for_is_refused() -> None:
         Objective.from_config(LossSection(side_terms={"z": Z_LOSS}, teacher=TEACHER))
 
 
-def test_terms_with_other_denominators_are_told_from_those_with_the_main_one() -> None:
+def test_terms_with_other_denominators_are_distinguished_from_those_with_the_main_one() -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"aggregation": "sum"},

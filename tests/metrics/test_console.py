@@ -76,7 +76,7 @@ def test_an_empty_and_a_skipped_step_say_so() -> None:
     assert "skipped: fp16 overflow" in second
 
 
-def test_padding_is_told_apart_where_there_is_some() -> None:
+def test_padding_is_distinguished_where_there_is_some() -> None:
     records = {1.0: replace(step_record(1), padding_tokens=0), 2.0: replace(step_record(2), padding_tokens=3072)}
     first, second = shown(records, num_steps=2).splitlines()
     assert "2,048 tokens/s  eta" in first

@@ -44,7 +44,7 @@ def test_each_run_is_drawn_in_its_colour(tmp_path: Path, num_steps: int) -> None
     assert {BLUE, RED} <= colours(tmp_path / "pictures" / "two.png")
 
 
-def test_of_a_step_told_twice_the_last_counts(tmp_path: Path) -> None:
+def test_of_a_step_reported_twice_the_last_counts(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run", step_record(2, 9.0), step_record(1), step_record(2, 5.0), valid_record(2))
     curves = load_curves(path)
     assert [(record.step, record.loss) for record in curves.steps] == [(1, 2.5), (2, 5.0)]

@@ -79,7 +79,7 @@ def test_create_makes_the_folders_and_leaves_no_probe(folder: RunFolder) -> None
     happens="the second is refused, and its message names process, machine and job of the first",
     exit_code=6,
 )
-def test_a_second_process_is_refused_and_told_who_is_there(folder: RunFolder, notice: Notice) -> None:
+def test_a_second_process_is_refused_with_the_name_of_the_first(folder: RunFolder, notice: Notice) -> None:
     with another_process_in(folder, SLURM_JOB_ID="4711") as process:
         expected = rf"in use by process {process.pid} on \S+, Slurm job 4711 .*set another run.dir"
         with notice, pytest.raises(RunFolderError, match=expected) as error, folder.locked():

@@ -253,7 +253,7 @@ def test_faults_have_one_message_and_their_exit_code(
     assert all(word in errors for word in words), errors
 
 
-def test_a_fault_on_all_ranks_is_told_once(command: Any, start: Any, tmp_path: Path) -> None:
+def test_a_fault_on_all_ranks_is_reported_once(command: Any, start: Any, tmp_path: Path) -> None:
     code, output, errors = finished(start(command("loss.function=my_losses:not_a_number", "layout.cp=2", ranks=2)))
     assert code == 4
     assert (output + errors).count("error:") == 1

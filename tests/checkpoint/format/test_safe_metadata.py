@@ -277,6 +277,6 @@ def test_what_is_no_list_is_refused(tmp_path: Path, content: Any, notice: Notice
     assert len(str(error.value)) < 1000
 
 
-def test_a_missing_list_is_told(tmp_path: Path) -> None:
+def test_a_missing_list_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_metadata(tmp_path)

@@ -56,7 +56,7 @@ def test_each_file_is_verified_by_the_digest_that_it_was_saved_with(tmp_path: Pa
         verify_files(entry, FILES)
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     entry = save(tmp_path, 10)
     (entry.path / "common.pt").unlink()
     with pytest.raises(MachineError, match="No such file"):

@@ -97,7 +97,7 @@ def test_a_missing_file_is_named(write_corpus: WriteCorpus, ending: str) -> None
         (lambda idx, bin_: bin_.write_bytes(b""), r"a\.bin is empty"),
     ],
 )
-def test_damage_is_told_with_what_was_found_and_expected(
+def test_damage_is_reported_with_what_was_found_and_expected(
     write_corpus: WriteCorpus, damage: Callable[[Path, Path], object], message: str
 ) -> None:
     prefix = write_corpus("a", DOCUMENTS)

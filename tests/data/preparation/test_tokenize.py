@@ -116,14 +116,14 @@ def test_a_bad_input_is_named_and_leaves_nothing(tmp_path: Path, word_tokenizer:
         (b'{"text": ""}\n', r"in\.jsonl hold no text"),
     ],
 )
-def test_bad_lines_are_told(tmp_path: Path, word_tokenizer: Path, content: bytes, message: str) -> None:
+def test_bad_lines_are_reported(tmp_path: Path, word_tokenizer: Path, content: bytes, message: str) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         tokenize_corpus([path], word_tokenizer, str(tmp_path / "c"))
 
 
-def test_bad_files_are_told(tmp_path: Path) -> None:
+def test_bad_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match=r"a\.txt: byte 3 is not UTF-8"):
         list(documents([tmp_path / "a.txt"], "text"))

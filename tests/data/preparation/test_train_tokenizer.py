@@ -38,7 +38,7 @@ def test_control_tokens_are_where_they_were_asked_for(text: Path, tmp_path: Path
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, 1, 1)
 
 
-def test_a_size_that_the_text_cannot_give_is_told(text: Path, tmp_path: Path) -> None:
+def test_a_size_that_the_text_cannot_give_is_reported(text: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer of 90000 tokens can be trained on this text: .*90000"):
         train_tokenizer([text], tmp_path / "a.model", vocab_size=90000)
     assert not (tmp_path / "a.model").exists()

@@ -205,7 +205,7 @@ def test_the_commands_end_with_one_line_and_a_code(good: Path, tmp_path: Path) -
         assert (code, said in text, "family: llama" in text) == (0, True, True)
 
 
-def test_logits_above_the_threshold_are_told_and_refused(good: Path, tmp_path: Path) -> None:
+def test_logits_above_the_threshold_are_reported_and_refused(good: Path, tmp_path: Path) -> None:
     import_hf(good, tmp_path / "ours", None, num_workers=1)
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "verify", "--check-logits"]
     given = ["--checkpoint", str(tmp_path / "ours"), "--hf", str(good), "--threshold", "-1"]

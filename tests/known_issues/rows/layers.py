@@ -130,7 +130,7 @@ ROWS = (
         ("mtrain/config/known_issues.py", "mtrain/mcore/model/layer_spec.py"),
         (
             "tests/config/test_known_issues.py::test_transformer_engine_is_refused_for_isolated_documents",
-            "tests/config/test_known_issues.py::test_what_cannot_be_mended_is_noted",
+            "tests/config/test_known_issues.py::test_what_cannot_be_fixed_is_noted",
         ),
     ),
     KnownIssue(

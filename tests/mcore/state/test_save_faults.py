@@ -154,7 +154,7 @@ def test_a_checkpoint_counts_though_latest_cannot_be_written(pool: Pool, saved: 
     ("fault", "phase"),
     [("full", "write.20"), pytest.param("full", "publish", marks=pytest.mark.nightly), ("hang", "write.20")],
 )
-def test_a_failed_save_stops_training_where_it_is_told_to(
+def test_a_failed_save_stops_training_where_it_is_asked_to(
     pool: Pool, saved: Path, fault: str, phase: str, notice: Notice
 ) -> None:
     """A writer that hangs is noticed within checkpoint.save_timeout_s."""

@@ -31,7 +31,7 @@ def config(kind: str, **changes: Any) -> Config:
     )
 
 
-def test_two_calls_of_whole_pairs_are_one_and_pairs_are_told_apart(pool: Pool) -> None:
+def test_two_calls_of_whole_pairs_are_one_and_pairs_are_distinguished(pool: Pool) -> None:
     """To the bit."""
     whole, split = pool.run(preference_ranks.trained, Layout(dp=2), config("dpo"), data("dpo"), [12, 4])[0]
     for ours, theirs in zip(whole.steps, split.steps, strict=True):

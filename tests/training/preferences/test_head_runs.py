@@ -152,7 +152,7 @@ def test_a_run_with_adapters_and_a_head_goes_on_on_other_ranks(pool: Pool, folde
         config(folder, "output", "reward_model", model, adapter={"targets": ["output"]})
 
 
-def test_classes_are_learnt_from_texts(pool: Pool, folder: Path) -> None:
+def test_classes_are_learned_from_texts(pool: Pool, folder: Path) -> None:
     """And a text longer than a row, of which the end is cut, keeps its class."""
     model = {**SIZES, "num_query_groups": 4, "num_labels": 3}
     run = config(folder, "classes", "classification", model, optimizer__min_lr=0.01, data__seq_length=4)

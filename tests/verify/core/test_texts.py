@@ -106,13 +106,13 @@ def test_random_tokens_are_taken_as_they_are_drawn() -> None:
     assert_rows_are_the_trainers(user({}))
 
 
-def test_an_order_that_repeats_samples_is_told(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_repeats_samples_is_reported(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     original = order.SampleOrder.locate
     monkeypatch.setattr(order.SampleOrder, "locate", lambda self, number: original(self, number - number % 2))
     assert any("comes twice in an epoch" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
 
 
-def test_documents_that_come_twice_are_told(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_come_twice_are_reported(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain, "permutation", lambda count, key: np.arange(count) // 2)
     assert any("each of its 35 documents once" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
 

@@ -12,7 +12,7 @@ def shard(name: str, offset: int, values: list[float]) -> Shard:
     return Shard(name, (4,), TensorSlice((offset,), (len(values),)), np.array(values, np.float64))  # type: ignore[arg-type]
 
 
-def test_shards_are_put_together_and_the_spread_of_replicas_is_told() -> None:
+def test_shards_are_put_together_and_the_spread_of_replicas_is_reported() -> None:
     whole = assembled([shard("a", 0, [1, 2]), shard("a", 2, [3, 4]), shard("a", 1, [2, 3.5]), shard("b", 0, [1] * 4)])
     assert whole.tensors["a"].tolist() == [1, 2, 3, 4]
     assert whole.spread == {"a": 0.5, "b": 0.0}

@@ -111,7 +111,7 @@ def test_the_table_tells_each_layouts_worst_deviations() -> None:
     assert refused[1:] == ["✗ FAIL", *["none"] * 8, "0.1 s"]
 
 
-def test_why_a_layout_stopped_is_told() -> None:
+def test_why_a_layout_stopped_is_reported() -> None:
     found = report(0.5)
     guarded = dataclasses.replace(layout_result("guarded", {}), guards=("denominator is off", "so is the norm"))
     texts = [each.text for each in page(dataclasses.replace(found, layouts=(*found.layouts, guarded))).all("pre")]
@@ -194,7 +194,7 @@ def test_the_worst_layout_of_every_tensor_stands_in_a_table() -> None:
     assert rows(table)[-1][:2] == [TENSORS[-1], "✗ 5.0e-01tp1-pp1-cp2-dp1-mbs1"]
 
 
-def test_tolerances_circumstances_and_configuration_are_told() -> None:
+def test_tolerances_circumstances_and_configuration_are_reported() -> None:
     found = report()
     text = page(found).text
     table = next(each for each in page(found).all("table") if "tolerances come from" in each.text)
