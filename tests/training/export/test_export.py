@@ -77,7 +77,9 @@ def test_the_next_start_exports_what_was_left_to_do_and_keeps_it_until_then(
     assert delete_checkpoint(run.checkpoints, 2)
 
 
-def test_an_export_that_fails_is_reported_and_leaves_nothing(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_fails_is_reported_and_leaves_nothing(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = run.config.read_text()
     run.config.write_text(re.sub(r"(?m)^  hf: .*", "  hf: null", text).replace("num_layers: 3", "num_layers: 4"))
     exporter = Exporter(run, 1)
