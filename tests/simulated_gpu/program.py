@@ -51,7 +51,7 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     tried: Any = StepTrial
     tried.make = noted
     _hold_saves()
-    activations.SMALLEST_BYTES = 2**10  # those of small models move, too
+    activations.SMALLEST_MOVED_BYTES = 2**10  # those of small models move, too
     sections["run"] = {"dir": str(folder)}
     error = None
     try:

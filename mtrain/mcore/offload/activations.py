@@ -18,10 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mtrain.mcore.offload.host_memory import CopyStream, HostMemory, copy_from_host, copy_to_host
-from mtrain.plan.activations import SMALLEST_MOVED_BYTES
-
-SMALLEST_BYTES = SMALLEST_MOVED_BYTES
-"""What the plan of memory counts on; tests move less."""
+from mtrain.plan.activations import SMALLEST_MOVED_BYTES as SMALLEST_MOVED_BYTES  # tests move less
 
 
 class HostSide:
@@ -209,7 +206,7 @@ class MovingPass:
         if tensor.layout != torch.strided or tensor.device.type != self._side.device.type:
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALLEST_BYTES or storage.nbytes() % 8 or storage._cdata in self._staying:
+        if storage.nbytes() < SMALLEST_MOVED_BYTES or storage.nbytes() % 8 or storage._cdata in self._staying:
             return None
         known = self._known.get(storage._cdata)
         moved = None if known is None else known[1]()

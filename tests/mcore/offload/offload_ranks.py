@@ -24,7 +24,7 @@ class Moved(NamedTuple):
 
 def train_each(groups: Groups, runs: Sequence[Run]) -> list[Moved]:
     """Runs of one layout, in which tensors of any size move."""
-    activations.SMALLEST_BYTES = 1
+    activations.SMALLEST_MOVED_BYTES = 1
     found, states = [], random_states(groups)
     for run in runs:
         set_random_states(states)  # what dropout draws

@@ -138,7 +138,7 @@ def gradients(block: Block) -> list[Tensor]:
 
 
 def test_memory_moves_once_and_weights_and_small_tensors_stay(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_BYTES", 2**14)  # a weight is larger
+    monkeypatch.setattr(activations, "SMALLEST_MOVED_BYTES", 2**14)  # a weight is larger
     block(hidden_states=rows()).sum().backward()
     expected = gradients(block)
     place = move_activations([block], 3, CPU)
