@@ -79,7 +79,6 @@ class PreferencePass(NamedTuple):
     totals: PreferenceTotals
 
 
-_SCORE = 0
 _COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role", "margin")
 """Of the table that all ranks fill together, a line a slot of the global batch; the group is -1 where there is none."""
 
@@ -170,7 +169,7 @@ def sequence_scores(
             places = [place for place, member in enumerate(members) if member is not None]
             slots = [member.slot for member in members if member is not None]
             index = to_device(torch.tensor([slots, places], dtype=torch.int64), groups.device)
-            table[:, _SCORE].index_add_(0, index[0], sums[index[1]])
+            table[:, _COLUMNS.index("score")].index_add_(0, index[0], sums[index[1]])
 
     with torch.no_grad(), evaluating(chunks):
         run_forward(chunks, rows, take, config)
