@@ -150,14 +150,18 @@ def named_attempt(root: Path, step: int) -> StagingDir:
     return StagingDir(root, step, root / _unique(_ATTEMPT, step))
 
 
-def open_attempt(attempt: StagingDir) -> None:
+def open_attempt(attempt: StagingDir, check: Callable[[], None] = lambda: None) -> None:
     """Makes the attempt's folder; several ranks may do so.
+
+    Args:
+        attempt: From `named_attempt`.
+        check: Called where the step is published already; raises where another run has done so.
 
     Raises:
         RunFolderError: the step is published already.
         MachineError: the folder cannot be made.
     """
-    _refuse_published(attempt.root, attempt.step)
+    _refuse_published(attempt.root, attempt.step, check)
     with disk_faults(f"begin {step_name(attempt.step)} in {attempt.root}"):
         # every rank makes it when it begins to write, so nobody waits for the first one
         attempt.path.mkdir(parents=True, exist_ok=True)
@@ -188,8 +192,8 @@ def publish(
         attempt: From `begin_staging`.
         facts: What is known about it.
         known: Of files that were hashed while they were written and are on disk; the others are read and synced.
-        check: Called immediately before the rename, and before `latest` is written; raises where this run may not write
-            here any more.
+        check: Called immediately before the rename, before `latest` is written, and where the step is published;
+            raises where this run may not write here any more.
 
     Raises:
         DataError: the attempt holds no file, or not the files that are said to be known.
@@ -209,7 +213,7 @@ def publish(
             sync_folder(folder)
         write_manifest(attempt.path, manifest)
         final = attempt.root / step_name(attempt.step)
-        _refuse_published(attempt.root, attempt.step)
+        _refuse_published(attempt.root, attempt.step, check)
         # as late as possible: what remains between it and the rename is the only instant in which another run could
         # take over
         check()
@@ -311,12 +315,13 @@ def clean_leftovers(root: Path) -> list[str]:
     return [path.name for path in leftovers]
 
 
-def _refuse_published(root: Path, step: int) -> None:
+def _refuse_published(root: Path, step: int, check: Callable[[], None]) -> None:
     final = root / step_name(step)
     try:
         load_entry(final)
     except DataError:
         return
+    check()  # another start has the folder: that is what the user has to know, not the step which it has saved
     raise RunFolderError(f"{final} exists and is whole; it is not overwritten. Move it away or set another run.dir")
 
 

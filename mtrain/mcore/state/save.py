@@ -85,8 +85,8 @@ class Saver:
             groups: The process groups.
             config: Of the run.
             origin: What the manifest says of the run.
-            check: Called on the first rank before anything becomes visible or is deleted; raises where another run has
-                taken the folder over.
+            check: Called on the first rank before anything becomes visible or is deleted, on any rank where a step has
+                been saved already; raises where another run has taken the folder over.
             start_step: Updates completed when the run began or went on.
             on_saved: Called on the first rank when a checkpoint is on disk, with its step and the seconds that it took.
         """
@@ -284,7 +284,7 @@ class Saver:
             return found
         with disk_faults(f"save the checkpoint of step {step}"):
             fault_point("open", rank, step)
-            open_attempt(attempt)
+            open_attempt(attempt, self._check)
             path = attempt.path / f"__{rank}_0.distcp"
             try:
                 written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))

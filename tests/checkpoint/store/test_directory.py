@@ -17,7 +17,9 @@ from mtrain.checkpoint.store.directory import (
     begin_staging,
     checkpoint_at,
     clean_leftovers,
+    named_attempt,
     newest_good,
+    open_attempt,
     publish,
     set_aside,
 )
@@ -259,6 +261,12 @@ def test_a_run_that_lost_its_folder_publishes_nothing(tmp_path: Path) -> None:
         publish(attempt, facts(20), check=check)
     assert published_steps(tmp_path) == [10]
     assert (tmp_path / "latest").read_text() == "step_00000010\n"
+    # the other run may have saved the step already: what matters is that it has the folder
+    save(tmp_path, 20)
+    with pytest.raises(RunFolderError, match="taken over"):
+        publish(attempt, facts(20), check=check)
+    with pytest.raises(RunFolderError, match="taken over"):
+        open_attempt(named_attempt(tmp_path, 20), check)
 
 
 def test_known_files_must_be_what_was_written(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mtrain.mcore.state.pending_save import PendingSave
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
+from tests.checkpoint.checkpoints import save
 from tests.mcore.state.checkpoint_ranks import Parts, build, in_few_passes
 
 _LIMIT_S = 3600.0
@@ -70,8 +71,12 @@ def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
     return found
 
 
-def lose_the_folder(groups: Groups, config: Config, run: Path) -> Ending:
-    """Another run puts its name into the lock file while a save of this one is in flight."""
+_OTHER = "process 1 on another-node [c0ffee]\n"
+
+
+def lose_the_folder(groups: Groups, config: Config, run: Path, has_saved: bool) -> Ending:
+    """Another run puts its name into the lock file while a save of this one is in flight; or before it, and it has
+    saved the step as well."""
     folder = RunFolder(run)
     folder.create()
     parts = build(groups, config)
@@ -82,8 +87,11 @@ def lose_the_folder(groups: Groups, config: Config, run: Path) -> Ending:
             saver.save(parts.chunks, parts.optimizer, 1)
             saver.wait()
             count()
+            if has_saved:
+                save(folder.checkpoints, 2)
+                folder.lock_file.write_text(_OTHER)
             saver.save(parts.chunks, parts.optimizer, 2)
-            folder.lock_file.write_text("process 1 on another-node [c0ffee]\n")
+            folder.lock_file.write_text(_OTHER)
             saver.finish()
 
         return _ending(work)

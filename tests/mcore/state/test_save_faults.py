@@ -203,15 +203,18 @@ def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, 
     happens="the older run publishes nothing",
     exit_code=6,
 )
-def test_a_run_that_lost_its_folder_publishes_nothing(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+@pytest.mark.parametrize("has_saved", [False, True], ids=["", "by a run that has saved the step"])
+def test_a_run_that_lost_its_folder_publishes_nothing(
+    pool: Pool, tmp_path: Path, notice: Notice, has_saved: bool
+) -> None:
     with notice:
-        (ending,) = pool.run(ranks.lose_the_folder, Layout(), configured(), tmp_path)
+        (ending,) = pool.run(ranks.lose_the_folder, Layout(), configured(), tmp_path, has_saved)
     assert notice.exit_code == RunFolderError.exit_code
     kind, text = ending.error
     assert kind == "RunFolderError"
     assert "taken over by process 1 on another-node" in text
     assert ending.steps == 1
-    assert newest_whole(tmp_path / "checkpoints").step == 1
+    assert newest_whole(tmp_path / "checkpoints").step == (2 if has_saved else 1), "of the other run"
 
 
 def _flip(path: Path) -> None:
