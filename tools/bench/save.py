@@ -9,7 +9,7 @@ of a small model, filled with random numbers); every rank starts a contender tog
 - theirs: `dist_checkpointing.save` in `torch_dist`, parallel over data-parallel ranks, with its distribution kept from
   the first save; optimizer state in the form that can be resharded.
 
-Best of several rounds; the first one warms up. Files of earlier rounds are deleted outside the timer.
+Best of several rounds; the first one warms up. What earlier rounds wrote is deleted outside the timer, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -109,11 +109,13 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
         raw = _seconds(functools.partial(_write, raw_file, content))
         raw_file.unlink()
         memcpy = _seconds(lambda: [one.copy_(part.data) for one, part in zip(memory, parts)])
+        dist.barrier()
         began = time.perf_counter()
-        saver.confirm(step)  # so that the one before goes
         copy = _seconds(functools.partial(saver.save, chunks, optimizer, step))
-        saver.finish()
+        saver.wait()
         ours = _slowest(time.perf_counter() - began)
+        saver.confirm(step)  # so that the one before goes
+        saver.finish()
         stock = folder / f"theirs-{step}"
         if groups.rank == 0:
             stock.mkdir()
@@ -171,7 +173,7 @@ def _slowest(seconds: float) -> float:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=5, help="Rounds of each contender.")] = 5,
+    rounds: Annotated[int, typer.Option(min=5, help="Rounds of each contender.")] = 8,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 12,
     hidden: Annotated[int, typer.Option(min=64, help="Its hidden size.")] = 640,
     folder: Annotated[Path | None, typer.Option(help="Where to write; by default the system's temporary one.")] = None,
