@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.two_ranks import in_the_place_of
 
 AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp_cp": "dp", "expt_dp": "dp", "embd": "pp"}
 """megatron-core's groups, by what they serve."""
@@ -74,6 +75,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = group.size()
         kind = KINDS[name]  # a new one has to be named there
         sent = _sent(kind, args, size, group.rank())
+        kind = in_the_place_of() or kind  # two ranks swap halves: as many bytes as the collective sends
         axis = self._axes.get(group.group_name, "world")
         if kind == "send" and axis != "cp":  # stages send each other activations, also over the group of all ranks
             axis = "pp" if args[0][0].ndim > 1 else "world"

@@ -1,0 +1,69 @@
+"""The rank side of test_two_ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.two_ranks import in_the_place_of
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What reaches torch.distributed's backend inside the block, and what it stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[tuple[str, str | None]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        namespace, name = function.name().split(".")[0].split("::")
+        if namespace == "c10d" and name != "recv_":
+            self.names.append((name, in_the_place_of()))
+        return function(*args, **(kwargs or {}))
+
+
+class Found(NamedTuple):
+    """Of one rank."""
+
+    gathered: list[float]
+    scattered: list[float]
+    names: list[tuple[str, str | None]]
+
+
+def own(rank: int, dtype: torch.dtype, rows: int) -> Tensor:
+    """[rows, 3]: numbers that tell rank and place, and do not add exactly in half precision."""
+    return (torch.arange(3 * rows).view(rows, 3) * 1.37 + 100.21 * rank).to(dtype)
+
+
+def both(groups: Groups, dtype: torch.dtype, in_place: bool, async_op: bool) -> Found:
+    """An all-gather and a reduce-scatter over the world, begun one after the other."""
+    size, rank = dist.get_world_size(), groups.rank
+    whole, part = torch.empty(2 * size, 3, dtype=dtype), own(rank, dtype, 2)
+    summands = own(rank, dtype, 2 * size)
+    total = torch.empty(2, 3, dtype=dtype)
+    if in_place:  # as megatron-core's buffers are: the rank's part is a view of the whole
+        whole[2 * rank : 2 * rank + 2] = part
+        part, total = whole[2 * rank : 2 * rank + 2], summands[2 * rank : 2 * rank + 2]
+    with Operations() as operations:
+        works = [
+            dist.all_gather_into_tensor(whole, part, async_op=async_op),
+            dist.reduce_scatter_tensor(total, summands, async_op=async_op),
+        ]
+        for work in works:
+            assert (work is not None) == async_op
+            if work is not None:
+                work.wait()
+    return Found(whole.flatten().tolist(), total.flatten().tolist(), operations.names)
+
+
+def maxima(groups: Groups) -> list[float]:
+    """Not a sum: torch's own."""
+    largest = torch.empty(1)
+    dist.reduce_scatter_tensor(largest, torch.tensor([3.0, -1.0]) * (1 - 2 * groups.rank), op=dist.ReduceOp.MAX)
+    return largest.tolist()
