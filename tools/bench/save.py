@@ -9,7 +9,7 @@ of a small model, filled with random numbers); every rank starts a contender tog
 - theirs: `dist_checkpointing.save` in `torch_dist`, parallel over data-parallel ranks, with its distribution kept from
   the first save; optimizer state in the form that can be resharded.
 
-Best of several rounds; the first one warms up. What earlier rounds wrote is deleted outside the timer, whoever wrote it.
+Best of several rounds; the first warms up. What earlier rounds wrote is deleted outside the timer, whoever wrote it.
 """
 
 from __future__ import annotations

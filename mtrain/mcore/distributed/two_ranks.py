@@ -42,7 +42,7 @@ def install() -> None:
         module.dist_reduce_scatter_func = dist.reduce_scatter_tensor
 
 
-class _Swap:
+class _SwappedHalves:
     """A collective that has begun; stands where torch's `Work` does."""
 
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
@@ -83,7 +83,7 @@ def _is_for_two(tensor: Tensor, group: Any) -> bool:
     )
 
 
-def _begun(swap: _Swap, async_op: bool) -> _Swap | None:
+def _begun(swap: _SwappedHalves, async_op: bool) -> _SwappedHalves | None:
     if async_op:
         return swap
     swap.wait()
@@ -97,7 +97,7 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
         rank, halves = dist.get_rank(group), output.detach().view(2, -1)
         own = tensor.detach().contiguous().view(-1)
         halves[rank].copy_(own)
-        return _begun(_Swap("all-gather", own, halves[1 - rank], group, lambda: None), async_op)
+        return _begun(_SwappedHalves("all-gather", own, halves[1 - rank], group, lambda: None), async_op)
 
     return all_gather_into_tensor
 
@@ -115,6 +115,6 @@ def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         def add() -> None:
             torch.add(halves[rank], received, out=output.detach().view(-1))
 
-        return _begun(_Swap("reduce-scatter", halves[1 - rank], received, group, add), async_op)
+        return _begun(_SwappedHalves("reduce-scatter", halves[1 - rank], received, group, add), async_op)
 
     return reduce_scatter_tensor

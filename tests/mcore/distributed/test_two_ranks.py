@@ -28,7 +28,7 @@ def test_all_ranks_gather_and_scatter_by_definition(pool: Pool, num_ranks: int) 
                     assert each.scattered == (summands[0] + summands[1])[rows].flatten().tolist()
                     assert each.names == [("send", "all-gather"), ("send", "reduce-scatter")]
                 else:
-                    exact = sum(one.double() for one in summands)[rows].flatten().tolist()
+                    exact = torch.stack(summands).double().sum(0)[rows].flatten().tolist()
                     assert each.scattered == pytest.approx(exact, rel=2e-2 if dtype == torch.bfloat16 else 1e-6)
                     assert each.names == [("_allgather_base_", None), ("_reduce_scatter_base_", None)]
 

@@ -14,11 +14,11 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.two_ranks import in_the_place_of
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(TorchDispatchMode):
     """What reaches torch.distributed's backend inside the block, and what it stands for."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[tuple[str, str | None]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

@@ -22,6 +22,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.two_ranks import in_the_place_of
 from mtrain.mcore.model.build import run_chunk
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.training.output.term_inputs import term_inputs
@@ -33,7 +34,7 @@ class Counts(NamedTuple):
     """What one step of one rank did."""
 
     collectives: Counter[tuple[str, int]]
-    """(name, elements): transfers between stages are not among them, vectors that two ranks swap are."""
+    """(name, elements): transfers between stages are not among them, what two ranks swap is."""
     reads: Counter[str]
     """Values that the host asked a tensor for, by the file that asked: where a GPU would be waited for."""
 
@@ -67,7 +68,11 @@ class Counting(TorchDispatchMode):
         namespace, name = function.name().split("::")
         tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
         is_between_stages = name.startswith("send") and tensors[0].ndim > 1
-        if namespace == "c10d" and not is_between_stages and not name.startswith("recv_"):
+        kind, is_sent = in_the_place_of(), namespace == "c10d" and not name.startswith("recv_")
+        if is_sent and kind is not None:
+            # half of what is gathered or scattered
+            self.counts.collectives[(kind, 2 * tensors[0].numel())] += 1
+        elif is_sent and not is_between_stages:
             self.counts.collectives[(name.split(".")[0], max(each.numel() for each in tensors))] += 1
         elif name.split(".")[0] == "_local_scalar_dense":
             self.counts.reads[_asking_file()] += 1
