@@ -21,7 +21,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from sys import path as import_path
 from typing import Annotated, Any, NamedTuple
@@ -60,8 +59,8 @@ def main(
     source, ours = folder / "source", folder / "ours"
     folder.mkdir(parents=True)
     try:
-        size, largest = write_model(source, layers)
-        import_hf(source, ours, None, 1)
+        size, largest = apart(lambda: write_model(source, layers))
+        apart(lambda: import_hf(source, ours, None, 1))
         contenders: dict[str, Callable[[Path], Any]] = {
             "raw": lambda out: write_raw(source, out, syncs=True),
             "raw, without fsync": lambda out: write_raw(source, out, syncs=False),
@@ -142,19 +141,28 @@ def load_and_save(source: Path, out: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(out)
 
 
-def measured(contender: Callable[[Path], Any], out: Path) -> Sample:
-    """One run in a forked process."""
+def apart(work: Callable[[], Any]) -> Any:
+    """What it gives in a forked process.
+
+    This process must not compute by itself: what forks behind its threads of OpenMP waits for them for ever.
+    """
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(contender, out, theirs))
+    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(work()))
     process.start()
     theirs.close()
-    sample: Sample = ours.recv()
+    result = ours.recv()
     process.join()
+    return result
+
+
+def measured(contender: Callable[[Path], Any], out: Path) -> Sample:
+    """One run in a forked process."""
+    sample: Sample = apart(lambda: _run(contender, out))
     shutil.rmtree(out, ignore_errors=True) if out.is_dir() else out.unlink()
     return sample
 
 
-def _run(contender: Callable[[Path], Any], out: Path, answer: Connection) -> None:
+def _run(contender: Callable[[Path], Any], out: Path) -> Sample:
     if contender.__code__.co_names[0] == "load_and_save":
         import transformers  # noqa: F401  not part of the work
     before = peak = _anonymous_bytes()
@@ -172,7 +180,7 @@ def _run(contender: Callable[[Path], Any], out: Path, answer: Connection) -> Non
     seconds = own_seconds if isinstance(own_seconds, float) else time.monotonic() - began
     done.set()
     watcher.join()
-    answer.send(Sample(seconds, peak - before))
+    return Sample(seconds, peak - before)
 
 
 def _anonymous_bytes() -> int:

@@ -35,3 +35,15 @@ def test_all_ranks_gather_and_scatter_by_definition(pool: Pool, num_ranks: int) 
 
 def test_a_maximum_is_not_summed(pool: Pool) -> None:
     assert pool.run(ranks.maxima, Layout(dp=2)) == [[3.0], [1.0]]
+
+
+def test_tensors_without_elements_are_no_halves(pool: Pool) -> None:
+    assert pool.run(ranks.nothing, Layout(dp=2)) == [[0, 4]] * 2
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sequence_parallelism_swaps_between_two_ranks(pool: Pool, tp: int) -> None:
+    kinds = [
+        name if stands_for is None else stands_for for name, stands_for in pool.run(ranks.of_megatron, Layout(tp=tp))[0]
+    ]
+    assert kinds == (["all-gather", "reduce-scatter"] if tp == 2 else ["_allgather_base_", "_reduce_scatter_base_"])

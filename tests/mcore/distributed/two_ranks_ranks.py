@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.two_ranks import in_the_place_of
+from mtrain.mcore.distributed.two_ranks import all_gather_into_tensor, in_the_place_of, reduce_scatter_tensor
 
 
 class Operations(TorchDispatchMode):
@@ -52,8 +56,8 @@ def both(groups: Groups, dtype: torch.dtype, in_place: bool, async_op: bool) -> 
         part, total = whole[2 * rank : 2 * rank + 2], summands[2 * rank : 2 * rank + 2]
     with Operations() as operations:
         works = [
-            dist.all_gather_into_tensor(whole, part, async_op=async_op),
-            dist.reduce_scatter_tensor(total, summands, async_op=async_op),
+            all_gather_into_tensor(whole, part, async_op=async_op),
+            reduce_scatter_tensor(total, summands, async_op=async_op),
         ]
         for work in works:
             assert (work is not None) == async_op
@@ -65,5 +69,22 @@ def both(groups: Groups, dtype: torch.dtype, in_place: bool, async_op: bool) -> 
 def maxima(groups: Groups) -> list[float]:
     """Not a sum: torch's own."""
     largest = torch.empty(1)
-    dist.reduce_scatter_tensor(largest, torch.tensor([3.0, -1.0]) * (1 - 2 * groups.rank), op=dist.ReduceOp.MAX)
+    reduce_scatter_tensor(largest, torch.tensor([3.0, -1.0]) * (1 - 2 * groups.rank), op=dist.ReduceOp.MAX)
     return largest.tolist()
+
+
+def nothing(groups: Groups) -> list[int]:
+    """Tensors without elements, as of experts without tokens."""
+    empty = torch.empty(0, 4)
+    all_gather_into_tensor(empty, empty)
+    reduce_scatter_tensor(empty, empty)
+    return list(empty.shape)
+
+
+def of_megatron(groups: Groups) -> list[tuple[str, str | None]]:
+    """What a gather and a scatter along the sequence send."""
+    operations = Operations()
+    with operations:
+        whole = gather_from_sequence_parallel_region(torch.ones(2, 3), group=groups.tp)
+        reduce_scatter_to_sequence_parallel_region(whole, group=groups.tp)
+    return operations.names
