@@ -72,6 +72,8 @@ def main(
         }
         samples: dict[str, list[Sample]] = {name: [] for name in contenders}
         for _ in range(rounds):
+            # what one has deleted may have gone back to the host, so the first of a round would pay for its memory
+            measured(contenders["raw"], folder / "out")
             for name, contender in contenders.items():
                 samples[name].append(measured(contender, folder / "out"))
     finally:
