@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ import torch
 import mtrain
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import Sizes
+from mtrain.checkpoint.format.write_behind import WriteBehind
 from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.importing import SHARDS_NAME
@@ -63,12 +65,12 @@ def export_hf(
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
             shard = files[unit.name]
-            with partial.open("wb") as file:
+            with partial.open("wb") as file, contextlib.closing(WriteBehind(file.fileno())) as behind:
                 file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
                 for one in shard.tensors:
                     for part in stream_tensor(one.tensor, target.key(one.key), target.tensors.read):
                         check()
-                        file.write(raw_bytes(part.to(one.dtype)))
+                        behind.note(file.write(raw_bytes(part.to(one.dtype))))
                     tell(one.size_bytes)
 
         units = [Unit(name, shard.size_bytes) for name, shard in files.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, assert_never
@@ -17,13 +17,12 @@ from typing import Any, Self, assert_never
 from blake3 import blake3
 
 from mtrain.base.steady_files import SteadyFile
+from mtrain.checkpoint.format.write_behind import WriteBehind
 from mtrain.checkpoint.store.manifest import DigestAlgorithm, FileInfo
 
 _SMALL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 23
 _READ_BYTES = 1 << 20
-_SYNC_BYTES = 1 << 26
-"""After so many bytes the disk is asked to begin."""
 
 
 class HashedFile(io.RawIOBase):
@@ -40,10 +39,10 @@ class HashedFile(io.RawIOBase):
         super().__init__()
         # O_EXCL: a file that is there belongs to another attempt; O_CLOEXEC: no child process keeps the file open
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._digest, self._size_bytes, self._asked_bytes = blake3(), 0, 0
-        # at most one hash and one sync are under way, so neither waits for a worker
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
-        self._syncing: Future[None] | None = None
+        self._digest, self._size_bytes = blake3(), 0
+        # at most one hash is under way, so none waits for the worker
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-file")
+        self._behind = WriteBehind(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +69,9 @@ class HashedFile(io.RawIOBase):
             self._write(view)
         else:
             # a digest depends on the order: one call hashes the whole view, and the next write begins after its result
-            hashing = self._workers.submit(self._digest.update, view)
+            hashing = self._hasher.submit(self._digest.update, view)
             try:
-                # in pieces, so that `_write` can ask for a sync in the middle of a large tensor
+                # in pieces, so that the disk is asked to begin in the middle of a large tensor
                 for start in range(0, view.nbytes, _PIECE_BYTES):
                     self._write(view[start : start + _PIECE_BYTES])
             finally:
@@ -85,15 +84,15 @@ class HashedFile(io.RawIOBase):
         Returns:
             What was written.
         """
-        if self._syncing is not None:
-            self._syncing.result()
+        self._behind.wait()
         os.fsync(self._descriptor)  # the syncs in the thread cover only what had been written when they began
         return FileInfo(size_bytes=self._size_bytes, blake3=self._digest.hexdigest())
 
     def close(self) -> None:
         """Closes the file; without `finish` its end may not be on disk."""
         if not self.closed:
-            self._workers.shutdown()
+            self._hasher.shutdown()
+            self._behind.close()
             os.close(self._descriptor)
         super().close()
 
@@ -103,12 +102,7 @@ class HashedFile(io.RawIOBase):
             written = os.write(self._descriptor, view)
             self._size_bytes += written
             view = view[written:]
-        if self._size_bytes - self._asked_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
-            if self._syncing is not None:
-                self._syncing.result()
-            self._asked_bytes = self._size_bytes
-            # at most one at a time, never waited for here: where the disk is slow, the next one covers more bytes
-            self._syncing = self._workers.submit(os.fdatasync, self._descriptor)
+            self._behind.note(written)
 
 
 def write_hashed(path: Path, data: bytes) -> FileInfo:
