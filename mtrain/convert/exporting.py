@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -65,7 +64,7 @@ def export_hf(
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
             shard = files[unit.name]
-            with partial.open("wb") as file, contextlib.closing(WriteBehind(file.fileno())) as behind:
+            with partial.open("wb") as file, WriteBehind(file.fileno()) as behind:
                 file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
                 for one in shard.tensors:
                     for part in stream_tensor(one.tensor, target.key(one.key), target.tensors.read):

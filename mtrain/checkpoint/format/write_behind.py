@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
 
 _SYNC_BYTES = 1 << 26
 """After so many bytes the disk is asked to begin."""
@@ -12,7 +14,8 @@ _SYNC_BYTES = 1 << 26
 class WriteBehind:
     """Asks the disk, in a thread, to take what has been written to a file so far, so that little is left for the end.
 
-    It promises nothing: what has to be on disk is synced when it is complete.
+    It promises nothing: what has to be on disk is synced when it is complete. A `with` block waits at its end: what the
+    disk refused to a sync here, it does not say again to a file that is opened later.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -24,6 +27,16 @@ class WriteBehind:
         # at most one sync is under way, so none waits for the worker
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
         self._syncing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if kind is None:
+            self.wait()
 
     def note(self, num_bytes: int) -> None:
         """So many more have been written.
