@@ -28,6 +28,7 @@ NEUTRAL_KEYS = (
     "train.compile",
     "train.recompute_modules",
     "train.offload_layers",
+    "train.offload_optimizer",
     "train.distributed_optimizer",
     "train.overlap_grad_reduce",
     "train.overlap_param_gather",

@@ -19,6 +19,12 @@ from mtrain.plan.parameters import (
     table_elements_on_rank,
 )
 
+_MOMENTS_BYTES = 2 * FP32_BYTES
+"""Of a parameter."""
+MOMENTS_AT_ONCE_BYTES = 2**29
+"""Of the moments that an update with train.offload_optimizer moves together, unless those of one parameter are more:
+ten milliseconds of PCIe."""
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -32,7 +38,7 @@ class MemoryEstimate:
     update_bytes: int
     """Most that the optimizer makes beside its state, when no activations are left."""
     host_bytes: int = 0
-    """Pinned memory of the host that activations move to; no part of the total."""
+    """Pinned memory of the host that activations and moments move to; no part of the total."""
 
     @property
     def total_bytes(self) -> int:
@@ -51,13 +57,15 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     held = trained_parameters(config, layout, pp_rank)
     kept = _kept_numbers(config, layout, pp_rank, held)
     largest = _largest_trained(config, layout)
+    updated = own_share(config, layout, held)
+    moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
     return MemoryEstimate(
         weights_bytes=held.total * element_bytes(config) + _frozen_bytes(config, layout, pp_rank),
         gradients_bytes=held.total * FP32_BYTES,
-        optimizer_bytes=FP32_BYTES * own_share(config, layout, kept),
+        optimizer_bytes=FP32_BYTES * own_share(config, layout, kept) - moved,
         activations_bytes=activation_bytes(config, layout, pp_rank),
-        update_bytes=_update_bytes(own_share(config, layout, held), largest),
-        host_bytes=host_bytes(config, layout, pp_rank),
+        update_bytes=_update_bytes(updated, largest) + _moments_at_once(moved, largest),
+        host_bytes=host_bytes(config, layout, pp_rank) + moved,
     )
 
 
@@ -107,6 +115,16 @@ def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParame
         case _:
             assert_never(config.optimizer)
     return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
+
+
+def _moments_at_once(moved: int, largest: int) -> int:
+    """Bytes of moments on the device in an update: those that are updated, those before and those behind them.
+
+    Args:
+        moved: Bytes of all.
+        largest: Elements of the largest parameter.
+    """
+    return min(moved, max(MOMENTS_AT_ONCE_BYTES, _MOMENTS_BYTES * largest) + 2 * MOMENTS_AT_ONCE_BYTES)
 
 
 def _update_bytes(state_elements: int, largest: int) -> int:

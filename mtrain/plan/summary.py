@@ -10,7 +10,7 @@ from mtrain.plan.phases import data_phases
 _GIB = 2**30
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
 _HOST_COLUMN = ("pinned on the host",)
-"""Where activations move there."""
+"""Where activations or moments move there."""
 
 
 def print_plan(config: Config, world_size: int) -> None:
@@ -35,7 +35,7 @@ def print_plan(config: Config, world_size: int) -> None:
         print(f"note: {note}")
     print()
     print("Memory of a rank, GiB (activations and update do not coincide)")
-    rows = [_COLUMNS + (_HOST_COLUMN if config.train.offload_layers else ()), *_memory_of_stages(config, layout)]
+    rows = [_COLUMNS + (_HOST_COLUMN if _moves_to_host(config) else ()), *_memory_of_stages(config, layout)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
@@ -80,6 +80,10 @@ def _rows(config: Config, layout: Layout) -> str:
     return f"{at_most}{microbatches} packed rows of {config.row_width}"
 
 
+def _moves_to_host(config: Config) -> bool:
+    return bool(config.train.offload_layers) or config.train.offload_optimizer
+
+
 def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...]]:
     """One row for each pipeline rank, under _COLUMNS and _HOST_COLUMN."""
     num_layers = config.model.num_layers
@@ -92,7 +96,7 @@ def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...
             memory.activations_bytes,
             memory.update_bytes,
             memory.total_bytes,
-            *([memory.host_bytes] if config.train.offload_layers else []),
+            *([memory.host_bytes] if _moves_to_host(config) else []),
         )
         yield (
             str(pp_rank),

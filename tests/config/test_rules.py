@@ -98,6 +98,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "train.compile=layers does not go with train.offload_layers, as graphs hide what a layer keeps",
     ),
     (
+        {"optimizer__kind": "muon", "train__offload_optimizer": True},
+        "train.offload_optimizer=true moves AdamW's moments, but under optimizer.kind=muon matrices have a momentum",
+    ),
+    (
         {"train__fp8": "hybrid", "train__offload_layers": 2},
         "train.fp8=hybrid needs TransformerEngine's layers, which train.offload_layers=2 leaves out; remove one of the",
     ),

@@ -54,3 +54,8 @@ def test_what_activations_pin_on_the_host_has_a_column(capsys: pytest.CaptureFix
     assert activations < float(plain[-3])
     assert host == pytest.approx(float(table(train__offload_layers=4)[1][-1]) / 2, abs=0.002)
     assert host > 0
+    heading, updated = table(train__offload_optimizer=True)
+    assert heading.endswith("pinned on the host")
+    optimizer, kept = float(updated[5]), float(plain[5])
+    assert optimizer + float(updated[-1]) == pytest.approx(kept, abs=0.002)
+    assert float(updated[-1]) == pytest.approx(2 / 3 * kept, abs=0.002)  # main weights stay

@@ -39,11 +39,11 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One rank of a run."""
     make = StepTrial.make
 
-    peaks = {}
+    held, peaks = {}, {}
 
     def noted(self: StepTrial, own: Any, lr: float, step: int, *others: Any) -> Any:
         begin_step(step)
-        MEMORY.peak = before = MEMORY.now
+        MEMORY.peak = held[step] = before = MEMORY.now
         made = make(self, own, lr, step, *others)
         peaks[step] = MEMORY.peak - before
         return made
@@ -61,7 +61,7 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
         error = str(refused)
     except Exception:  # whoever asked for the run shows it
         error = traceback.format_exc()
-    return {"steps": found(), "peaks": peaks, "error": error}
+    return {"steps": found(), "held": held, "peaks": peaks, "error": error}
 
 
 def _hold_saves() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from mtrain import plan
+from mtrain.config import Config
 from tests.config.samples import content
 from tests.data.conftest import word_tokenizer
 from tests.parity.expert_models import MIXTRAL
@@ -98,6 +100,18 @@ CASES = {
     "four layers": Case(LAYERS),
     "moved activations": Case(LAYERS | {"train__offload_layers": 3}),
     "moved activations of stages": Case(LAYERS | {"train__offload_layers": 4, "layout": PP2}, ranks=2),
+    "on the host": Case(LAYERS | {"train__offload_optimizer": True}),
+    "on the host, data-parallel": Case(
+        {"train__offload_optimizer": True, "train__overlap_grad_reduce": True, "train__overlap_param_gather": True},
+        ranks=2,
+    ),
+    "on the host, a save in flight": Case(
+        {"train__offload_optimizer": True, "train__num_steps": 5, "checkpoint__interval_steps": 3},
+        ranks=2,
+        waits=1,
+        step=5,
+    ),
+    "on the host, fp16, experts": Case(MIXTRAL | {"train__precision": "fp16", "train__offload_optimizer": True}),
     # Between its two passes: how many sequences there are, and their scores.
     "pairs": Case(PAIRS, reads=3),
     "tensor-parallel, pairs": Case(PAIRS | {"layout": TP2}, ranks=2, reads=3),
@@ -210,3 +224,20 @@ def test_moved_activations_are_not_on_the_device_between_their_passes(results: d
         for name in ("four layers", "moved activations", "moved activations of stages")
     )
     assert others == [plain, plain]
+
+
+def test_moments_on_the_host_are_not_on_the_device_between_updates(results: dict[str, Any], runs: Path) -> None:
+    kept, moved = (results[name][0] for name in ("four layers", "on the host"))
+    model = Config.model_validate(sections(CASES["on the host"].changes, runs)).model
+    moments_bytes = 2 * 4 * plan.num_padded_parameters(model, tp=1)
+    assert kept["held"]["3"] - moved["held"]["3"] == pytest.approx(moments_bytes, rel=0.001)
+    copies = [where for kind, where, _ in moved["steps"]["3"] if kind == "copy" and "host_moments.py" in where]
+    assert len(copies) == 2  # the lines of both ways
+    plain, other = ([record["loss"] for record in records(runs / name)] for name in ("four layers", "on the host"))
+    assert plain == other
+
+
+def test_a_save_waits_for_moments_on_their_way_to_the_host(results: dict[str, Any]) -> None:
+    for rank in results["on the host, a save in flight"]:
+        waits = [where for kind, where, _ in rank["steps"]["3"] if kind == "wait"]
+        assert any("optimizer_state.py" in where for where in waits), waits

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 def non_finite(shards: Sequence[Shard]) -> Finding | None:
     """The first number that is nan or inf; None where all are finite.
 
-    Each shard is read once, where it lies; integers are left out. The host reads one vector of flags.
+    Each shard is read once, where it lies; integers are left out. The host reads one vector of flags from each device.
     """
     # aminmax of an empty shard raises; a rank may hold no element of a tensor
     floats = [shard for shard in shards if shard.data.is_floating_point() and shard.data.numel() > 0]
@@ -35,12 +35,20 @@ def non_finite(shards: Sequence[Shard]) -> Finding | None:
         return None
     # the smallest and the largest carry every nan and inf, and need no mask as large as the shard
     extremes = [torch.stack(torch.aminmax(shard.data.detach())) for shard in floats]
-    # one read of the device for all shards, not one each
-    flags = torch.stack([pair.isfinite().all() for pair in extremes]).tolist()
+    flags = _read([pair.isfinite().all() for pair in extremes])
     bad = [shard for shard, is_finite in zip(floats, flags, strict=True) if not is_finite]
     if not bad:
         return None
     return Finding(_place(bad[0]), len({shard.key for shard in bad}))
+
+
+def _read(flags: Sequence[Tensor]) -> list[bool]:
+    """Their values: one read of a device for all that lie there, not one each."""
+    read: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        there = [number for number, flag in enumerate(flags) if flag.device == device]
+        read.update(zip(there, torch.stack([flags[number] for number in there]).tolist(), strict=True))
+    return [read[number] for number in range(len(flags))]
 
 
 def described(everyone: Sequence[Finding | None]) -> str | None:

@@ -121,6 +121,16 @@ class Config(Section):
         return _lines(rules.compiled(self))
 
     @rule
+    def what_moves_to_the_host_is_of_adamw(self) -> str | None:
+        if not self.train.offload_optimizer or self.optimizer.kind == "adamw":
+            return None
+        return (
+            "train.offload_optimizer=true moves AdamW's moments, but under "
+            f"optimizer.kind={self.optimizer.kind} matrices have a momentum, which stays; remove it, or use "
+            "optimizer.kind=adamw"
+        )
+
+    @rule
     def several_tokens_can_be_predicted(self) -> str | None:
         return _lines(rules.multi_token(self.model, self.loss, self.data))
 

@@ -75,6 +75,9 @@ class TrainSection(Section):
     offload_layers: int | None = Field(None, gt=0)
     """What backward needs of so many layers of each virtual pipeline stage, from its first on (of all where there are
     fewer), lies in pinned memory of the host between their two passes. Of none where it is not given."""
+    offload_optimizer: bool = False
+    """AdamW's moments lie in pinned memory of the host between updates; the device computes updates as it does without,
+    on some parameters after the other."""
     compile: Literal["none", "layers"] = "none"
     """layers: torch.compile of each transformer layer, without what the layout adds to it (collectives, pipelines,
     recomputation, dispatch to experts, documents); where nothing can be compiled the run goes on as it is written."""

@@ -17,6 +17,7 @@ from mtrain.base.errors import NonFiniteError, NumericError
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.host_moments import HostMoments
 from mtrain.mcore.engine.muon import Muon
 from mtrain.mcore.engine.optimizer_state import fuse
 from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer_config
@@ -83,6 +84,8 @@ class Optimizer:
 
     muon = Muon
     """What updates matrices where AdamW does not."""
+    host_moments: HostMoments | None = None
+    """Where moments are between updates, unless on the device."""
 
     def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self.chunks = list(chunks)
@@ -98,6 +101,8 @@ class Optimizer:
             pg_collection=groups.collection,
         )
         fuse(self.inner)
+        if config.train.offload_optimizer:
+            self.host_moments = HostMoments(self.inner, groups.device)
         self._device, self._collection = groups.device, groups.collection
         self._known_scale: tuple[Tensor | None, float] = (None, 1.0)
         self._is_fp16 = config.train.precision == "fp16"

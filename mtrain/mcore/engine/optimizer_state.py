@@ -30,7 +30,9 @@ MAIN = "param"
 """Name of the float32 main weights among a parameter's states, as megatron-core writes it."""
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 # Names of the checkpoint format: changing one would make older checkpoints unreadable.
-STATES = (MAIN, _FIRST, _SECOND)
+MOMENTS = (_FIRST, _SECOND)
+"""Adam's."""
+STATES = (MAIN, *MOMENTS)
 """What a parameter has in the optimizer, each float32 and of the parameter's shape. Where a momentum stands alone
 there are no second moments, and no count of updates."""
 
@@ -55,8 +57,13 @@ def flat_slices(optimizer: MegatronOptimizer) -> list[FlatSlice]:
 
 
 def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
-    """Everything that this rank updates, with its state by name: the optimizer's own tensors [end - start]."""
+    """Everything that this rank updates, with its state by name: the optimizer's own tensors [end - start].
+
+    Moments may lie on the host (train.offload_optimizer); the host waits for the last update then.
+    """
     for part in _parts(optimizer):
+        if any(each.is_cuda != main.is_cuda for main, each in _first_moments(part)):
+            torch.cuda.current_stream().synchronize()  # on which the update ends with the copies to the host
         for flat_slice in _flat_slices_of(part):
             yield flat_slice, _states(part, flat_slice.main)
 
@@ -80,6 +87,50 @@ def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]
                 yield flat_slice, momentum
 
 
+def mains_by_part(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Each optimizer of megatron-core that updates something here, with the main weights that it updates."""
+    for part in _parts(optimizer):
+        yield part, [flat_slice.main for flat_slice in _flat_slices_of(part)]
+
+
+def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None:
+    """Puts moments into the place of those that Adam would make; before the first update.
+
+    Args:
+        part: One of `mains_by_part`.
+        main: One of its main weights.
+        moments: By name, MOMENTS; of zeros.
+    """
+    state = part.optimizer.state[main]
+    if _steps_by_parameter(part):
+        # torch's Adam takes a state that is not empty for complete
+        state["step"] = _count(0, main)
+    state.update(moments)
+
+
+class GroupCounts:
+    """How often a fused Adam has updated its groups of parameters: it counts calls, and one update may take several."""
+
+    def __init__(self, part: Any) -> None:
+        """Before the first of the calls.
+
+        Args:
+            part: One of `mains_by_part`; an Adam of torch counts for each parameter, so here is nothing to do.
+        """
+        self._groups = [] if _steps_by_parameter(part) else _counting_groups(part)
+        self._before = [int(group.get("step", 0)) for group in self._groups]
+
+    def restore(self) -> None:
+        """Before each of the calls."""
+        for group, count in zip(self._groups, self._before, strict=True):
+            group["step"] = count
+
+    def advance(self) -> None:
+        """Behind the last one; it may have passed over some of the groups."""
+        for group, count in zip(self._groups, self._before, strict=True):
+            group["step"] = count + 1
+
+
 def fuse(optimizer: MegatronOptimizer) -> None:
     """Lets torch's AdamW update all of a group in one pass over memory, on CPUs and GPUs; before the first update.
 
@@ -97,10 +148,11 @@ def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
     """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
     for part in _parts(optimizer):
         if _steps_by_parameter(part):
-            for state in (part.optimizer.state[flat_slice.main] for flat_slice in _flat_slices_of(part)):
+            for main in (flat_slice.main for flat_slice in _flat_slices_of(part)):
+                state = part.optimizer.state[main]
                 if not _is_momentum_alone(state):
                     # A tensor of its own for each: a shared one would advance once for every parameter in one update.
-                    state["step"] = _count(adam_step, state[_FIRST])
+                    state["step"] = _count(adam_step, main)
         else:
             for group in _counting_groups(part):
                 group["step"] = adam_step
@@ -172,6 +224,13 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
+def _first_moments(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Beside main weights; of parameters that have any."""
+    for main, state in part.optimizer.state.items():
+        if _FIRST in state:
+            yield main, state[_FIRST]
+
+
 def _steps_by_parameter(part: MegatronOptimizer) -> bool:
     """torch counts steps for each parameter; the fused Adams of TransformerEngine and apex for each group."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
@@ -184,7 +243,7 @@ def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def _count(updates: int, beside: Tensor) -> Tensor:
-    """A parameter's count of updates, where the fused AdamW wants it: on the device of its other tensors."""
+    """A parameter's count of updates, where the fused AdamW wants it: on the device of the main weights."""
     return torch.full((), updates, dtype=torch.float32, device=beside.device)
 
 

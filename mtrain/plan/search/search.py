@@ -85,6 +85,7 @@ def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -
         "recompute_modules": None,
         "recompute_layers": None,
         "offload_layers": None,
+        "offload_optimizer": False,
         "distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,

@@ -1,0 +1,97 @@
+"""What ranks do in the tests of moments that lie on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import host_moments
+from mtrain.mcore.engine.host_moments import HostMoments
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.optimizer_state import MAIN, flat_slice_states
+from tests.mcore.engine import fused_adam_ranks
+from tests.mcore.state import checkpoint_ranks
+from tests.mcore.state.checkpoint_ranks import Outcome
+from tests.plan.allocations import Allocations
+
+AT_ONCE_BYTES = 2**13
+"""Some parameters of the small models together; of others one alone is more."""
+STOP, SAVE_AT = 4, 2
+
+
+class Crossed(NamedTuple):
+    """Runs of one configuration, whose moments lie on the device or on the host."""
+
+    on_device: Outcome
+    on_host: Outcome
+    """Each saves on its way."""
+    from_host: Outcome
+    """Resumes on the device what was saved from the host."""
+    from_device: Outcome
+    """The other way round."""
+
+
+def cross(groups: Groups, config: Config, folder: Path, counts_by_group: bool) -> Crossed:
+    """All four, one after the other."""
+    host_moments.MOMENTS_AT_ONCE_BYTES = AT_ONCE_BYTES
+    found = []
+    for resume_at in (None, SAVE_AT):
+        for is_on_host in (False, True):
+            own, other = (folder / str(each) for each in (is_on_host, not is_on_host))
+            train = config.train.model_copy(update={"offload_optimizer": is_on_host})
+            given = groups, config.model_copy(update={"train": train})
+            if resume_at is None:
+                begin = *given, own, None, STOP, SAVE_AT
+                found.append(fused_adam_ranks.train(*begin)[0] if counts_by_group else checkpoint_ranks.train(*begin))
+            else:
+                rest = *given, other, resume_at, STOP
+                found.append(fused_adam_ranks.train(*rest)[0] if counts_by_group else checkpoint_ranks.train(*rest))
+    on_device, on_host, from_host, from_device = found
+    return Crossed(on_device, on_host, from_host, from_device)
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank around its second update."""
+
+    moments: int
+    on_host: int
+    largest: int
+    """Of the moments of one parameter."""
+    at_once: int
+    """Most that the update makes."""
+    num_elsewhere: int
+    """Moments that lie outside of the host's memory, before it and behind it."""
+
+
+def memory(groups: Groups, config: Config) -> Memory:
+    """Of a run whose moments are on the host."""
+    host_moments.MOMENTS_AT_ONCE_BYTES = AT_ONCE_BYTES
+    parts = checkpoint_ranks.build(groups, config)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+    optimizer, elsewhere = parts.optimizer, 0
+    assert optimizer.host_moments is not None
+    for step in range(2):
+        totals = parts.training.forward_backward(loader.batches(step))
+        elsewhere += _num_elsewhere(optimizer, optimizer.host_moments)
+        with Allocations() as update:
+            parts.training.update(totals, config.optimizer.lr)
+        elsewhere += _num_elsewhere(optimizer, optimizer.host_moments)
+    sizes = [
+        sum(values.nbytes for name, values in states.items() if name != MAIN)
+        for _, states in flat_slice_states(optimizer.inner)
+    ]
+    on_host = sum(each.nbytes for each in optimizer.host_moments.memory)
+    return Memory(sum(sizes), on_host, max(sizes), update.peak, elsewhere)
+
+
+def _num_elsewhere(optimizer: Optimizer, moments: HostMoments) -> int:
+    places = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in moments.memory]
+    return sum(
+        not any(start <= values.data_ptr() < end for start, end in places)
+        for _, states in flat_slice_states(optimizer.inner)
+        for name, values in states.items()
+        if name != MAIN
+    )
