@@ -23,7 +23,16 @@ from tools.bench.one_gpu.shapes import Bench
 
 BY_DAY = ("fp32 against float64", "experts")
 """A judge, and contenders beside each other, as the other sections have them."""
-NAMES = (*BY_DAY, "waits of the host", "grouped product", "attention kernels", "products", "1B", "packed finetuning")
+NAMES = (
+    *BY_DAY,
+    "waits of the host",
+    "grouped product",
+    "attention kernels",
+    "products",
+    "1B",
+    "packed finetuning",
+    "on the host",
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +54,9 @@ def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> N
         assert each["mtrain"]["MFU"] is each["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
     assert len(compared.get("1B", "all")) == 3
     assert compared["experts"].keys() == {"mtrain", "megatron-core local"}
+    moved = found["on the host"]["found"] if "on the host" in names else {}
+    assert len({each["loss"] for each in moved.values()}) <= 1
+    assert [name for name, each in moved.items() if each["estimated bytes on the host"]] == list(moved)[1:]
     waits = found["waits of the host"]["found"] if "waits of the host" in names else {}
     assert all(":" in line for reads in waits.values() for line in reads)
     page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": found})

@@ -57,6 +57,7 @@ SECTIONS = {
     "experts": Section(speed.experts, 70),
     "windows": Section(speed.windows, 60),
     "packed finetuning": Section(speed.finetuning, 60),
+    "on the host": Section(speed.on_the_host, 80),
     "resume with dropout": Section(correctness.resumed_with_dropout, 80),
     "verify parity": Section(correctness.verified("parity"), 100),
     "verify resume": Section(correctness.verified("resume"), 100),

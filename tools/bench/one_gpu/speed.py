@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,9 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from mtrain import Engine, plan
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.offload import activations
 from mtrain.plan.layout import Layout
 from tools.bench.one_gpu.contenders import Build, Contender, one_rank, ours, reference, stock
-from tools.bench.one_gpu.correctness import texts
+from tools.bench.one_gpu.correctness import need, texts
 from tools.bench.one_gpu.host_reads import host_reads
 from tools.bench.one_gpu.padded import padded_loop
 from tools.bench.one_gpu.shapes import (
@@ -128,6 +130,46 @@ def waits(bench: Bench) -> dict[str, Any]:
                 contender.step()
             found[name] = dict(host_reads(bench, contender.step))
         _free(bench)
+    return found
+
+
+def on_the_host(bench: Bench) -> dict[str, Any]:
+    """What train.offload_layers and train.offload_optimizer cost and spare; of small models, the same bits."""
+    model = TINY if bench.is_tiny else ONE_B
+    ways: dict[str, dict[str, Any]] = {
+        "kept": {},
+        "activations": {"train__offload_layers": model["num_layers"] - 1},
+        "moments": {"train__offload_optimizer": True},
+    }
+    small: dict[str, list[float]] = {}
+    with mock.patch.object(activations, "SMALLEST_MOVED_BYTES", 1):
+        for name, changes in ways.items():
+            with one_rank(bench) as groups:
+                contender = ours(bench, config_of(bench, TINY, train__precision="bf16", **changes), groups)
+                small[name] = [contender.step() for _ in range(5)]
+    need(all(each == small["kept"] for each in small.values()), f"losses of five steps differ: {small}")
+    found: dict[str, Any] = {}
+    for name, changes in ways.items():
+        config = speed_config(bench, model, 4096, 2, **changes)
+        with one_rank(bench) as groups:
+            contender, times = ours(bench, config, groups), Times([], [])
+            contender.step()
+            if bench.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(2):
+                times.add(bench, contender)
+            peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else None
+            del contender
+        _free(bench)
+        estimate = plan.memory_per_rank(config, Layout(), 0)
+        found[name] = {
+            "forward and backward s": min(times.accumulate),
+            "update s": min(times.update),
+            "loss": times.loss,
+            "peak bytes": peak,
+            "estimated bytes": estimate.total_bytes,
+            "estimated bytes on the host": estimate.host_bytes,
+        }
     return found
 
 
