@@ -165,6 +165,8 @@ def beyond_transformer_engine(config: Config) -> Iterator[str]:
         yield f"train.compile={config.train.compile}, which compiles our layers alone"
     if config.train.offload_layers is not None:
         yield f"train.offload_layers={config.train.offload_layers}, which moves what our layers keep alone"
+    if config.model.megatron.get("gradient_accumulation_fusion"):
+        yield "model.megatron.gradient_accumulation_fusion=true, which has been shown for our layers alone"
     groups = model.query_groups // layout.tp
     if layout.cp_comm == "ulysses" and groups % layout.cp:
         yield (

@@ -94,7 +94,6 @@ OURS = {
     "no_sync_func": "set with train.overlap_grad_reduce",
     "grad_sync_func": "set with train.overlap_grad_reduce",
     "param_sync_func": "set with train.overlap_param_gather",
-    "gradient_accumulation_fusion": "gradients are accumulated by our own finalisation",
     "cross_entropy_loss_fusion": "loss.function computes the loss",
     "cross_entropy_fusion_impl": "loss.function computes the loss",
     "timers": "not readable from a file",
@@ -241,7 +240,7 @@ _REFUSED_FOR = {
         "use_fused_weighted_squared_relu",
     ),
     "adds parameters that nothing here saves or converts": ("attention_output_gate",),
-    "needs gradient_accumulation_fusion, which is not free": (
+    "defers the gradient of the table, which our output layer makes chunk by chunk": (
         "defer_embedding_wgrad_compute",
         "wgrad_deferral_limit",
     ),
@@ -312,6 +311,7 @@ PROVEN = {
     "clone_scatter_output_in_embedding": _SWITCH,
     "deterministic_mode": _SWITCH,
     "fp32_residual_connection": _SWITCH,
+    "gradient_accumulation_fusion": _SWITCH,
     "microbatch_group_size_per_vp_stage": Proven(_is_count, "a number above 0"),
     "no_rope_freq": Proven(_is_pattern, "a number above 0, or a list of 0 and 1", changes_the_function=True),
     "overlap_p2p_comm": _SWITCH,

@@ -132,7 +132,7 @@ def test_free_fields_pass() -> None:
         ("sequence_parallel", "megatron.sequence_parallel is set by layout.sp"),
         ("bf16", "megatron.bf16 is set by train.precision"),
         ("calculate_per_token_loss", "megatron.calculate_per_token_loss is not free"),
-        ("gradient_accumulation_fusion", "megatron.gradient_accumulation_fusion is not free"),
+        ("grad_scale_func", "megatron.grad_scale_func is not free"),
         ("finalize_model_grads_func", "megatron.finalize_model_grads_func is not free"),
         ("moe_router_topk", "megatron.moe_router_topk is set by model.experts.top_k"),
         ("moe_input_jitter_eps", "megatron.moe_input_jitter_eps is not free (noise would differ with the layout)"),
@@ -148,3 +148,17 @@ def test_other_fields_are_refused(field: str, message: str) -> None:
     with pytest.raises(ValidationError) as error:
         config(model__megatron={field: 1})
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__offload_layers": 2}, "true does not go with train.offload_layers, which hides the weight"),
+        ({"train__compile": "layers"}, "true does not go with train.compile=layers, as graphs hide the sum"),
+        ({"model__backend": "te"}, "true, which has been shown for our layers alone; use model.backend=auto"),
+    ],
+)
+def test_fused_weight_gradients_are_refused_where_they_would_be_lost(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        config(model__megatron={"gradient_accumulation_fusion": True}, **changes)
+    assert f"model.megatron.gradient_accumulation_fusion={message}" in str(error.value)

@@ -104,7 +104,15 @@ def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **opt
     return torch.mm(left, right, **options)
 
 
+def _addmm(added: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """The same, added to a float32 tensor."""
+    if out_dtype is not None:
+        left, right = left.to(out_dtype), right.to(out_dtype)
+    return torch.addmm(added, left, right, **options)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
+    "aten::addmm": _addmm,
     "aten::mm": _mm,
     "torch_attn::_varlen_attn": _varlen_attn,
     "torch_attn::_varlen_attn_backward": _varlen_attn_backward,

@@ -78,6 +78,7 @@ class Case:
 
 
 LAYERS = {"model__num_layers": 4, "data__seq_length": 64}
+FUSED = {"model__megatron": {"gradient_accumulation_fusion": True}}
 TP2, PP2 = {"tp": 2, "sp": True}, {"pp": 2, "vpp": 2}
 CASES = {
     "dense": Case(),
@@ -100,6 +101,8 @@ CASES = {
     "four layers": Case(LAYERS),
     "moved activations": Case(LAYERS | {"train__offload_layers": 3}),
     "moved activations of stages": Case(LAYERS | {"train__offload_layers": 4, "layout": PP2}, ranks=2),
+    "fused weight gradients": Case(LAYERS | FUSED),
+    "tensor-parallel, fused weight gradients": Case(LAYERS | FUSED | {"layout": TP2}, ranks=2),
     "on the host": Case(LAYERS | {"train__offload_optimizer": True}),
     "on the host, data-parallel": Case(
         {"train__offload_optimizer": True, "train__overlap_grad_reduce": True, "train__overlap_param_gather": True},
@@ -241,3 +244,13 @@ def test_a_save_waits_for_moments_on_their_way_to_the_host(results: dict[str, An
     for rank in results["on the host, a save in flight"]:
         waits = [where for kind, where, _ in rank["steps"]["3"] if kind == "wait"]
         assert any("optimizer_state.py" in where for where in waits), waits
+
+
+def test_fused_weight_gradients_are_those_that_are_added(results: dict[str, Any], runs: Path) -> None:
+    plain, *others = (
+        [record["grad_norm"] for record in records(runs / name)]
+        for name in ("four layers", "fused weight gradients", "tensor-parallel, fused weight gradients")
+    )
+    for fused in others:
+        assert fused != plain  # no microbatch's gradient is rounded to bf16
+        assert fused == pytest.approx(plain, rel=0.01)

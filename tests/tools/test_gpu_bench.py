@@ -52,7 +52,7 @@ def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> N
         assert all(len(one["top 10 kernels"]) == 10 and one["step s"] > 0 for one in each.values())
         assert each["mtrain"]["estimated bytes"] > 0
         assert each["mtrain"]["MFU"] is each["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
-    assert len(compared.get("1B", "all")) == 3
+    assert len(compared.get("1B", "four")) == 4
     assert compared["experts"].keys() == {"mtrain", "megatron-core local"}
     moved = found["on the host"]["found"] if "on the host" in names else {}
     assert len({each["loss"] for each in moved.values()}) <= 1

@@ -18,6 +18,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import weight_gradients
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.mcore.model.compiled import compile_layers
@@ -183,6 +184,8 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     backend = chosen_backend(config, groups.device)
     is_last = stage == layout.num_stages - 1
     is_narrow = holds_narrow(config)
+    if config.model.megatron.get(weight_gradients.FIELD):
+        weight_gradients.install()
     with built_narrow(translated) if is_narrow else contextlib.nullcontext():
         model = LanguageModel(
             config=translated,

@@ -96,3 +96,5 @@ def defer_output(model: GPTModel) -> None:
     # there, its table already marked by megatron-core, only changes its class.
     assert type(model.output_layer) is ColumnParallelLinear
     model.output_layer.__class__ = OutputLayer
+    # A table can have a gradient of `Operands` in the same backward pass, which would be taken for added.
+    model.output_layer.gradient_accumulation_fusion = False

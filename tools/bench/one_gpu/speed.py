@@ -61,9 +61,15 @@ def products(bench: Bench) -> dict[str, Any]:
 
 
 def dense_1b(bench: Bench) -> dict[str, Any]:
-    """Llama 3.2 1B."""
+    """Llama 3.2 1B; ours also with weight gradients that products add up."""
     config = speed_config(bench, TINY if bench.is_tiny else ONE_B, 4096, 2)
-    return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock, "compiled reference": reference})
+    fused = config.model.model_copy(update={"megatron": {"gradient_accumulation_fusion": True}})
+
+    def with_fused(bench: Bench, config: Config, groups: Groups) -> Contender:
+        return ours(bench, config.model_copy(update={"model": fused}), groups)
+
+    builds = {"mtrain": ours, "megatron-core local": stock, "compiled reference": reference}
+    return _compared(bench, config, {**builds, "mtrain, fused weight gradients": with_fused})
 
 
 def dense_8b(bench: Bench) -> dict[str, Any]:

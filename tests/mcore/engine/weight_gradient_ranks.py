@@ -1,0 +1,41 @@
+"""What a rank does in the tests of weight gradients that products add up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.data.loader import StepLoader
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine import weight_gradients
+from mtrain.mcore.engine.weight_gradients import add_product
+from tests.mcore.state.checkpoint_ranks import build
+
+
+class Fused(NamedTuple):
+    """A step."""
+
+    shapes: list[tuple[int, ...]]
+    """Of the gradients that a product has added, one for each product."""
+    gradients: list[list[float]]
+    """Of all parameters that learn."""
+
+
+def step(groups: Groups, config: Config) -> Fused:
+    """Forward and backward of the first step."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
+        shapes.append(tuple(total.shape))
+        add_product(inputs, output_gradients, total)
+
+    with mock.patch.object(weight_gradients, "add_product", noted):
+        parts = build(groups, config)
+        parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
+    gradients = [each.main_grad for chunk in parts.chunks for each in chunk.parameters() if each.requires_grad]
+    assert all(each.dtype == torch.float32 for each in gradients)
+    return Fused(shapes, [each.flatten().tolist() for each in gradients])
