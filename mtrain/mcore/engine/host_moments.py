@@ -16,9 +16,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mtrain.checkpoint.format.snapshot import pinned_memory
 from mtrain.mcore.engine.optimizer_state import MOMENTS, GroupCounts, give_moments, mains_by_part
-from mtrain.mcore.offload.host_memory import CopyStream
+from mtrain.mcore.offload.host_memory import CopyStream, HostBlocks
 from mtrain.plan.memory import MOMENTS_AT_ONCE_BYTES as MOMENTS_AT_ONCE_BYTES  # tests move less
 
 _ALIGNED_ELEMENTS = 16
@@ -37,8 +36,11 @@ class HostMoments:
         """
         self._arriving, self._leaving = CopyStream(device), CopyStream(device)
         self._groups: list[_Group] = []
+        blocks = HostBlocks(device.type == "cuda", "the optimizer's moments")
         for part, mains in mains_by_part(optimizer):
-            groups = [_Group(part, each, device) for each in _grouped(mains)]
+            groups = [_Group(part, each, device, blocks) for each in _grouped(mains)]
+            if not groups:  # a rank may hold nothing of what an optimizer updates
+                continue
             self._groups += groups
             # On the instance: megatron-core calls it by this name when gradients are ready, and then copies the main
             # weights, which do not move, into those of the model.
@@ -72,20 +74,14 @@ class HostMoments:
 class _Group:
     """Parameters that are updated together, of any of torch's groups, and their moments."""
 
-    def __init__(self, part: Any, mains: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, part: Any, mains: Sequence[Tensor], device: torch.device, blocks: HostBlocks) -> None:
         self._mains, self._device = mains, device
         self._states = [part.optimizer.state[main] for main in mains]
         self._param_groups, held = part.optimizer.param_groups, set(map(id, mains))
         self._parameters = [[each for each in group["params"] if id(each) in held] for group in self._param_groups]
         sizes = [-(-main.numel() // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS for main in mains for _ in MOMENTS]
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        size_bytes = self._starts[-1] * torch.float32.itemsize
-        # Held itself, and not its views alone: with it what is pinned is given back.
-        self.memory = (
-            pinned_memory(size_bytes, "the optimizer's moments")
-            if device.type == "cuda"
-            else torch.empty(size_bytes, dtype=torch.uint8)
-        )
+        self.memory = blocks.block(self._starts[-1] * torch.float32.itemsize)
         """[bytes], of the host."""
         self._on_host = self.memory.view(torch.float32).zero_()
         """[elements]: for one parameter after the other its first and second moments."""

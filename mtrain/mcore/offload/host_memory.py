@@ -17,6 +17,27 @@ _PIECES_AT_ONCE = 32
 """Memory is pinned by 64 MiB."""
 
 
+class HostBlocks:
+    """Memory of the host, block by block: pinned where a GPU copies, and plain from the first time that the driver
+    refuses, which is one warning."""
+
+    def __init__(self, is_pinned: bool, purpose: str) -> None:
+        """
+        Args:
+            is_pinned: Whether it is asked for.
+            purpose: What it is for, in the warning.
+        """
+        self._is_pinned, self._purpose = is_pinned, purpose
+
+    def block(self, size_bytes: int) -> Tensor:
+        """[size_bytes] uint8. To be held itself, and not its views alone: with it what is pinned is given back."""
+        if not self._is_pinned:
+            return torch.empty(size_bytes, dtype=torch.uint8)
+        memory = pinned_memory(size_bytes, self._purpose)
+        self._is_pinned = memory.is_pinned()
+        return memory
+
+
 class HostMemory:
     """Pieces of one size, used again and again; pinned where a GPU copies.
 
@@ -26,9 +47,8 @@ class HostMemory:
 
     def __init__(self, is_pinned: bool) -> None:
         """No memory is taken yet."""
-        self._is_pinned = is_pinned
+        self._source = HostBlocks(is_pinned, "moved activations")
         self._blocks: list[Tensor] = []
-        """Held, because what is pinned is given back with them."""
         self._free: list[Tensor] = []
 
     @property
@@ -48,10 +68,7 @@ class HostMemory:
         self._free += pieces
 
     def _grow(self) -> None:
-        size = PIECE_BYTES * _PIECES_AT_ONCE
-        memory = pinned_memory(size, "moved activations") if self._is_pinned else torch.empty(size, dtype=torch.uint8)
-        # where the driver refuses once, one warning is enough
-        self._is_pinned = self._is_pinned and memory.is_pinned()
+        memory = self._source.block(PIECE_BYTES * _PIECES_AT_ONCE)
         self._blocks.append(memory)
         self._free += torch.split(memory, PIECE_BYTES)
 

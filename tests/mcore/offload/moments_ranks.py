@@ -95,3 +95,12 @@ def _num_elsewhere(optimizer: Optimizer, moments: HostMoments) -> int:
         for name, values in states.items()
         if name != MAIN
     )
+
+
+def num_moments(groups: Groups, config: Config) -> int:
+    """That lie on this rank's host, after an update."""
+    parts = checkpoint_ranks.build(groups, config)
+    totals = parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
+    assert parts.training.update(totals, config.optimizer.lr) is not None
+    assert parts.optimizer.host_moments is not None
+    return sum(each.nbytes for each in parts.optimizer.host_moments.memory) // 8

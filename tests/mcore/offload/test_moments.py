@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mtrain.mcore.offload import host_memory
+from mtrain.mcore.offload.host_memory import HostBlocks
 from mtrain.plan import memory
 from mtrain.plan.layout import Layout
 from tests.mcore.offload import moments_ranks
@@ -59,3 +62,24 @@ def test_few_moments_are_on_the_device_at_one_time(pool: Pool, monkeypatch: pyte
         assert estimate.host_bytes == pytest.approx(found.moments, rel=0.05)  # of two ranks' unequal parts the mean
         assert estimate.optimizer_bytes == pytest.approx(found.moments / 2, rel=0.05)
         assert found.at_once < estimate.update_bytes < 2 * found.at_once
+
+
+def test_a_rank_may_have_none(pool: Pool) -> None:
+    """Buffers are divided where they end, padding included: two of four ranks have what is behind a matrix."""
+    few = {"adapter.rank": 1, "adapter.targets": ["proj"], "model.num_layers": 1}
+    assert pool.run(moments_ranks.num_moments, Layout(dp=4), configured(**few, **ON_HOST)) == [32, 0, 32, 0]
+
+
+def test_where_the_driver_pins_no_more_memory_is_plain_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def refused(size_bytes: int, purpose: str) -> torch.Tensor:
+        asked.append(size_bytes)  # the warning is pinned_memory's
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_memory, "pinned_memory", refused)
+    blocks = HostBlocks(True, "moments")
+    assert [blocks.block(size).nbytes for size in (3, 4, 5)] == [3, 4, 5]
+    assert asked == [3]
