@@ -47,6 +47,8 @@ def install() -> None:
     assert torch.device(0) == DEVICE, "the library was not loaded before torch"
     # so that torch.tensor(..., device=...) shows its copy to the device
     torch._C._set_only_lift_cpu_tensors(True)
+    # torch asks no driver whether memory is pinned before the device's first use; that of a rank is its model
+    torch.empty(1).pin_memory()
     _replace_cuda(torch)
     _replace_communication()
     # megatron-core compiles small functions when it is imported; here they run as they are
