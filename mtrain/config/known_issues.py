@@ -117,6 +117,18 @@ UNTURNED_LAYERS = Refusal(
         len(value) != config.model.num_layers if isinstance(value, list) else config.model.num_layers % value != 0
     ),
 )
+FUSED_IN_GRAPHS = Refusal(
+    ("gradient_accumulation_fusion",),
+    "does not go with train.compile, as graphs hide what a product adds",
+    "turn one of the two off",
+    lambda value, config: bool(value) and config.train.compile != "none",
+)
+FUSED_BEHIND_COPIES = Refusal(
+    ("gradient_accumulation_fusion",),
+    "does not go with train.offload_layers, which hides a weight from its gradient",
+    "turn one of the two off",
+    lambda value, config: bool(value) and config.train.offload_layers is not None,
+)
 REFUSALS = (
     REPLACED,
     UNREAD,
@@ -129,6 +141,8 @@ REFUSALS = (
     FUSED_ACTIVATION,
     UNTURNED_LATENTS,
     UNTURNED_LAYERS,
+    FUSED_IN_GRAPHS,
+    FUSED_BEHIND_COPIES,
 )
 
 

@@ -9,6 +9,7 @@ from mtrain.config import known_issues
 from tests.config.samples import config
 
 HALF_PIPELINE = {"layout": {"pp": 2, "vpp": 2}}
+FUSED = "gradient_accumulation_fusion"
 
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("rotary_interleaved", True, {}, "is read by layers of megatron-core that are replaced here"),
@@ -28,6 +29,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("no_rope_freq", 2, {"model__mtp_depths": 1}, "not settled for model.mtp_depths"),
     ("no_rope_freq", 3, {}, "must divide model.num_layers"),
     ("no_rope_freq", [0, 1], {}, "list a 0 or 1 for each of them"),
+    (FUSED, True, {"train__compile": "layers"}, "does not go with train.compile, as graphs hide"),
+    (FUSED, True, {"train__offload_layers": 2}, "does not go with train.offload_layers, which hides a weight"),
+    (FUSED, True, {"model__backend": "te"}, "which has been shown for our layers alone"),
 ]
 
 ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
@@ -41,6 +45,8 @@ ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
     ("overlap_p2p_comm_warmup_flush", True, HALF_PIPELINE),
     ("bias_activation_fusion", True, {}),
     ("no_rope_freq", 4, {}),
+    (FUSED, True, {}),
+    (FUSED, False, {"train__compile": "layers", "train__offload_layers": None}),
     ("batch_p2p_comm", True, {"layout": {"pp": 2}}),
 ]
 

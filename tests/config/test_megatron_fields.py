@@ -148,17 +148,3 @@ def test_other_fields_are_refused(field: str, message: str) -> None:
     with pytest.raises(ValidationError) as error:
         config(model__megatron={field: 1})
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train__offload_layers": 2}, "true does not go with train.offload_layers, which hides the weight"),
-        ({"train__compile": "layers"}, "true does not go with train.compile=layers, as graphs hide the sum"),
-        ({"model__backend": "te"}, "true, which has been shown for our layers alone; use model.backend=auto"),
-    ],
-)
-def test_fused_weight_gradients_are_refused_where_they_would_be_lost(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as error:
-        config(model__megatron={"gradient_accumulation_fusion": True}, **changes)
-    assert f"model.megatron.gradient_accumulation_fusion={message}" in str(error.value)

@@ -11,8 +11,7 @@ import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, assert_never
+from typing import Any, assert_never
 
 from blake3 import blake3
 
@@ -43,14 +42,6 @@ class HashedFile(io.RawIOBase):
         # at most one hash is under way, so none waits for the worker
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-file")
         self._behind = WriteBehind(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def writable(self) -> bool:
         """Yes."""

@@ -121,17 +121,6 @@ class Config(Section):
         return _lines(rules.compiled(self))
 
     @rule
-    def weights_of_fused_gradients_are_seen(self) -> str | None:
-        if not self.model.megatron.get("gradient_accumulation_fusion"):
-            return None
-        key = "model.megatron.gradient_accumulation_fusion=true does not go with"
-        if self.train.compile != "none":
-            return f"{key} train.compile={self.train.compile}, as graphs hide the sum; turn one of the two off"
-        if self.train.offload_layers is not None:
-            return f"{key} train.offload_layers, which hides the weight from its gradient; turn one of the two off"
-        return None
-
-    @rule
     def what_moves_to_the_host_is_of_adamw(self) -> str | None:
         if not self.train.offload_optimizer or self.optimizer.kind == "adamw":
             return None
