@@ -279,6 +279,8 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
                 made = trial.make(own, lr, done, lambda: course.signal.received is not None)
             if made.is_applied:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
+                if step == start:
+                    saver.expect(run.chunks, run.optimizer)
             spoil_point(run.chunks, run.optimizer, run.groups, done)
             took_s, waited_s = time.perf_counter() - began, waiting.waited_s() - waited_before_s
             record = course.slow.noted(attempt_record(run, done, made, lr, took_s), waited_s)

@@ -10,8 +10,10 @@ from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from mtrain.base.signals import StopSignal
+from mtrain.checkpoint.format import snapshot
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model import init_weights
@@ -30,6 +32,19 @@ def count_drawn(groups: Groups, configs: Sequence[Config]) -> list[int]:
         with mock.patch.object(init_weights, "draw", wraps=init_weights.draw) as draw:
             train_on(groups, config, StopSignal())
         found.append(draw.call_count)
+    return found
+
+
+def memory_of_saves(groups: Groups, config: Config) -> list[str]:
+    """The threads in which a run takes memory for its saves, in order."""
+    found, taking = list[str](), snapshot._memory
+
+    def noted(size_bytes: int, on_gpu: bool) -> Tensor:
+        found.append(threading.current_thread().name)
+        return taking(size_bytes, on_gpu)
+
+    with mock.patch.object(snapshot, "_memory", noted):
+        train_on(groups, config, StopSignal())
     return found
 
 

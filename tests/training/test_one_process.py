@@ -56,3 +56,12 @@ def test_runs_in_one_process_are_those_of_fresh_processes(pool: Pool, tmp_path: 
     assert numbers(again) == numbers(tmp_path / "fresh")
     assert len(numbers(again)) == 1
     assert saved(again) == saved(tmp_path / "fresh") != {}
+
+
+def test_memory_of_saves_is_taken_once_and_beside_training(pool: Pool, tmp_path: Path) -> None:
+    """Where a save is to come; what a signal may ask for takes it when it is needed."""
+    cases = {"saved": ({"interval_steps": 2}, ["snapshot-memory"]), "in-line": ({"async_save": False}, [])}
+    cases["never"] = ({"at_end": False}, [])
+    for name, (changes, threads) in cases.items():
+        small_config = small(tmp_path / name, {"train__num_steps": 3, "checkpoint": changes})
+        assert pool.run(one_process.memory_of_saves, Layout(), small_config) == [threads], name

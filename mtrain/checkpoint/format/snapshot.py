@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from mtrain.base.background import started
 from mtrain.checkpoint.format.writer import Shard
 
 # A cache line, and a multiple of every dtype's size: no element is unaligned.
@@ -21,26 +24,35 @@ class Snapshot:
     def __init__(self) -> None:
         """No memory is taken yet."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._expected: Future[torch.Tensor] | None = None
 
     @property
     def size_bytes(self) -> int:
         """Of the memory."""
         return self._buffer.nbytes
 
+    def expect(self, shards: Sequence[Shard]) -> None:
+        """Takes the memory for such shards in a thread, so that the first copy need not wait for it.
+
+        The system hands out memory page by page, at a fraction of the speed of a copy.
+        """
+        size_bytes, on_gpu = sum(map(_place_bytes, shards)), _is_on_gpu(shards)
+        if self._expected is None and size_bytes > self._buffer.nbytes:
+            self._expected = started(lambda: _touched(_memory(size_bytes, on_gpu)), "snapshot-memory")
+
     def take(self, shards: Sequence[Shard]) -> list[Shard]:
         """Copies all shards; when it returns they may change.
 
         The copies are overwritten by the next call.
         """
-        sizes = [-(-shard.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for shard in shards]
-        # into memory that is not pinned, a copy from a GPU is not asynchronous
-        on_gpu = any(shard.data.is_cuda for shard in shards)
+        if self._expected is not None:
+            expected, self._expected = self._expected, None
+            self._buffer = expected.result()
+        sizes, on_gpu = [_place_bytes(shard) for shard in shards], _is_on_gpu(shards)
         # grows and never shrinks: fresh pages cost several times the copy (docs/checkpoints.md, first save)
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
-            self._buffer = (
-                pinned_memory(sum(sizes), "snapshots") if on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)
-            )
+            self._buffer = _memory(sum(sizes), on_gpu)
         # numpy's slices hold the buffer alive as long as a copy is in use
         memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
         for shard, size in zip(shards, sizes, strict=True):
@@ -54,6 +66,26 @@ class Snapshot:
             # the caller trains on and changes the state as soon as this returns
             torch.cuda.current_stream().synchronize()
         return copies
+
+
+def _place_bytes(shard: Shard) -> int:
+    return -(-shard.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _is_on_gpu(shards: Sequence[Shard]) -> bool:
+    """Into memory that is not pinned, a copy from a GPU is not asynchronous."""
+    return any(shard.data.is_cuda for shard in shards)
+
+
+def _memory(size_bytes: int, on_gpu: bool) -> torch.Tensor:
+    return pinned_memory(size_bytes, "snapshots") if on_gpu else torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def _touched(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory, with a page of the system behind every part of it."""
+    # numpy leaves Python to other threads while it writes, and has no threads of its own that training would wait for
+    memory.numpy()[:: mmap.PAGESIZE] = 0
+    return memory
 
 
 def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:

@@ -59,6 +59,13 @@ class PendingSave:
             self._vote = None
         return not any_rank(self._is_busy(limit_s), device)
 
+    def outcome(self) -> Outcome | None:
+        """Of work that is done: how this rank fared; None of what gives nothing."""
+        fault = self.work.exception()
+        if fault is None or isinstance(fault, MtrainError):
+            return self.work.result() if fault is None else fault
+        return MachineError(f"{type(fault).__name__}: {fault}")
+
     def _is_busy(self, limit_s: float) -> bool:
         return not self.work.done() and time.monotonic() - self.began_s < limit_s
 

@@ -103,6 +103,12 @@ class Saver:
         self._cleaning: Future[None] | None = None
         self._fault: MtrainError | None = None
 
+    def expect(self, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> None:
+        """Takes the memory for the copies of the state in a thread, where saves are to come; after an update."""
+        section = self._config.checkpoint
+        if section.async_save and (section.at_end or section.interval_steps > 0):
+            self._snapshot.expect(local_shards(chunks, optimizer, self._groups))
+
     def save(
         self,
         chunks: Sequence[DistributedDataParallel],
@@ -345,12 +351,7 @@ class Saver:
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
             return MachineError(f"not finished within checkpoint.save_timeout_s={self._timeout_s}")
-        fault = flight.work.exception()
-        if fault is None:
-            return flight.work.result()
-        if isinstance(fault, MtrainError):
-            return fault
-        return MachineError(f"{type(fault).__name__}: {fault}")
+        return flight.outcome()
 
     def _land(self, flight: PendingSave) -> None:
         self._flight, self._fault = None, None

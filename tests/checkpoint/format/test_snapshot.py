@@ -1,12 +1,14 @@
 """Copies of a state on a GPU lie in pinned memory of their own size."""
 
 import gc
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format import snapshot as snapshots
 from mtrain.checkpoint.format.snapshot import Snapshot, pinned_memory
 from mtrain.checkpoint.format.writer import Shard
 
@@ -90,3 +92,39 @@ def test_a_state_on_a_gpu_is_copied_into_pinned_memory_that_is_used_again(
         assert snapshot.size_bytes < 4 * 1017 + 2 * 64
         assert stream.waits == waits, "training may change the state as soon as the call returns"
         state.add_(1)
+
+
+def test_memory_that_was_expected_is_taken_beside_training_and_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, taken_in, taking = threading.Event(), list[str](), snapshots._memory
+
+    def slow(size_bytes: int, on_gpu: bool) -> torch.Tensor:
+        taken_in.append(threading.current_thread().name)
+        assert may_end.wait(60)
+        return taking(size_bytes, on_gpu)
+
+    monkeypatch.setattr(snapshots, "_memory", slow)
+    shards = [Shard("whole", (1000,), TensorSlice((0,), (1000,)), torch.arange(1000.0))]
+    snapshot = Snapshot()
+    for _ in range(2):
+        snapshot.expect(shards)  # returns although the memory is not there
+    may_end.set()
+    for _ in range(2):
+        (copy,) = snapshot.take(shards)
+        assert copy.data.equal(shards[0].data)
+        snapshot.expect(shards)
+    assert taken_in == ["snapshot-memory"]
+    assert snapshot.size_bytes == 4032
+
+
+def test_memory_that_is_not_there_is_reported_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(size_bytes: int, on_gpu: bool) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(snapshots, "_memory", refused)
+    shards = [Shard("whole", (1000,), TensorSlice((0,), (1000,)), torch.arange(1000.0))]
+    snapshot = Snapshot()
+    snapshot.expect(shards)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        snapshot.take(shards)

@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.checkpoint.format.write_behind import WriteBehind
+from mtrain.checkpoint.format import write_behind
+from mtrain.checkpoint.format.write_behind import WriteBehind, begin_writing
 
-MANY = 1 << 26
+MANY = 1 << 24
 
 
-def test_the_disk_is_asked_after_many_bytes_and_never_twice_at_once(
+def test_the_disk_is_asked_for_every_byte_once_and_never_twice_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer goes on meanwhile."""
-    asked, may_end = list[int](), threading.Event()
+    asked, may_end = list[tuple[int, int, int]](), threading.Event()
 
-    def slow(descriptor: int) -> None:
-        asked.append(descriptor)
+    def slow(*request: int) -> None:
+        asked.append(request)  # type: ignore[arg-type]
         assert may_end.wait(60)
 
-    monkeypatch.setattr(os, "fdatasync", slow)
+    monkeypatch.setattr(write_behind, "begin_writing", slow)
     with (tmp_path / "file").open("wb") as file, WriteBehind(file.fileno()) as behind:
+        number = file.fileno()
         behind.note(MANY - 1)
         behind.wait()
         assert not asked
@@ -32,21 +34,44 @@ def test_the_disk_is_asked_after_many_bytes_and_never_twice_at_once(
             behind.note(MANY)
         may_end.set()
         behind.wait()
-        assert asked == [file.fileno()]
+        assert asked == [(number, 0, 2 * MANY - 1)]
         behind.note(1)  # covers what was written while the first was under way
         behind.wait()
-        assert asked == [file.fileno()] * 2
+        assert asked[1:] == [(number, 2 * MANY - 1, 4 * MANY + 1)]
 
 
 def test_what_the_disk_refuses_is_raised_to_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+    def full(*request: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fdatasync", full)
+    monkeypatch.setattr(write_behind, "begin_writing", full)
     with (
         (tmp_path / "file").open("wb") as file,
-        # at the end of the block: an fsync of a file that is opened later would not hear of it
         pytest.raises(OSError, match="No space left"),
         WriteBehind(file.fileno()) as behind,
     ):
         behind.note(MANY)
+
+
+def test_the_system_is_asked_and_its_refusal_is_raised(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"1" * 10_000)
+        file.flush()
+        begin_writing(file.fileno(), 0, 10_000)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            begin_writing(_closed(tmp_path / "other"), 0, 1)
+
+
+def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
+    """As where the kernel or the file system does not know the call."""
+    reading, writing = os.pipe()
+    try:
+        begin_writing(writing, 0, 1)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _closed(path: Path) -> int:
+    with path.open("wb") as file:
+        return file.fileno()
