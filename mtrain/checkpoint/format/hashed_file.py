@@ -76,7 +76,7 @@ class HashedFile(io.RawIOBase):
             What was written.
         """
         self._behind.wait()
-        os.fsync(self._descriptor)  # the syncs in the thread cover only what had been written when they began
+        os.fsync(self._descriptor)  # the thread only began to write, and promises nothing
         return FileInfo(size_bytes=self._size_bytes, blake3=self._digest.hexdigest())
 
     def close(self) -> None:
