@@ -1,7 +1,7 @@
 """What ranks do in the tests of conversions."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from mtrain.base.tensor_slice import TensorSlice
@@ -12,8 +12,9 @@ from mtrain.convert.origin import source_of
 from mtrain.hf.io.source import FolderTensors
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.optimizer_state import FlatSlice
 from mtrain.mcore.model.build import build_frozen_model, build_model
-from mtrain.mcore.state import load
+from mtrain.mcore.state import reader
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.mcore.state.load import load_frozen_weights
@@ -47,25 +48,47 @@ def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
     return gathered(chunks, groups)
 
 
-def shards_beside_parameters(groups: Groups, config: Config) -> int:
-    """How many shards a start from `model.hf` reads into memory that is not their parameter's."""
-    chunks = build_model(config, groups)
-    outside = 0
+class Beside(NamedTuple):
+    """Memory of a start from `model.hf` that is not its parameters'."""
 
-    def counted(saved: Any, shards: Any, *rest: Any) -> None:
-        nonlocal outside
+    shards: int
+    """That are read into it."""
+    largest: int
+    """Bytes that one parameter needs."""
+    most: int
+    """Bytes at once of what has been read."""
+
+
+def read_beside_parameters(groups: Groups, config: Config) -> Beside:
+    """What a start from `model.hf` reads into memory that is not its parameter's."""
+    chunks = build_model(config, groups)
+    found = Beside(0, 0, 0)
+
+    def counted(saved: Any, shards: Any, may_be_left: Any, vocab_size: int, after_each: Any) -> None:
+        nonlocal found
         inside = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
-        outside += sum(shard.data.untyped_storage().data_ptr() not in inside for shard in shards)
-        load_shards(saved, shards, *rest)
+        storages = [shard.data.untyped_storage() for shard in shards]
+        is_outside = [storage.data_ptr() not in inside for storage in storages]
+        sizes = [storage.nbytes() * outside for storage, outside in zip(storages, is_outside, strict=True)]
+        found = Beside(sum(is_outside), max(sizes), 0)
+
+        def after(number: int) -> None:
+            nonlocal found
+            after_each(number)
+            read = zip(storages[: number + 1], is_outside[: number + 1], strict=True)
+            left = {id(storage): storage.nbytes() for storage, outside in read if outside}
+            found = found._replace(most=max(found.most, sum(left.values())))
+
+        load_shards(saved, shards, may_be_left, vocab_size, after)
 
     assert config.model.hf is not None
-    with mock.patch.object(load, "load_shards", counted):
+    with mock.patch.object(reader, "load_shards", counted):
         load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
-    return outside
+    return found
 
 
 def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, TensorSlice]]:
-    """What a start from `model.hf` asks of the folder, in turn: read or expect, key, slice."""
+    """What a start from `model.hf` does, in turn: asks the folder (read or expect, key, slice) or sets main weights."""
     chunks = build_model(config, groups)
     asked: list[tuple[str, str, TensorSlice]] = []
 
@@ -78,8 +101,14 @@ def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, Ten
 
         return mock.patch.object(FolderTensors, name, call)
 
+    set_main = FlatSlice.set_main
+
+    def noted_set(self: FlatSlice, whole: Any) -> None:
+        asked.append(("set", "", TensorSlice((), ())))
+        set_main(self, whole)
+
     assert config.model.hf is not None
-    with noted("read"), noted("expect"):
+    with noted("read"), noted("expect"), mock.patch.object(FlatSlice, "set_main", noted_set):
         load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
     return asked
 

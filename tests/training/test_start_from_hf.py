@@ -76,21 +76,26 @@ def test_weights_of_the_parameters_dtype_are_read_where_they_belong(pool: Pool, 
     """A second copy of a rank's weights would take as long as reading them, and as much memory."""
     save("llama-tied", tmp_path / "hf")
     held, rounded = (
-        pool.run(hf_ranks.shards_beside_parameters, Layout(), configured(tmp_path, f"train.precision={precision}"))[0]
+        pool.run(hf_ranks.read_beside_parameters, Layout(), configured(tmp_path, f"train.precision={precision}"))[0]
         for precision in ("bf16", "fp32")
     )
-    assert held == 0
-    assert rounded > 0, "bfloat16 on disk"
+    assert held.shards == 0
+    assert rounded.shards > 10, "bfloat16 on disk"
+    assert 0 <= rounded.most < rounded.largest, "a second copy of more than a parameter"
 
 
 def test_the_next_tensor_is_on_its_way_while_one_is_copied(pool: Pool, tmp_path: Path) -> None:
     save("llama-tied", tmp_path / "hf")
     asked = pool.run(hf_ranks.reads_of_a_start, Layout(), configured(tmp_path, "train.precision=bf16"))[0]
-    asked = [(name, key, wanted.offset) for name, key, wanted in asked]
-    places = [each[1:] for each in asked if each[0] == "read"]
+    turns = [(name, key, wanted.offset) for name, key, wanted in asked if name != "set"]
+    places = [each[1:] for each in turns if each[0] == "read"]
     assert len(places) > 10
     for previous, place in pairwise(places):
-        assert asked.index(("expect", *place)) < asked.index(("read", *previous)), place
+        assert turns.index(("expect", *place)) < turns.index(("read", *previous)), place
+    names = [each[0] for each in asked]
+    last_read = len(names) - 1 - names[::-1].index("read")
+    assert names[last_read:].count("set") == 1, "main weights are set behind each parameter"
+    assert names.count("set") > 10
 
 
 def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> None:

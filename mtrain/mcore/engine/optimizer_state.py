@@ -50,6 +50,13 @@ class FlatSlice(NamedTuple):
     is_sharded: bool
     """Whether other ranks of DP x CP update other parts, and none of them this one."""
 
+    def set_main(self, whole: Tensor) -> None:
+        """Takes this part's main weights from the whole parameter's, a tensor of its shape."""
+        # A distributed optimizer has a flat run of the parameter, with no regard to rows.
+        part = whole.flatten()[self.start : self.end].view(self.main.shape)
+        if part.data_ptr() != self.main.data_ptr():  # float32 parameters are their own main weights
+            self.main.copy_(part)
+
 
 def flat_slices(optimizer: MegatronOptimizer) -> list[FlatSlice]:
     """Everything that this rank updates."""
@@ -168,12 +175,8 @@ def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor
             main weights stay.
     """
     for flat_slice in flat_slices(optimizer):
-        if flat_slice.parameter not in whole:
-            continue
-        flat_slice.main.copy_(
-            # A distributed optimizer has a flat run of the parameter, with no regard to rows.
-            whole[flat_slice.parameter].flatten()[flat_slice.start : flat_slice.end].view(flat_slice.main.shape)
-        )
+        if flat_slice.parameter in whole:
+            flat_slice.set_main(whole[flat_slice.parameter])
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:

@@ -16,7 +16,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.state.load import read_weights, set_weights
+from mtrain.mcore.state.load import filler_of, read_weights
 from mtrain.mcore.state.sharded_parameters import base_parameters
 
 _DEPTHS = "mtp."
@@ -51,8 +51,7 @@ def load_hf_weights(
 
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     # Global names are the keys here: the source converts names and axes as it reads.
-    weights = read_weights(saved, places, config.model, lambda key: key, may_be_left)
-    set_weights(weights, optimizer)
+    read_weights(saved, places, config.model, lambda key: key, may_be_left, filler_of(optimizer))
 
 
 def _opened(folder: Path, model: ModelSection) -> FolderTensors:

@@ -21,11 +21,11 @@ from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
-from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import canonical_name
-from mtrain.mcore.state.reader import load_shards
+from mtrain.mcore.state.load import filler_of
+from mtrain.mcore.state.reader import Wanted, load_parameters, memory_for
 from mtrain.mcore.state.sharded_parameters import base_parameters, whole_of
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
@@ -64,25 +64,25 @@ def load_megatron_weights(
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
     # Their names are brought to ours and not the reverse: they write the same weight in several ways.
     theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
-    weights: dict[Tensor, Tensor] = {}
-    shards: list[Shard] = []
+    wanted: dict[Tensor, Wanted] = {}
     for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
         # Once for the spelling, by which the dtype is known, and once more for tensors of that dtype to read into.
         found = [_theirs(shard, theirs) for shard in whole_of(place, place.key, place.data)]
         known = next((shard.key for shard in found if shard.key in saved.tensors), None)
         # Unknown keys are refused below, with all other names.
-        dtype = torch.float32 if known is None else saved.tensors[known].dtype
-        weights[place.data] = torch.empty(place.data.shape, dtype=dtype)
-        shards += [_theirs(shard, theirs) for shard in whole_of(place, place.key, weights[place.data])]
+        values = memory_for(place.data, torch.float32 if known is None else saved.tensors[known].dtype)
+        shards = [_theirs(shard, theirs) for shard in whole_of(place, place.key, values)]
+        wanted[place.data] = Wanted(values, shards)
+    fill = filler_of(optimizer)
+
+    def use(parameter: Tensor, values: Tensor) -> None:
+        for shard in wanted[parameter].shards:
+            if shard.may_be_padded:  # theirs is drawn, ours is zero
+                shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
+        fill(parameter, values)
+
     # Keys of their optimizer and generators may stay unread.
-    load_shards(saved, shards, lambda key: canonical(key) is None, config.model.vocab_size)
-    for shard in shards:
-        if shard.may_be_padded:  # theirs is drawn, ours is zero
-            shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
-    for parameter, values in weights.items():
-        parameter.copy_(values)  # here it is rounded; the main weights below get what was saved
-    # From what was read, not from parameters that have rounded it.
-    optimizer_state.set_main_weights(optimizer.inner, weights)
+    load_parameters(saved, wanted, lambda key: canonical(key) is None, config.model.vocab_size, use)
 
 
 def canonical(key: str) -> str | None:

@@ -19,7 +19,7 @@ from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.load import set_weights
+from mtrain.mcore.state.load import filler_of
 from mtrain.plan import adapters as plan
 
 
@@ -60,7 +60,9 @@ def load_peft_adapter(
                 own = part.data[: max(0, len(whole) - part.global_offset[axes])]
                 region = [slice(start, start + size) for start, size in zip(part.global_offset[axes:], own.shape)]
                 own.copy_(whole[tuple(region)])
-    set_weights(weights, optimizer)
+    fill = filler_of(optimizer)
+    for parameter, values in weights.items():
+        fill(parameter, values)
 
 
 def _opened(folder: Path, config: Config, adapter: AdapterSection) -> PeftFolder:

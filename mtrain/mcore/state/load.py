@@ -9,7 +9,7 @@ mtrain.checkpoint's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, TrainingState, read_state
-from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
@@ -35,7 +34,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.base import base_of, check_base, refused_as_model
-from mtrain.mcore.state.reader import GlobalTensors, load_shards
+from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.sharded_parameters import (
     ShardedParameter,
@@ -181,7 +180,7 @@ def load_weights(
     on_first_rank(lambda: _refuse_adapters(entry))
     # Adapters are no part of a model that is started from.
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
-    set_weights(_read_weights(entry, places, config), optimizer)
+    _read_weights(entry, places, config, filler_of(optimizer))
 
 
 @torch.no_grad()
@@ -201,20 +200,25 @@ def load_adapters(
     base = base_of(chunks, groups, config)
     on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
     places = checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)
-    set_weights(_read_weights(entry, places, config), optimizer)
+    _read_weights(entry, places, config, filler_of(optimizer))
 
 
-@torch.no_grad()
-def set_weights(weights: Mapping[Tensor, Tensor], optimizer: Optimizer) -> None:
-    """Puts values into parameters, and into the optimizer's main weights in the precision that they have.
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Puts values into a parameter, rounded to its precision."""
+    if parameter.data_ptr() != values.data_ptr():  # else they were read into it
+        parameter.copy_(values)
 
-    Args:
-        weights: Parameter -> values.
-        optimizer: Of the parameters.
-    """
-    for parameter, values in weights.items():
-        _fill(parameter, values)
-    optimizer_state.set_main_weights(optimizer.inner, weights)
+
+def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
+    """What puts values into a parameter, and into the optimizer's main weights in the precision that they have."""
+    updated = {flat_slice.parameter: flat_slice for flat_slice in optimizer_state.flat_slices(optimizer.inner)}
+
+    def fill_both(parameter: Tensor, values: Tensor) -> None:
+        fill(parameter, values)
+        if parameter in updated:
+            updated[parameter].set_main(values)  # from what was read, not from a parameter that has rounded it
+
+    return fill_both
 
 
 @torch.no_grad()
@@ -235,19 +239,16 @@ def load_frozen_weights(
     """
     on_first_rank(lambda: _refuse_adapters(entry))
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
-    for parameter, values in _read_weights(entry, places, config, main).items():
-        _fill(parameter, values)
-
-
-def _fill(parameter: Tensor, values: Tensor) -> None:
-    if parameter.data_ptr() != values.data_ptr():  # else they were read into it
-        parameter.copy_(values)
+    _read_weights(entry, places, config, fill, main)
 
 
 def _read_weights(
-    entry: CheckpointEntry, places: Sequence[ShardedParameter], config: Config, main: bool = True
-) -> dict[Tensor, Tensor]:
-    """This rank's parameter -> its weights in the checkpoint, in the precision that they have there."""
+    entry: CheckpointEntry,
+    places: Sequence[ShardedParameter],
+    config: Config,
+    use: Callable[[Tensor, Tensor], None],
+    main: bool = True,
+) -> None:
     on_first_rank(lambda: _read_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
 
@@ -262,7 +263,7 @@ def _read_weights(
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
         return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
 
-    return read_weights(saved, places, config.model, key_of, may_be_left)
+    read_weights(saved, places, config.model, key_of, may_be_left, use)
 
 
 def read_weights(
@@ -271,10 +272,9 @@ def read_weights(
     model: ModelSection,
     key_of: Callable[[str], str],
     may_be_left: Callable[[str], bool],
-) -> dict[Tensor, Tensor]:
-    """This rank's parameter -> its weights on disk, in the precision that they have there. Collective over the world.
-
-    Those that the parameter can hold as they are lie in the parameter itself.
+    use: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Reads this rank's parameters, in the precision that they have on disk. Collective over the world.
 
     Args:
         saved: What is on disk.
@@ -282,27 +282,23 @@ def read_weights(
         model: The architecture; a head stays as it was drawn where the weights are of a model of tokens.
         key_of: Global name of a parameter -> key on disk.
         may_be_left: As for `load_shards`.
+        use: As for `load_parameters`.
 
     Raises:
         DataError: As `load_shards`; the model may be half overwritten then.
     """
-    weights: dict[Tensor, Tensor] = {}
-    shards: list[Shard] = []
+    wanted: dict[Tensor, Wanted] = {}
     replaced = {OUTPUT, key_of(OUTPUT)} if _lacks_head(saved, key_of(OUTPUT), model) else set()
     for place in places:
         if place.key in replaced:
             continue
         key = key_of(place.key)
-        # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever sets the weights.
+        # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever uses the values.
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
-        # Where dtypes agree they are read where they belong: a copy beside it costs as much time as reading.
-        is_held = place.data.dtype == dtype and place.data.is_contiguous()
-        weights[place.data] = place.data.detach() if is_held else torch.empty(place.data.shape, dtype=dtype)
+        values = memory_for(place.data, dtype)
         # Whole parameters, although a distributed optimizer updates a part: all are needed to compute.
-        shards += whole_of(place, key, weights[place.data])
-    shards.sort(key=lambda shard: (shard.key, shard.at.offset))  # neighbours on disk are read together
-    load_shards(saved, shards, lambda key: key in replaced or may_be_left(key), model.vocab_size)
-    return weights
+        wanted[place.data] = Wanted(values, list(whole_of(place, key, values)))
+    load_parameters(saved, wanted, lambda key: key in replaced or may_be_left(key), model.vocab_size, use)
 
 
 def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
@@ -38,6 +39,15 @@ class TensorInfo(Protocol):
         ...
 
 
+class Wanted(NamedTuple):
+    """What a rank needs of a parameter on disk."""
+
+    values: Tensor
+    """Of the parameter's shape, in the dtype on disk: the parameter's own memory where it can hold them as they are."""
+    shards: list[Shard]
+    """Of the values."""
+
+
 class GlobalTensors(Protocol):
     """Global tensors on disk, by key, of which slices are read."""
 
@@ -56,7 +66,7 @@ class GlobalTensors(Protocol):
         """Keys of what is there and is no tensor."""
         ...
 
-    def read(self, key: str, wanted: TensorSlice) -> torch.Tensor:
+    def read(self, key: str, wanted: TensorSlice) -> Tensor:
         """One slice; not to be written to."""
         ...
 
@@ -66,7 +76,11 @@ class GlobalTensors(Protocol):
 
 
 def load_shards(
-    saved: GlobalTensors, shards: Sequence[Shard], may_be_left: Callable[[str], bool], vocab_size: int
+    saved: GlobalTensors,
+    shards: Sequence[Shard],
+    may_be_left: Callable[[str], bool],
+    vocab_size: int,
+    after_each: Callable[[int], None] = lambda number: None,
 ) -> None:
     """Reads into `data` of each shard, in place. Collective over the world.
 
@@ -77,6 +91,7 @@ def load_shards(
         shards: What this rank needs, with data of the dtype that was saved, on any device.
         may_be_left: Which keys of the checkpoint may stay unread.
         vocab_size: Rows that a padded tensor must have at least; what lies behind is padding.
+        after_each: Called with the number of each shard that has been read, while the system reads the next one.
 
     Raises:
         DataError: A tensor is not in the checkpoint, is there with another shape or dtype, is there and is not asked
@@ -87,13 +102,57 @@ def load_shards(
     # Names over all ranks first: what this stage does not ask for may be another's.
     _check_keys(saved, firsts, may_be_left)
     on_all_ranks(lambda: _check_shapes(saved, firsts, vocab_size))
-    on_all_ranks(lambda: _read(saved, shards))  # a barrier too: no rank trains while another may still fail
+    on_all_ranks(lambda: _read(saved, shards, after_each))  # a barrier too: no rank trains while another may still fail
+
+
+def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where values of a parameter are read into: itself where dtypes agree, as a copy beside it costs as much time as
+    reading."""
+    is_held = parameter.dtype == dtype and parameter.is_contiguous()
+    return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
 
 
 @torch.no_grad()
-def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
+def load_parameters(
+    saved: GlobalTensors,
+    wanted: Mapping[Tensor, Wanted],
+    may_be_left: Callable[[str], bool],
+    vocab_size: int,
+    use: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Reads parameter after parameter in the order of their keys. Collective over the world.
+
+    Args:
+        saved: What is on disk.
+        wanted: Parameter -> what this rank needs.
+        may_be_left: As for `load_shards`.
+        vocab_size: As for `load_shards`.
+        use: Called with each parameter and its values, once these are complete and while the system reads the next
+            ones; values that do not lie in the parameter are freed behind it.
+
+    Raises:
+        DataError: As `load_shards`; some parameters may have been used then.
+    """
+    owned = [(shard, parameter) for parameter, (_, shards) in wanted.items() for shard in shards]
+    owned.sort(key=lambda each: (each[0].key, each[0].at.offset))  # neighbours on disk are read together
+    num_missing = {parameter: len(shards) for parameter, (_, shards) in wanted.items()}
+
+    def after_each(number: int) -> None:
+        parameter = owned[number][1]
+        num_missing[parameter] -= 1
+        if num_missing[parameter] == 0:
+            values = wanted[parameter].values
+            use(parameter, values)
+            if values.data_ptr() != parameter.data_ptr():
+                values.untyped_storage().resize_(0)  # a whole model in float32 would lie beside the one that it fills
+
+    load_shards(saved, [shard for shard, _ in owned], may_be_left, vocab_size, after_each)
+
+
+@torch.no_grad()
+def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[int], None]) -> None:
     """Rows that the checkpoint has not are padding, and zero."""
-    for shard, following in zip_longest(shards, shards[1:]):
+    for number, (shard, following) in enumerate(zip_longest(shards, shards[1:])):
         if following is not None:  # read by the system while this one is copied
             saved.expect(following.key, following.at)
         target = shard.data.view(shard.at.shape)  # a shard's data is flat, its place has the global tensor's axes
@@ -104,6 +163,7 @@ def _read(saved: GlobalTensors, shards: Sequence[Shard]) -> None:
             target = target[:rows]  # a view: what is behind stays zero
         if target.numel():
             target.copy_(saved.read(shard.key, TensorSlice(shard.at.offset, tuple(target.shape))))
+        after_each(number)
 
 
 def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
