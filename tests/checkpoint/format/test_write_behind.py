@@ -72,6 +72,11 @@ def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
         os.close(writing)
 
 
+def test_systems_without_the_call_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    begin_writing(_closed(tmp_path / "file"), 0, 1)  # which Linux refuses
+
+
 def _closed(path: Path) -> int:
     with path.open("wb") as file:
         return file.fileno()
