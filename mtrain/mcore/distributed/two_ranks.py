@@ -1,7 +1,7 @@
 """All-gathers and reduce-scatters of two ranks on CPUs.
 
 gloo sends them around a ring of two in small pieces. Two ranks that swap their halves in one message each do the same
-for a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2` measures a step), and with the same
+for a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp` measures a step), and with the same
 bits, as a sum of two numbers does not depend on the order. Other groups keep gloo's.
 """
 

@@ -7,7 +7,8 @@
 All start from the same weights, see the same tokens with the same hyper-parameters and are compared step by step: a
 loss that differs by more than 1e-5 ends the run. Rounds of all contenders alternate in one process; figures are user +
 system seconds a step, as ratios of medians and of the least. Two ranks (`torchrun --nproc-per-node 2
-tools/bench/peers/pretrain.py --layout tp2`, or dp2): seconds of the slower rank, against DistributedDataParallel.
+tools/bench/peers/pretrain.py --layout tp2`, tp2sp or dp2): seconds of the slower rank, against DistributedDataParallel.
+A rank has the same work in one pass of either: under tensor parallelism twice the rows, half of each layer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mtrain import Datum, Engine, load_config
 BETAS, EPSILON, WEIGHT_DECAY, LR, CLIP = (0.9, 0.95), 1e-8, 0.1, 1e-4, 1.0
 MOST_DIFFERENCE = 1e-5
 """Of losses, relative."""
-LAYOUTS = {"single": "{}", "tp2": "{tp: 2, sp: true}", "dp2": "{}"}
+LAYOUTS = {"single": "{}", "tp2": "{tp: 2}", "tp2sp": "{tp: 2, sp: true}", "dp2": "{}"}
 
 
 class Round(NamedTuple):
@@ -64,7 +65,7 @@ class Shape(NamedTuple):
     rows: int
     """Of a step, over all ranks."""
     micro: int
-    """Rows of one forward pass."""
+    """Rows of one forward pass, a rank's share of a tensor-parallel one."""
 
 
 def hf_model(shape: Shape) -> Any:
@@ -104,11 +105,13 @@ def hf_inputs(rows: Tensor) -> dict[str, Tensor]:
 
 def engine_contender(folder: str, shape: Shape, layout: str, overrides: Sequence[str]) -> tuple[Engine, Contender]:
     """Ours, from a folder of transformers."""
+    # both ranks share each row: a pass of as many rows as theirs would be half of their work, with as many messages
+    micro = shape.micro * (2 if layout.startswith("tp2") else 1)
     settings = [
         f"model.hf={folder}",
         f"run.dir={folder}/run",
         f"layout={LAYOUTS[layout]}",
-        f"train={{global_batch_size: {shape.rows}, micro_batch_size: {shape.micro}, num_steps: 1000000}}",
+        f"train={{global_batch_size: {shape.rows}, micro_batch_size: {micro}, num_steps: 1000000}}",
         "train.precision=fp32",
         "train.device=cpu",
         f"optimizer={{lr: {LR}, beta1: {BETAS[0]}, beta2: {BETAS[1]}, epsilon: {EPSILON}, clip_grad: {CLIP}}}",
@@ -307,11 +310,11 @@ def main(
     experts: Annotated[int, typer.Option(help="0: dense; else as Mixtral, two a token")] = 0,
     seq: Annotated[int, typer.Option(help="tokens of a row")] = 512,
     rows: Annotated[int, typer.Option(help="of a step")] = 4,
-    micro: Annotated[int, typer.Option(help="rows of a forward pass")] = 2,
+    micro: Annotated[int, typer.Option(help="rows of a forward pass, of a rank's share under tp2")] = 2,
     steps: Annotated[int, typer.Option(help="of a round")] = 2,
     rounds: Annotated[int, typer.Option(help="of all contenders")] = 9,
     layout: Annotated[
-        str, typer.Option(help="single, tp2 or dp2: the latter two under torchrun with 2 ranks")
+        str, typer.Option(help="single, tp2, tp2sp or dp2: all but the first under torchrun with 2 ranks")
     ] = "single",
     trainer: Annotated[bool, typer.Option(help="with the Trainer too; one rank")] = True,
     profile: Annotated[bool, typer.Option(help="print self times by operation instead")] = False,
