@@ -99,7 +99,7 @@ def answered(config: dict[str, Any], state: dict[str, Any]) -> Answer | None:
         read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
         read._attn_implementation = "eager"
         read._experts_implementation = "eager"
-        model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float64)
+        model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float64).double()
         model.load_state_dict(state)
         with torch.no_grad():
             return Answer(model.eval()(TOKENS).logits, model.state_dict())
@@ -126,7 +126,8 @@ LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "qwen3-moe-unnormalised", "olmo2",
 def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     config = base(name)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float64)
+    # whole in float64: a part that asks for float32 by itself, as DeepSeek's router does, stays in it otherwise
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float64).double()
     with torch.no_grad():
         for value in model.state_dict().values():
             value.copy_(torch.randn(value.shape) * 0.3)
