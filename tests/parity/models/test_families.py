@@ -36,6 +36,7 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (OLMO2 | ISOLATED | {"model__mtp_depths": 1}, case(4, tp=2, sp=True, pp=2, cp=2)),
     (OLMO2 | SELECTIVE, case(4, tp=4, cp=2, cp_comm="ulysses")),
     (OLMO2 | FULL | {"model__zero_centered_norm": True}, case(2, tp=2, pp=2, vpp=2, dp=2)),
+    (OLMO2, case(4, tp=2, sp=True, cp=4, cp_comm="ring")),
     (OLMO2 | EXPERTS, case(4, tp=2, sp=True, ep=2, dp=2)),
     (OLMO3 | ISOLATED, case(2, tp=2, sp=True, cp=2, cp_comm="ulysses", dp=2)),
     (GPT_OSS, case(8)),

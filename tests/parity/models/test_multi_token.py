@@ -56,6 +56,7 @@ ROWS: list[tuple[str, dict[str, Any], Case]] = [
     ("two", TWO, case(2, pp=2, vpp=2, dp=2)),
     ("two", TWO, case(2, cp=2)),
     ("two", TWO, case(2, cp=2, cp_comm="ulysses", dp=2)),
+    ("two", TWO, case(2, tp=2, sp=True, cp=2, cp_comm="ring")),
     ("one", ONE, case(4, cp=4)),
     ("two", TWO, case(2, tp=2, sp=True, pp=2, cp=2)),
     ("two, tied", TWO | TIED, case(4)),
