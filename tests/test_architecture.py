@@ -34,8 +34,8 @@ LAYERS = {package: layer for layer, packages in enumerate(PACKAGES_BY_LAYER) for
 LAST_WITHOUT_TORCH = 1
 APART_LAYER = 3
 
-MAX_FILES_IN_A_FOLDER = 15
-MAX_FILE_LINES = 400
+MAX_FILES_IN_A_FOLDER = 20
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 
@@ -254,7 +254,7 @@ def python_files() -> list[Path]:
 
 
 def test_files_are_short() -> None:
-    assert [path for path in python_files() if len(path.read_text().splitlines()) >= MAX_FILE_LINES] == []
+    assert [path for path in python_files() if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
 
 
 def test_folders_show_what_they_hold() -> None:
@@ -263,12 +263,13 @@ def test_folders_show_what_they_hold() -> None:
     assert {folder: size for folder, size in sizes.items() if size > MAX_FILES_IN_A_FOLDER} == {}
 
 
-def test_class_names_are_distinct() -> None:
-    places: dict[str, list[str]] = {}
+def test_class_names_are_distinct_within_a_package() -> None:
+    places: dict[tuple[str, str], list[str]] = {}
     for module in modules():
+        package = ".".join(module.name.split(".")[:2])
         for node in module.nodes:
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module.name)
+                places.setdefault((package, node.name), []).append(module.name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
