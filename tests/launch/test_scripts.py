@@ -14,7 +14,12 @@ import pytest
 from tests.fault_table import Notice
 from tests.paths import ROOT
 
-SCRIPTS = [*ROOT.glob("launch/*.s*"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
+SCRIPTS = [
+    *ROOT.glob("launch/*.s*"),
+    ROOT / "tests" / "run.sh",
+    ROOT / "tests" / "commit_message.sh",
+    ROOT / ".ci" / "run",
+]
 
 SRUN = """#!/bin/bash
 printf '%s|' "$@" MASTER "$MASTER_ADDR" "$MASTER_PORT" > "$CALLS/arguments"
