@@ -12,15 +12,17 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config import Config
+    from mtrain.config.load import Given
     from mtrain.plan.search.hardware import Cluster
 
-_ASSUMED: dict[str, Any] = {
+_ASSUMED: dict[str, dict[str, Any]] = {
     "run": {"dir": "runs/planned"},
-    "train": {"num_steps": 1000},
-    "optimizer": {"lr": 3e-4, "min_lr": 3e-5, "warmup_steps": 100},
+    "train": {"num_steps": 2**31 - 1},
+    "optimizer": {"lr": 1e6},
     "data": {"kind": "mock"},
 }
-"""Where only a model is named."""
+"""What a run needs, but no prediction depends on: assumed where it is not given, and never written. Above any warm-up,
+step and `min_lr` that are given."""
 _HARDWARE = "Hardware"
 _Models = Annotated[
     list[str],
@@ -70,7 +72,8 @@ def plan(
 
         cluster = _cluster(gpu, gpus_per_node, tflops, nvlink_gbs, network_gbs)
         memory = cluster.gpu.memory_bytes if gpu_memory is None else memory_size(gpu_memory)
-        config = _config(models, seq_length, global_batch_size)
+        given = _given(models, seq_length, global_batch_size)
+        config, assumed = _completed(given)
         found = search(config, gpus, cluster, memory, top)
         if as_json:
             typer.echo(json.dumps(report.as_json(found, cluster), indent=2))
@@ -80,9 +83,10 @@ def plan(
             for line in report.lines(found, gpus, cluster, memory):
                 typer.echo(line)
         if write is not None:
-            write_choice(found.choices[0], cluster, memory, write)
+            write_choice(found.choices[0], given.content, assumed, cluster, memory, write)
             if not as_json:
-                typer.echo(f"\nwritten to {write}: mtrain check {write}")
+                lacking = f" without {', '.join(assumed)}; add what the run shall have, then" if assumed else ":"
+                typer.echo(f"\nwritten to {write}{lacking} mtrain check {write}")
 
 
 def _cluster(
@@ -99,9 +103,10 @@ def _cluster(
     return Cluster(replace(gpu_named(gpu), **changed), gpus_per_node)
 
 
-def _config(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "Config":
-    """Of YAML files, or of a folder of Hugging Face; of a config.json the architecture alone."""
-    from mtrain.config.load import load_config
+def _given(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "Given":
+    """What YAML files, overrides and options say; of a folder of Hugging Face its name, of a config.json the
+    architecture."""
+    from mtrain.config.load import Given, read_given
 
     paths, overrides = split_arguments(models)
     folders = [path for path in paths if path.is_dir()]
@@ -112,8 +117,25 @@ def _config(models: list[str], seq_length: int | None, global_batch_size: int | 
         overrides = [*overrides, f"data.seq_length={seq_length}"]
     if global_batch_size is not None:
         overrides = [*overrides, f"train.global_batch_size={global_batch_size}"]
-    files = [path for path in paths if path not in folders and path not in descriptions]
-    config = load_config(files, overrides, _ASSUMED)
-    if descriptions:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"hf": None})})
-    return config
+    given = read_given([path for path in paths if path not in folders and path not in descriptions], overrides)
+    if not descriptions:
+        return given
+    model = _completed(given)[0].model.model_dump(exclude_defaults=True, exclude={"hf"})
+    return Given({**given.content, "model": model}, given.sources)
+
+
+def _completed(given: "Given") -> tuple["Config", list[str]]:
+    """The configuration with what is assumed where the user says nothing, and the keys that were assumed."""
+    from mtrain.config.schema.data import MockSection
+
+    content, assumed = dict(given.content), []
+    for name, keys in _ASSUMED.items():
+        section = content.get(name, {})
+        if not isinstance(section, dict):
+            continue  # refused with the rest
+        if name == "data" and not section.keys() <= MockSection.model_fields.keys():
+            continue  # of another kind, named or not
+        missing = {key: value for key, value in keys.items() if key not in section}
+        content[name] = {**missing, **section}
+        assumed += [f"{name}.{key}" for key in missing]
+    return replace(given, content=content).config(), assumed

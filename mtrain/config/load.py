@@ -46,21 +46,44 @@ class Source:
         return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
-def load_config(
-    paths: Sequence[Path | str], overrides: Sequence[str] = (), under: Mapping[str, Any] | None = None
-) -> Config:
-    """The configuration that `paths`, merged left to right, and then `overrides` describe.
+@dataclass(frozen=True)
+class Given:
+    """What files and overrides say, merged; nothing is filled in."""
+
+    content: dict[Any, Any]
+    """Sections, as YAML has them."""
+    sources: tuple[Source, ...]
+    """The files and overrides, for messages."""
+
+    def config(self) -> Config:
+        """The configuration that this describes.
+
+        Raises:
+            ConfigError: Something is wrong, or missing; one line for each fault.
+            DataError: The folder that model.hf names cannot be understood.
+        """
+        content = self.content
+        if isinstance(model := content.get("model"), dict) and "hf" in model:
+            from mtrain.hf.schema.description import with_architecture  # all families, which other runs do without
+
+            content = with_architecture(content)
+        try:
+            return Config.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(joined(_messages(error, self.sources))) from None
+
+
+def read_given(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Given:
+    """What `paths`, merged left to right, and then `overrides` say.
 
     Args:
         paths: YAML files.
         overrides: `section.key=value`; the value is YAML, so numbers, lists and mappings are possible.
-        under: Sections that hold where neither says otherwise.
 
     Raises:
-        ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.
-        DataError: the folder that model.hf names cannot be understood.
+        ConfigError: A file or an override cannot be read; one line for each fault.
     """
-    sources = [] if under is None else [Source("the values that are assumed", dict(under))]
+    sources: list[Source] = []
     faults: list[str] = []
     readers = [partial(read_file, Path(path)) for path in paths] + [partial(read_override, text) for text in overrides]
     for read in readers:
@@ -71,15 +94,21 @@ def load_config(
     faults += [line for source in sources for line in _placeholders(source)]
     if faults:
         raise ConfigError(joined(faults))
-    content = _merged(sources)
-    if isinstance(model := content.get("model"), dict) and "hf" in model:
-        from mtrain.hf.schema.description import with_architecture  # all families, which other runs do without
+    return Given(_merged(sources), tuple(sources))
 
-        content = with_architecture(content)
-    try:
-        return Config.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(joined(_messages(error, sources))) from None
+
+def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
+    """The configuration that `paths`, merged left to right, and then `overrides` describe.
+
+    Args:
+        paths: YAML files.
+        overrides: As for `read_given`.
+
+    Raises:
+        ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.
+        DataError: the folder that model.hf names cannot be understood.
+    """
+    return read_given(paths, overrides).config()
 
 
 def config_yaml(config: Config) -> str:

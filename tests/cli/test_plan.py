@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from hypothesis import assume, event, given, reject, settings
+from hypothesis import strategies as st
 
-from mtrain.config.load import load_config
+from mtrain.config.load import config_yaml, load_config
+from mtrain.runs.changes import flat_keys
 from tests.cli.command_line import call
 from tests.cli.test_verbs import modules_loaded_by
-from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
 from tests.hf.folders import save
@@ -31,22 +37,99 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     assert text.rstrip() == shown.rstrip()
 
 
-def test_what_is_written_passes_check_as_it_is(tmp_path: Path) -> None:
+def test_what_is_written_of_a_run_passes_check_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "planned.yaml"
-    code, text = call("plan", LLAMA, "--gpus", 16, *ASKED, "--write", file, f"run.dir={tmp_path / 'run'}")
-    assert (code, f"written to {file}" in text) == (0, True), text
+    run = (LLAMA, CONFIGS / "run" / "pretrain.yaml", "train.global_batch_size=64")
+    code, text = call("plan", *run, "--gpus", 16, "--write", file)
+    assert (code, f"written to {file}: mtrain check {file}" in text) == (0, True), text
     code, text = call("check", file, "--without-files")
     assert (code, "on 16 ranks" in text) == (0, True), text
     assert re.search(r"fits: the heaviest rank needs [\d.]+ of 72.0 GiB \(90% of 80.0\)", text)
-    written, first = load_config([file]), load_config([LLAMA, write(tmp_path / "rest.yaml", _rest(tmp_path))])
-    assert written.model == first.model
-    assert written.train.global_batch_size == 64
-    code, text = call("plan", LLAMA, "--gpus", 16, *ASKED, "--write", file)
+    code, text = call("plan", *run, "--gpus", 16, "--write", file)
     assert (code, text.endswith("nothing is overwritten; name another file, or move it away\n")) == (2, True)
 
 
-def _rest(folder: Path) -> dict[str, object]:
-    return {name: value for name, value in content(run__dir=str(folder)).items() if name != "model"}
+def test_what_a_run_needs_and_nobody_gave_is_left_out_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    code, text = call("plan", LLAMA, "--gpus", 16, *ASKED, "--write", file)
+    lacking = "run.dir, train.num_steps, optimizer.lr, data.kind"
+    assert (code, f"written to {file} without {lacking}; add what the run shall have" in text) == (0, True), text
+    assert f"# a run also needs {lacking}, which the plan was not given\n" in file.read_text()
+    written = yaml.safe_load(file.read_text())
+    assert written.keys() <= {"model", "layout", "train", "data"}
+    assert written["data"] == {"seq_length": 4096}
+    assert written["train"].keys() <= {"global_batch_size", "micro_batch_size", "recompute", "recompute_modules"}
+    code, text = call("check", file, "--without-files")
+    assert (code, "optimizer: " in text, "run: " in text, "train.num_steps: " in text) == (2, True, True, True), text
+    rest = {"run": {"dir": str(tmp_path)}, "train": {"num_steps": 3}, "optimizer": {"lr": 1e-3}}
+    given = write(tmp_path / "rest.yaml", {**rest, "data": {"kind": "mock"}})
+    code, text = call("check", file, given, "--without-files")
+    assert (code, "on 16 ranks" in text) == (0, True), text
+
+
+CHOSEN = re.compile(r"layout\.\w+|train\.(micro_batch_size|recompute\w*)")
+"""What a plan may decide: everything else is the user's."""
+LACKING = {"run.dir": "runs/x", "train.num_steps": 7000, "optimizer.lr": 0.5, "data.kind": "mock"}
+OVERRIDES: dict[str, list[Any]] = {
+    "train.overlap_grad_reduce": [True, False],
+    "train.distributed_optimizer": [True, False],
+    "train.offload_layers": [1, 2],
+    "train.offload_optimizer": [True],
+    "train.micro_batch_size": [1, 4],
+    "train.recompute": ["none", "full"],
+    "train.precision": ["bf16", "fp32"],
+    "train.seed": [3],
+    "train.num_steps": [300, 9000],
+    "optimizer.lr": [1e-5, 2.0],
+    "optimizer.min_lr": [1e-6, 0.0],
+    "optimizer.warmup_steps": [0, 7, 250],
+    "optimizer.schedule": ["wsd", "constant", "linear"],
+    "optimizer.kind": ["muon"],
+    "layout.tp": [2],
+    "layout.cp": [2],
+    "checkpoint.keep_last": [5],
+    "metrics.tensorboard": [False],
+    "loss.aggregation": ["sequence-mean"],
+}
+MODELS = ("llama3_8b", "qwen3_30b_a3b", "gpt_oss_20b", "gemma3_4b")
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Files and overrides of a run, or of a model alone."""
+    model = CONFIGS / "model" / f"{draw(st.sampled_from(MODELS))}.yaml"
+    others = [*(CONFIGS / "run").glob("[!q]*.yaml"), *(CONFIGS / "start").glob("*.yaml"), None]
+    run = draw(st.sampled_from(sorted(others, key=str)))
+    names = draw(st.lists(st.sampled_from(sorted(OVERRIDES)), unique=True, max_size=5))
+    keys = {name: draw(st.sampled_from(OVERRIDES[name])) for name in names}
+    keys |= {"train.global_batch_size": 64} if run is None else {}
+    keys |= {"data.seq_length": 4096} if run is None or "start" in run.parts else {}
+    return (model,) if run is None else (model, run), tuple(f"{key}={json.dumps(value)}" for key, value in keys.items())
+
+
+def resolved(files: Sequence[Path], overrides: Sequence[str], lacking: Collection[str]) -> dict[str, Any]:
+    """Every key of the configuration, what the user did not give filled in."""
+    filled = [f"{key}={json.dumps(LACKING[key])}" for key in lacking]
+    return flat_keys(config_yaml(load_config(list(files), [*overrides, *filled])))
+
+
+@settings(max_examples=12)
+@given(given=configurations())
+def test_a_plan_changes_nothing_but_what_it_chooses(given: tuple[tuple[Path, ...], tuple[str, ...]]) -> None:
+    files, overrides = given
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "planned.yaml"
+        code, text = call("plan", *files, *overrides, "--gpus", 32, "--gpu-memory", "180GiB", "--write", file)
+        if code:  # what `check` refuses, too, or what fits nowhere
+            assume("nothing fits" not in text)
+            assert call("check", *files, *overrides, "--world-size", 32, "--without-files")[0] == code == 2, text
+            reject()
+        said = re.search(r" without ([\w., ]+); add", text)
+        lacking = said[1].split(", ") if said else []
+        before, after = resolved(files, overrides, lacking), resolved([file], (), lacking)
+        event(f"{len(lacking)} keys left out")
+    differing = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}
+    assert {key for key in differing if not CHOSEN.fullmatch(key)} == set()
 
 
 def test_programs_get_seconds_and_bytes() -> None:
@@ -73,15 +156,21 @@ def test_a_faster_network_is_believed() -> None:
     assert seconds("--nvlink-gbs", 45) >= usual
 
 
+def _filled(folder: Path) -> list[str]:
+    rest = {**LACKING, "model.hf": str(folder), "data.seq_length": 64, "train.global_batch_size": 8}
+    return [f"{key}={json.dumps(value)}" for key, value in rest.items()]
+
+
 def test_folders_of_hugging_face_are_models(tmp_path: Path) -> None:
     save("llama", tmp_path)
     few = ("--gpus", 2, "--seq-length", 64, "--global-batch-size", 8, "--json")
     of_folder = call("plan", tmp_path, *few)
     of_file = call("plan", tmp_path / "config.json", *few, "--write", tmp_path / "new.yaml")
     assert of_folder == of_file
-    assert load_config([tmp_path / "new.yaml"]).model.hf is None
+    new = yaml.safe_load((tmp_path / "new.yaml").read_text())["model"]
+    assert ("hf" in new, new["hidden_size"]) == (False, load_config([], _filled(tmp_path)).model.hidden_size)
     call("plan", tmp_path, *few, "--write", tmp_path / "from_weights.yaml")
-    assert load_config([tmp_path / "from_weights.yaml"]).model.hf == str(tmp_path)
+    assert yaml.safe_load((tmp_path / "from_weights.yaml").read_text())["model"] == {"hf": str(tmp_path)}
 
 
 def test_runs_are_planned_with_their_adapters_and_packing() -> None:

@@ -55,8 +55,7 @@ class Candidate(NamedTuple):
 def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: int) -> Iterator[Candidate]:
     """Every division of exactly `num_gpus` ranks whose weights, gradients and moments alone fit.
 
-    Sequence parallelism is on beside tp, the optimizer is distributed, and gradients and parameters travel beside
-    computation: nothing here is better without. Tensor parallelism stays inside a node.
+    Sequence parallelism is on beside tp: nothing here is better without. Tensor parallelism stays inside a node.
 
     Args:
         config: Its layout, micro-batch size and recomputation are not looked at.
@@ -104,7 +103,8 @@ def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[Weigh
 
 
 def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
-    """Least that the first rank of a pipeline holds between steps: weights, gradients and two moments."""
+    """Least that the first rank of a pipeline holds between steps: weights, gradients and, unless they lie on the host,
+    two moments."""
     num_layers = config.model.num_layers
     split = stage_split(num_layers, shares.pp, 1)
     if split is None:
@@ -119,8 +119,8 @@ def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
         stage_layers=counts,
     )
     held = trained_parameters(config, layout, 0)
-    size = element_bytes(config)
-    return held.total * (size + FP32_BYTES) + 2 * FP32_BYTES * own_share(_distributed(config), layout, held)
+    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_share(config, layout, held)
+    return held.total * (element_bytes(config) + FP32_BYTES) + moments
 
 
 def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
@@ -167,10 +167,6 @@ def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tup
 def _alone(config: Config, micro_batch_size: int) -> Config:
     changes = {"micro_batch_size": micro_batch_size, "recompute": "none"}
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})
-
-
-def _distributed(config: Config) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"distributed_optimizer": True})})
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pydantic import ValidationError
+
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.plan.features import kinds
@@ -78,17 +80,12 @@ def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, n
 
 
 def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -> Config:
-    """The configuration under another layout, with what suits every layout turned on."""
+    """The configuration under another layout. What is computed again is chosen after this; every other key stays."""
     changes = {
         "micro_batch_size": micro_batch_size,
         "recompute": "none",
         "recompute_modules": None,
         "recompute_layers": None,
-        "offload_layers": None,
-        "offload_optimizer": False,
-        "distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
     }
     return config.model_copy(update={"layout": section, "train": config.train.model_copy(update=changes)})
 
@@ -128,7 +125,7 @@ def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _B
             return
         counts.measured += 1
         memory = heaviest(given, layout, usable)
-        if memory.total_bytes <= usable:
+        if memory.total_bytes <= usable and is_legal(given):
             best.add(Choice(given, layout, memory, cost))
             return
 
@@ -145,6 +142,15 @@ def recomputations(config: Config) -> Iterator[Config]:
     ):
         changes = {"recompute": recompute, "recompute_modules": modules, "recompute_layers": None}
         yield config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def is_legal(config: Config) -> bool:
+    """Whether the configuration keeps every rule, those on keys that were changed without being validated included."""
+    try:
+        Config.model_validate(config.model_dump())
+    except ValidationError:
+        return False
+    return True
 
 
 def heaviest(config: Config, layout: Layout, usable: int = _NO_LIMIT) -> MemoryEstimate:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
 from mtrain.base.yaml_text import yaml_text
-from mtrain.config import Config
 from mtrain.plan.search.cost import step_mfu
 from mtrain.plan.search.hardware import GIB, Cluster
 from mtrain.plan.search.search import Choice
 
+_CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_layers")
+"""Keys of `train` that a plan chooses, as it chooses all of `layout`; every other key is the user's."""
 
-def write_choice(choice: Choice, cluster: Cluster, memory_bytes: int, path: Path) -> None:
-    """Writes a configuration that `mtrain check` and `mtrain train` take as it is; nothing is overwritten.
+
+def write_choice(
+    choice: Choice, given: Mapping[str, Any], left_out: Sequence[str], cluster: Cluster, memory_bytes: int, path: Path
+) -> None:
+    """Writes what the user said, under the chosen layout, micro-batch size and recomputation; nothing is overwritten.
+
+    Args:
+        choice: A layout and what goes with it.
+        given: Sections, as the user's files and overrides have them.
+        left_out: Keys that a run needs, but `given` lacks; the file names them and does not have them either.
+        cluster: What it runs on.
+        memory_bytes: Of one GPU.
+        path: The new file.
 
     Raises:
         ConfigError: The file is there.
@@ -30,15 +43,15 @@ def write_choice(choice: Choice, cluster: Cluster, memory_bytes: int, path: Path
         f"# {choice.layout}: {choice.memory.total_bytes / GIB:.1f} GiB on the heaviest rank; predicted by mtrain plan: "
         f"{seconds:.3f} s a step, MFU {share:.1%}\n"
     )
-    if choice.config.data.kind == "mock":
-        head += "# data.kind=mock draws random tokens, to try the layout: name a corpus or records in its place\n"
-    write_atomically(path, head + yaml_text(_needed(choice.config)))
+    if left_out:
+        head += f"# a run also needs {', '.join(left_out)}, which the plan was not given\n"
+    write_atomically(path, head + yaml_text(chosen_content(choice, given)))
 
 
-def _needed(config: Config) -> dict[str, Any]:
-    """Every key that is not at its default, and kinds."""
-    content: dict[str, Any] = config.model_dump(exclude_defaults=True)
-    for name in ("data", "optimizer", "adapter"):
-        if name in content:
-            content[name] = {"kind": getattr(config, name).kind, **content[name]}
-    return content
+def chosen_content(choice: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of `given` with the chosen keys in place of their own."""
+    layout = choice.config.layout.model_dump(exclude_defaults=True)
+    others = {key: value for key, value in given["train"].items() if key not in _CHOSEN}
+    train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **others}
+    sections = {**given, "layout": layout, "train": train}
+    return {name: sections[name] for name in sections if name != "layout" or layout}

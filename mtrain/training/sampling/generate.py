@@ -17,7 +17,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config import Config
-from mtrain.config.load import load_config
+from mtrain.config.load import Given, load_config
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.mcore.distributed.groups import Groups, opened_groups
@@ -74,17 +74,15 @@ def model_at(path: Path) -> Model:
 def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
     """Of weights that belong to no run."""
     precision = "bf16" if torch.cuda.is_available() else "fp32"
-    return load_config(
-        [],
-        under={
-            "run": {"dir": "unused"},
-            "model": model,
-            "train": {"global_batch_size": 1, "num_steps": 1, "precision": precision},
-            "optimizer": {"lr": 1.0},
-            # of a finetuning run, which has a chat template where the tokenizer brings one
-            "data": {"kind": "sft", "seq_length": 2, "train": [{"path": "unused"}], "tokenizer": str(side_files)},
-        },
-    )
+    sections = {
+        "run": {"dir": "unused"},
+        "model": model,
+        "train": {"global_batch_size": 1, "num_steps": 1, "precision": precision},
+        "optimizer": {"lr": 1.0},
+        # of a finetuning run, which has a chat template where the tokenizer brings one
+        "data": {"kind": "sft", "seq_length": 2, "train": [{"path": "unused"}], "tokenizer": str(side_files)},
+    }
+    return Given(sections, ()).config()
 
 
 def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:

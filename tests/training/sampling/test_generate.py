@@ -17,6 +17,7 @@ from mtrain.tokenizer import load_tokenizer
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.prompts import questions_of, read_prompts, shown
 from tests.config.samples import config
+from tests.config.yaml_files import write
 from tests.hf.folders import save
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
@@ -75,7 +76,9 @@ def test_a_model_answers_alike_from_every_kind_of_folder(pool: Pool, tmp_path: P
     data = {"kind": "sft", "seq_length": 16, "train": [{"path": "x"}], "tokenizer": str(hf)}
     train = {"global_batch_size": 1, "num_steps": 1, "precision": "fp32", "device": "cpu"}
     sections = {"model": {"hf": str(hf)}, "train": train, "optimizer": {"lr": 1.0}, "data": data}
-    config = load_config([], under={"run": {"dir": str(run)}, "layout": {"tp": ranks}, **sections})
+    config = load_config(
+        [write(tmp_path / "run.yaml", {"run": {"dir": str(run)}, "layout": {"tp": ranks}, **sections})]
+    )
     asked = (["a user", "a a assistant"], SamplingParams(max_new_tokens=5, temperature=0.0))
     pool.run(sampling_ranks.engine_answers, Layout(tp=ranks), config, [[5, 4]], asked[1], str(run))
     paths = [hf, tmp_path / "ours", run, run / "checkpoints" / "step_00000000"]
