@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,10 @@ from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
 from mtrain.config.extras import as_configured, column
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
+from mtrain.data.numbers import real_numbers, token_ids, whole_number
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.data.samples.top_k import TOP_K_IDS, TOP_K_LOGPROBS, top_k_fault
-from mtrain.loss.preference.member import GroupMember
+from mtrain.loss.preference.member import ROLES, GroupMember
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Datum:
 
     input_ids: Sequence[int]
     """Token ids, at least one and at most data.seq_length + 1: every token but the last is read, every token but the
-    first is predicted."""
+    first is predicted. Whole numbers (also of numpy, or a tensor of integers); floats and booleans are refused."""
     weights: Sequence[float] | None = None
-    """What predicting each token counts, one a token, at least 0; 0 for a prompt. The first is not used, as nothing
-    comes before it. None: every token counts 1."""
+    """What predicting each token counts, one a token, at least 0; 0 for a prompt; of a mask, True counts 1. The first
+    is not used, as nothing comes before it. None: every token counts 1."""
     weight: float = 1.0
     """What the whole sequence counts, at least 0."""
     extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | float] = field(default_factory=dict)
@@ -58,68 +60,93 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
         NumericError: An extra is not finite.
     """
     length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
+    most = length + 1 if labels is None else length  # a label takes the place of the token that is only predicted
+    ids = _ids(datum.input_ids, name, size)
+    if not 1 <= len(ids) <= most:
+        raise _fault(
+            f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {most} tokens (data.seq_length="
+            f"{length}{', and one that is only predicted' if labels is None else ''}); cut it, or raise data.seq_length"
+        )
+    datum = replace(datum, input_ids=ids.tolist(), weight=_number(datum.weight, f"{name}: weight"))
     if labels is not None:
         is_number = LABEL in needed or config.loss.function in NUMBER_LOSSES
-        datum = _numbered(datum, name, length) if is_number else _judged(datum, name, labels, length)
-        size = max(size, labels)
+        datum = _numbered(datum, name) if is_number else _judged(datum, name, labels)
+        ids = np.asarray(datum.input_ids)
     elif datum.label is not None:
         raise _fault(f"{name} has label={datum.label}, but the model has no head; set model.num_labels, or remove it")
-    ids = np.asarray(datum.input_ids, dtype=np.int64)
-    if ids.ndim != 1 or not 1 <= len(ids) <= length + 1:
-        raise _fault(
-            f"{name} has input_ids of shape {list(ids.shape)}, but needs one row of 1 to {length + 1} tokens "
-            f"(data.seq_length={length}, and one that is only predicted); cut it, or raise data.seq_length"
-        )
-    if ids.min() < 0 or ids.max() >= size:
-        raise _fault(
-            f"{name} has token ids from {ids.min()} to {ids.max()}, but model.vocab_size={size} allows "
-            f"0 to {size - 1}; use the model's own tokenizer"
-        )
-    weights = np.ones(len(ids)) if datum.weights is None else np.asarray(datum.weights, dtype=np.float64)
+    weights = np.ones(len(ids)) if datum.weights is None else _numbers(datum.weights, f"{name}: weights")
     if weights.shape != ids.shape:
         raise _fault(
             f"{name} has {len(ids)} input_ids, but weights of shape {list(weights.shape)}; give one weight a token"
         )
+    weights = weights.astype(np.float64)
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
     # position t predicts token t + 1, so the weight of the first token has no position
     extras = _extras(datum, len(ids), name, needed)
-    _check_top_k(extras, weights[1:] > 0, config.model.vocab_size, name)
+    _check_top_k(extras, weights[1:] > 0, size, name)
     sample = shifted(ids, weights[1:], datum.weight, extras=extras)
-    return replace(sample, member=datum.member)
+    return sample if datum.member is None else sample.as_member(_checked_member(datum.member, name))
 
 
-def _judged(datum: Datum, name: str, num_labels: int, length: int) -> Datum:
-    """The sequence with its label behind it, in the place of the token that would be predicted there."""
+def _ids(given: object, name: str, vocab_size: int) -> NDArray[np.int64]:
+    try:
+        return token_ids(given, f"{name}: input_ids", vocab_size)
+    except ValueError as fault:
+        raise _fault(f"{fault} (model.vocab_size={vocab_size}); use the model's own tokenizer") from None
+
+
+def _numbers(given: object, name: str) -> NDArray[Any]:
+    try:
+        return real_numbers(given, name)
+    except ValueError as fault:
+        raise _fault(str(fault)) from None
+
+
+def _number(given: object, name: str) -> float:
+    values = _numbers(given, name)
+    if values.ndim:
+        raise _fault(f"{name} has the shape {list(values.shape)}, but must be one number")
+    return float(values)
+
+
+def _checked_member(member: GroupMember, name: str) -> GroupMember:
+    group = whole_number(member.group)
+    if group is None or group < 0:
+        raise _fault(f"{name}: member.group is {member.group!r}, but must be a whole number of at least 0")
+    if member.role not in ROLES:
+        raise _fault(f"{name}: member.role is {member.role!r}, but must be one of {', '.join(ROLES)}")
+    margin = _number(member.margin, f"{name}: member.margin")
+    reference = None if member.reference is None else _number(member.reference, f"{name}: member.reference")
+    return replace(member, group=group, margin=margin, reference=reference)
+
+
+def _judged(datum: Datum, name: str, num_labels: int) -> Datum:
+    """The sequence with its label after it, in the place of the token that would be predicted there."""
     label = datum.label
     if num_labels == 1 and label is not None:
         raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
-    if num_labels > 1 and (isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_labels):
+    number = 0 if num_labels == 1 else whole_number(label)
+    if number is None or not 0 <= number < num_labels:
         raise _fault(
             f"{name} has label={label}, but needs the number of a class, 0 to {num_labels - 1} (model.num_labels="
             f"{num_labels}); give Datum.label"
         )
-    return _with_last(datum, int(label or 0), name, length)
+    return _with_last(datum, number, name)
 
 
-def _numbered(datum: Datum, name: str, length: int) -> Datum:
+def _numbered(datum: Datum, name: str) -> Datum:
     """The sequence with the number that it has to be given as an extra."""
-    label = datum.label
-    if label is None or isinstance(label, bool):
-        raise _fault(f"{name} has label={label}, but a regression needs a number; give Datum.label")
-    found = _with_last(datum, 0, name, length)
-    return replace(found, extras={**datum.extras, LABEL: float(label)})
+    if datum.label is None or isinstance(datum.label, bool):
+        raise _fault(f"{name} has label={datum.label}, but a regression needs a number; give Datum.label")
+    label = _number(datum.label, f"{name}: label")
+    return replace(_with_last(datum, 0, name), extras={**datum.extras, LABEL: label})
 
 
-def _with_last(datum: Datum, last: int, name: str, length: int) -> Datum:
+def _with_last(datum: Datum, last: int, name: str) -> Datum:
     if datum.weights is not None:
         raise _fault(f"{name} has weights of tokens, but a head judges it whole; remove them, or give Datum.weight")
-    if not 1 <= len(datum.input_ids) <= length:
-        raise _fault(
-            f"{name} has {len(datum.input_ids)} input_ids, but needs 1 to {length} (data.seq_length={length}); cut it, "
-            "or raise data.seq_length"
-        )
-    ids = [*map(int, datum.input_ids), last]
+    ids = [*datum.input_ids, last]
     return replace(datum, input_ids=ids, weights=[*[0.0] * (len(ids) - 1), 1.0])
 
 
@@ -164,12 +191,9 @@ def _checked_extra(
     given: Sequence[Sequence[float]] | Sequence[float] | float, num_tokens: int, extra: str, name: str
 ) -> NDArray[np.float32] | float:
     """[num_tokens - 1], [num_tokens - 1, k], or one number."""
-    try:
-        # what float32 cannot hold becomes inf, and is refused as such below
-        with np.errstate(over="ignore"):
-            values = np.asarray(given, dtype=np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _fault(f"{name} has an extra {extra!r} that is not made of numbers ({error}); give numbers") from error
+    # what float32 cannot hold becomes inf, and is refused as such below
+    with np.errstate(over="ignore"):
+        values = _numbers(given, f"{name}: extra {extra!r}").astype(np.float32)
     is_row_a_token = values.ndim in (1, 2) and len(values) in (num_tokens, num_tokens - 1)
     if values.ndim and not is_row_a_token:
         raise _fault(

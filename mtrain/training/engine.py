@@ -264,7 +264,7 @@ class Engine:
         Raises:
             ConfigError: The model's layers cannot generate.
             NumericError: The logits are not finite.
-            ValueError: A prompt is empty or has ids beyond the vocabulary.
+            ValueError: A prompt is empty, or holds what is no id of the vocabulary.
         """
         parts = self._built()
         parts.optimizer.gather_parameters()

@@ -271,6 +271,9 @@ MISTAKES = {
     "too long": lambda engine: engine.forward_backward([Datum(range(34))]),
     "unknown id": lambda engine: engine.forward([Datum([1, 97])]),
     "weights": lambda engine: engine.forward_backward([Datum([1, 2, 3], weights=[1.0, 1.0])]),
+    "a float": lambda engine: engine.forward_backward([Datum([1, 2]), Datum([1, 2.9])]),  # type: ignore[list-item]
+    "a prompt of floats": lambda engine: engine.generate([[1], [1.7]]),
+    "an empty prompt": lambda engine: engine.generate([[]]),
     "negative": lambda engine: engine.evaluate([[Datum([1, 2], weight=-1.0)]]),
     "unknown loss": lambda engine: engine.forward_backward([Datum([1, 2])], "ppoo"),
     "unknown option": lambda engine: engine.evaluate([[Datum([1, 2])]], NAMED, {"pover": 2}),

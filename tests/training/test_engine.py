@@ -304,9 +304,12 @@ MISTAKES = {
 SAMPLES = {
     "no tokens": r"DataError: sample 1 has input_ids of shape \[0\], but needs one row of 1 to 33 tokens",
     "too long": r"DataError: sample 0 has input_ids of shape \[34\], but needs one row of 1 to 33 tokens",
-    "unknown id": "DataError: sample 0 has token ids from 1 to 97, but model.vocab_size=61",
+    "unknown id": r"DataError: sample 0: input_ids\[1\] is 97, but must be .* from 0 to 60 \(model.vocab_size=61\)",
     "weights": r"DataError: sample 0 has 3 input_ids, but weights of shape \[2\]; give one weight a token",
     "negative": "DataError: sample 0 has a weight that is negative or not finite",
+    "a float": r"DataError: sample 1: input_ids\[1\] is 2.9 \(float\), but must be a whole number from 0 to 60",
+    "a prompt of floats": r"ValueError: prompt 1\[0\] is 1.7 \(float\), but must be a whole number from 0 to 60",
+    "an empty prompt": "ValueError: prompt 0 has no token",
 }
 
 
@@ -323,8 +326,9 @@ def test_mistakes_are_named_and_leave_nothing_behind(pool: Pool) -> None:
 
 @pytest.mark.fault(
     "input",
-    "a sample given to Engine that is empty, too long, of unknown ids or of impossible weights",
-    happens="a DataError names the sample and what is allowed, on every rank; the engine can go on",
+    "a sample or a prompt given to Engine that is empty, too long, of impossible weights, or of ids that are floats, "
+    "booleans, texts or beyond the vocabulary",
+    happens="an error names the sample, the place and what is allowed, on every rank; the engine can go on",
     exit_code=3,
 )
 def test_a_sample_that_cannot_be_is_named(pool: Pool, notice: Notice) -> None:

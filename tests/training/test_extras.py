@@ -102,7 +102,7 @@ def test_an_option_may_ask_for_an_extra() -> None:
 
 def test_what_is_not_a_number_is_refused() -> None:
     datum = Datum([1, 2, 3], extras={"reward": "high"})  # type: ignore[dict-item]
-    with pytest.raises(DataError, match="sample 3 has an extra 'reward' that is not made of numbers"):
+    with pytest.raises(DataError, match="sample 3: extra 'reward' is 'high', but must be a number"):
         sample_of(datum, "sample 3", SINGLE.config())
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtrain.data.numbers import whole_number
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -36,16 +38,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError where a value cannot be."""
+        whole = {name: whole_number(getattr(self, name)) for name in ("max_new_tokens", "top_k", "seed")}
+        stops = [whole_number(each) for each in self.stop_token_ids]
         rules = {
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
+            "max_new_tokens must be a whole number of at least 1": (whole["max_new_tokens"] or 0) >= 1,
             "temperature must be 0 or above": math.isfinite(self.temperature) and self.temperature >= 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
-            "top_k must be 0 or above": self.top_k >= 0,
-            "seed must be 0 or above": self.seed >= 0,
+            "top_k must be a whole number, 0 or above": whole["top_k"] is not None and whole["top_k"] >= 0,
+            "seed must be a whole number, 0 or above": whole["seed"] is not None and whole["seed"] >= 0,
+            "stop_token_ids must be whole numbers, 0 or above": all(each is not None and each >= 0 for each in stops),
         }
         broken = [f"{rule}, but is {getattr(self, rule.split()[0])}" for rule, holds in rules.items() if not holds]
         if broken:
             raise ValueError("; ".join(broken))
+        # a tensor is equal to its number, but is not found in a set by it
+        object.__setattr__(self, "stop_token_ids", frozenset(stops))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
+from mtrain.data.numbers import token_ids
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
@@ -74,9 +75,9 @@ def generate(
     Raises:
         ConfigError: The model cannot generate (see `cached_model`).
         NumericError: The model says nan; on all ranks.
-        ValueError: A prompt is empty or has ids beyond the vocabulary.
+        ValueError: A prompt is empty, or holds what is no id of the vocabulary.
     """
-    _check(prompts, config.model.vocab_size)
+    prompts = _checked(prompts, config.model.vocab_size)
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
     own = range(replica, len(prompts), num_replicas)
@@ -99,14 +100,11 @@ def generate(
     return _completions(ids.tolist(), log_probs.tolist(), lengths.tolist(), sampling)
 
 
-def _check(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    for number, prompt in enumerate(prompts):
-        if len(prompt) == 0 or min(prompt) < 0 or max(prompt) >= vocab_size:
-            between = f" from {min(prompt)} to {max(prompt)}" if len(prompt) else ""
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} token ids{between}, but needs at least one, of 0 to "
-                f"{vocab_size - 1}"
-            )
+def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+    found = [token_ids(prompt, f"prompt {number}", vocab_size).tolist() for number, prompt in enumerate(prompts)]
+    if [] in found:
+        raise ValueError(f"prompt {found.index([])} has no token, but needs at least one to continue from")
+    return found
 
 
 def _goes_on(own: bool, groups: Groups) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -53,8 +54,16 @@ def test_nan_gives_no_token() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}, {"temperature": float("inf")}],
+    [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}, {"temperature": float("inf")}]
+    + [{"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"top_k": 1.0}, {"seed": "1"}]
+    + [{"stop_token_ids": frozenset({each})} for each in (2.0, True, "</s>", -1, None)],
+    ids=str,
 )
-def test_values_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+def test_values_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_stop_tokens_may_be_integers_of_numpy_and_torch() -> None:
+    given = frozenset({2, np.int32(3), torch.tensor(4)})
+    assert SamplingParams(stop_token_ids=given).stop_token_ids == {2, 3, 4}  # type: ignore[arg-type]
